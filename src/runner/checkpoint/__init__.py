@@ -1,0 +1,1 @@
+"""What is saved, how it is written, kept, found and read."""

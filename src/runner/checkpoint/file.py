@@ -1,0 +1,198 @@
+"""One checkpoint is one file that verifies itself.
+
+The file is what `torch.save` writes, a zip archive, with the SHA-256 of everything before it in the archive's comment. So
+torch and any zip tool read it as usual, and a flipped bit or a missing end is found before anything is unpickled. Loading
+is restricted to tensors and plain containers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from runner.config.errors import UserError
+
+FORMAT = 1
+KEYS = (
+    "format",
+    "model",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "averaged",
+    "rng",
+    "position",
+    "config",
+    "classes",
+    "metrics",
+    "versions",
+)
+_MARK = b"runner-sha256:"
+_TRAILER = len(_MARK) + 64
+_BLOCK = 1 << 20
+
+
+class DamagedCheckpoint(UserError):
+    """The file is not a whole checkpoint: truncated, altered, or something else."""
+
+
+class _Hashing:
+    """A file that hashes what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write(path: Path, contents: dict[str, Any]) -> None:
+    """Write a checkpoint: whole or not at all, and on the disk when this returns.
+
+    Args:
+        path: target; an older file there is replaced only once the new one is complete.
+        contents: tensors and plain containers under `KEYS`.
+
+    Raises:
+        UserError: if it cannot be written; nothing is left behind and the older file is untouched.
+    """
+    assert set(contents) == set(KEYS), f"a checkpoint has exactly the keys {KEYS}"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            hashing = _Hashing(file)
+            torch.save(contents, hashing)  # type: ignore[arg-type]
+            comment = _MARK + hashing.digest.hexdigest().encode()
+            # The archive ends with the length of its comment, so far zero.
+            file.seek(-2, os.SEEK_END)
+            file.write(len(comment).to_bytes(2, "little") + comment)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"checkpoint: cannot write {path}: {error}; earlier checkpoints are untouched") from error
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` the same checkpoint as `source`, atomically; a copy where the file system has no links.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        try:
+            os.link(source, temporary)
+        except OSError:
+            with source.open("rb") as reading, temporary.open("wb") as writing:
+                while block := reading.read(_BLOCK):
+                    writing.write(block)
+                writing.flush()
+                os.fsync(writing.fileno())
+        os.replace(temporary, target)
+        # Where both names are one file already, replacing does nothing and leaves the temporary name.
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        _sync_folder(target.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"checkpoint: cannot write {target}: {error}") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def verify(path: Path) -> None:
+    """Check the file's SHA-256.
+
+    Raises:
+        DamagedCheckpoint: if it is missing or does not fit.
+        UserError: if there is no such file, or it cannot be read.
+    """
+    with _opened(path) as file:
+        _verify(file, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Verify and load a checkpoint onto the CPU.
+
+    Returns:
+        The contents, brought up to the current format.
+
+    Raises:
+        DamagedCheckpoint: if it is truncated, altered, no checkpoint, or holds more than tensors and plain containers.
+        UserError: if there is no such file, it cannot be read, or a newer version wrote it.
+    """
+    with _opened(path) as file:
+        _verify(file, path)
+        file.seek(0)
+        try:
+            contents = torch.load(file, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            reason = _reason(str(error))
+            raise DamagedCheckpoint(
+                f"{path}: refused, as it holds more than tensors and plain containers ({reason}); nothing in it was run"
+            ) from error
+        except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+            raise DamagedCheckpoint(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(contents, dict) or set(contents) != set(KEYS):
+        raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
+    if not isinstance(contents["format"], int) or contents["format"] > FORMAT:
+        raise UserError(f"{path}: has format {contents['format']}, and this version reads up to {FORMAT}: update runner")
+    return contents
+
+
+def _reason(message: str) -> str:
+    lines = [line.strip() for line in message.splitlines()]
+    return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])[:200]
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from error
+
+
+def _verify(file: BinaryIO, path: Path) -> None:
+    size = file.seek(0, os.SEEK_END)
+    # An older zip or a bare pickle has no comment of ours; neither is unpickled, not even under restrictions.
+    file.seek(max(0, size - _TRAILER))
+    trailer = file.read(_TRAILER)
+    if len(trailer) < _TRAILER or not trailer.startswith(_MARK):
+        raise DamagedCheckpoint(f"{path}: has no checksum at its end: truncated, or not a checkpoint of runner's")
+    digest = hashlib.sha256()
+    remaining = size - _TRAILER - 2
+    file.seek(0)
+    while remaining > 0:
+        block = file.read(min(_BLOCK, remaining))
+        if not block:
+            break
+        digest.update(block)
+        remaining -= len(block)
+    length = file.read(2)
+    digest.update(b"\0\0")
+    if length != _TRAILER.to_bytes(2, "little") or digest.hexdigest().encode() != trailer[len(_MARK) :]:
+        raise DamagedCheckpoint(f"{path}: its contents do not fit its checksum: the file is damaged")

@@ -1,0 +1,109 @@
+"""Which file `ckpt_path=` means, and what to take when it is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.checkpoint.file import DamagedCheckpoint, read
+from runner.config.errors import UserError, nearest
+
+
+class Found(NamedTuple):
+    """A checkpoint that was read, where it lies, and what was passed over on the way to it."""
+
+    path: Path
+    contents: dict[str, Any]
+    warnings: list[str]
+
+
+def load(ckpt_path: str, runs: Path, prefer: str) -> Found:
+    """Read the checkpoint that `ckpt_path` names.
+
+    Args:
+        ckpt_path: a file, a run directory, or `last` or `best` for the newest run in `runs`.
+        runs: folder with the runs of one name.
+        prefer: `last` or `best`: which one a run directory stands for.
+
+    Returns:
+        The contents. Where `last` is damaged, those of the newest checkpoint of the same run that is not.
+
+    Raises:
+        UserError: if nothing is there, or nothing valid.
+    """
+    if ckpt_path in ("last", "best"):
+        run, prefer = newest_run(runs), ckpt_path
+    else:
+        path = Path(ckpt_path)
+        if path.is_file():
+            return _load_file(path)
+        if not path.is_dir():
+            raise UserError(_missing(path))
+        run = path
+    folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    if prefer == "best" and (folder / "best.pt").is_file():
+        return _load_file(folder / "best.pt")
+    if prefer == "best" and ckpt_path == "best":
+        raise UserError(f"ckpt_path: {run} has no best.pt\n    allowed: ckpt_path=last")
+    return _newest_valid(folder)
+
+
+def newest_run(runs: Path) -> Path:
+    """The run directory whose `last.pt` was written last.
+
+    Raises:
+        UserError: if no run in `runs` has one.
+    """
+    found = [*runs.glob("*/checkpoints/last.pt"), *runs.glob("sweeps/*/*/checkpoints/last.pt")]
+    if not found:
+        raise UserError(f"ckpt_path: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory")
+    return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
+
+
+def step_files(folder: Path) -> list[Path]:
+    """Checkpoints of single steps in a folder, newest step first."""
+    return sorted(folder.glob("step_*.pt"), key=lambda path: path.name, reverse=True)
+
+
+def _load_file(path: Path) -> Found:
+    try:
+        return Found(path, read(path), [])
+    except DamagedCheckpoint as error:
+        others = [other for other in [path.with_name("last.pt"), *step_files(path.parent)] if other.name != path.name]
+        for other in others:
+            if other.is_file() and not _same(other, path) and _is_valid(other):
+                raise DamagedCheckpoint(f"{error}\n    the newest valid one beside it: ckpt_path={other}") from None
+        raise
+
+
+def _newest_valid(folder: Path) -> Found:
+    warnings: list[str] = []
+    candidates = [path for path in [folder / "last.pt", *step_files(folder)] if path.is_file()]
+    if not candidates:
+        raise UserError(f"ckpt_path: {folder} has no checkpoint (last.pt or step_*.pt)")
+    for path in candidates:
+        try:
+            return Found(path, read(path), warnings)
+        except DamagedCheckpoint as error:
+            warnings.append(str(error))
+    raise DamagedCheckpoint("ckpt_path: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
+def _same(first: Path, second: Path) -> bool:
+    return first.stat().st_ino == second.stat().st_ino
+
+
+def _missing(path: Path) -> str:
+    close = ""
+    if path.parent.is_dir():
+        close = nearest(path.name, [other.name for other in path.parent.iterdir()])
+    hint = f"; did you mean '{path.parent / close}'?" if close else ""
+    return f"ckpt_path: there is no {path}{hint}\n    allowed: a checkpoint file, a run directory, last or best"

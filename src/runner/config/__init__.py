@@ -1,0 +1,1 @@
+"""Schemas, composition, validation and messages: what a run is told to do."""

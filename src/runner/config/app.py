@@ -1,0 +1,247 @@
+"""A verb as a Hydra application: arguments checked, the config composed, the task called for each job."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config import overrides
+from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.keys import flatten
+from runner.config.sources import Sources, searchpath_folder, shipped
+
+# Hydra 1.4 deprecates the argument; 1.3 warns without it.
+_VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What the command line and the files amount to, before any validation.
+
+    Attributes:
+        values: plain containers, interpolations resolved.
+        words: canonical overrides of the line, without those of `hydra.*`.
+        choices: option selected for each group.
+        sources: folders that were searched.
+        primary: name of the primary config.
+        job_dir: folder that a sweep gives to this job; None for a single run.
+        run_dir: folder that `hydra.run.dir` names; None if it was left alone.
+    """
+
+    values: dict[str, Any]
+    words: list[str]
+    choices: dict[str, str]
+    sources: Sources
+    primary: str
+    job_dir: Path | None = None
+    run_dir: Path | None = None
+
+
+def current(cfg: DictConfig) -> Composition:
+    """The composition of the Hydra job that is running."""
+    from hydra.core.hydra_config import HydraConfig
+
+    hc = HydraConfig.get()
+    folders = [Path(source.path) for source in hc.runtime.config_sources if source.schema == "file" and source.path]
+    extra = [folder for folder in folders if folder.resolve() != shipped().resolve() and folder.is_dir()]
+    sweep = hc.mode is not None and hc.mode.name == "MULTIRUN"
+    explicit = not sweep and hc.run.dir != "."
+    return Composition(
+        _plain(cfg),
+        overrides.canonical(hc.overrides.task),
+        _choices(hc),
+        Sources(extra),
+        str(hc.job.config_name),
+        Path(hc.runtime.output_dir) if sweep else None,
+        Path(hc.run.dir) if explicit else None,
+    )
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    values = OmegaConf.to_container(own, resolve=True, throw_on_missing=False)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _choices(hydra_config: Any) -> dict[str, str]:
+    chosen = OmegaConf.to_container(hydra_config.runtime.choices)
+    assert isinstance(chosen, dict)
+    return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line taken apart: Hydra's flags and the overrides."""
+
+    flags: argparse.Namespace
+    words: list[str]
+    primary: str
+    multirun: bool
+    only_shows: bool
+
+
+def parse(argv: Sequence[str], primary: str) -> Request:
+    """Take the words after a verb apart.
+
+    Raises:
+        UserError: for a flag that Hydra does not have, or one that is refused.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            flags = parser.parse_intermixed_args(list(argv))
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        options = [option for action in parser._actions for option in action.option_strings]
+        wrong = next((word for word in argv if word.startswith("-") and word.split("=")[0] not in options), "")
+        close = nearest(wrong.split("=")[0], options)
+        reason = complaint.getvalue().strip().splitlines()[-1].partition("error: ")[2]
+        raise UserError(reason + (f"; did you mean '{close}'?" if close else "")) from None
+    if flags.experimental_rerun:
+        raise UserError("--experimental-rerun reads a pickle, which could run anything; use ckpt_path= instead")
+    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    name = (flags.config_name or primary).removesuffix(".yaml")
+    return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
+
+
+def launch(
+    task: Callable[[DictConfig], Any],
+    schema: type,
+    primary: str,
+    argv: Sequence[str],
+    also: Callable[[Composition], list[Problem]],
+    sweep_root: Callable[[dict[str, Any]], Path],
+) -> Path | None:
+    """Run `task` through Hydra, once or for every job of a sweep.
+
+    Args:
+        task: called with the composed config; must be importable by name, as launchers pickle it.
+        schema: dataclass that the overrides are checked against.
+        primary: name of the primary config.
+        argv: the words after the verb.
+        also: finds further problems in a composition; asked only when there are problems already, so that one report
+            has them all.
+        sweep_root: claims the folder of a sweep, given the composed values.
+
+    Returns:
+        The folder of the sweep, or None for a single run.
+
+    Raises:
+        ConfigError: with every problem found in the overrides and the composition.
+    """
+    request = parse(argv, primary)
+    sources = Sources(_folders(request))
+    known = overrides.examine(request.words, schema, sources, request.multirun or _asks_for_sweep(request, sources))
+    flag_words = [word for word in argv if word not in request.words]
+    extra: list[str] = []
+    if not request.only_shows:
+        composition, multirun = _compose(request, known, schema, sources, also)
+        multirun = multirun or request.multirun
+        if multirun and not any(word.startswith("hydra.sweep.dir=") for word in known.accepted):
+            folder = sweep_root(composition.values)
+            extra = [f"hydra.sweep.dir='{folder}'"]
+        elif multirun:
+            folder = Path(next(w for w in known.accepted if w.startswith("hydra.sweep.dir=")).split("=", 1)[1].strip("'"))
+        _call_hydra(task, primary, [*flag_words, *known.accepted, *extra])
+        return folder if multirun else None
+    words = known.accepted if not known.problems and not known.unknown else request.words
+    _call_hydra(task, primary, [*flag_words, *words])
+    return None
+
+
+def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
+    """Let Hydra answer a query of tab completion."""
+    _call_hydra(task, primary, list(argv))
+    return 0
+
+
+def _folders(request: Request) -> list[Path]:
+    folders = [Path(request.flags.config_dir)] if request.flags.config_dir else []
+    for word in request.words:
+        if word.lstrip("+").startswith("hydra.searchpath="):
+            entries = yaml.safe_load(word.split("=", 1)[1])
+            folders += [path for entry in entries or [] if (path := searchpath_folder(str(entry)))]
+    return folders
+
+
+def _asks_for_sweep(request: Request, sources: Sources) -> bool:
+    """Whether a selected preset turns a plain call into a sweep."""
+    return any(
+        (option := sources.option("sweep", word.split("=", 1)[1])) is not None
+        and "MULTIRUN" in option.path.read_text(encoding="utf-8")
+        for word in request.words
+        if word.lstrip("+").startswith("sweep=")
+    ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in request.words)
+
+
+def _compose(
+    request: Request,
+    known: overrides.Words,
+    schema: type,
+    sources: Sources,
+    also: Callable[[Composition], list[Problem]],
+) -> tuple[Composition, bool]:
+    """Compose once to find every problem before anything starts; also tells whether a preset asks for a sweep."""
+    problems = list(known.problems)
+    if sources.primary(request.primary) is None:
+        names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
+        close = nearest(request.primary, names)
+        raise ConfigError([Problem("--config-name", f"there is no config '{request.primary}'", ", ".join(names), close)])
+    searchpath = [f"file://{folder}" for folder in sources.extra]
+    words = overrides.first_of_sweeps(known.accepted)
+    words = [word for word in words if not word.startswith("hydra.searchpath=")]
+    if searchpath:
+        words.append("hydra.searchpath=[" + ",".join(f"'{entry}'" for entry in searchpath) + "]")
+    try:
+        with hydra.initialize_config_dir(config_dir=str(shipped()), **_VERSION_BASE):
+            cfg = hydra.compose(request.primary, words, return_hydra_config=True)
+        values = _plain(cfg)
+    except (HydraException, OmegaConfBaseException) as error:
+        problems += [
+            overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown
+        ]
+        raise ConfigError([*problems, _as_problem(error)]) from error
+    names = list(flatten(values))
+    problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in known.unknown]
+    composition = Composition(
+        values, overrides.canonical(w for w in words if not w.startswith("hydra")), _choices(cfg.hydra), sources, request.primary
+    )
+    if problems:
+        raise ConfigError([*problems, *also(composition)])
+    return composition, str(cfg.hydra.mode or "").endswith("MULTIRUN")
+
+
+def _as_problem(error: Exception) -> Problem:
+    """A message of Hydra's or OmegaConf's in the form of all others."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
+    return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
+
+
+def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> None:
+    """Hand over to Hydra as if it had been started by itself; its own failures become sentences."""
+    saved = sys.argv
+    sys.argv = [saved[0], *argv]
+    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    try:
+        hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task)()
+    finally:
+        sys.argv = saved

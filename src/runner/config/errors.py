@@ -1,0 +1,61 @@
+"""Mistakes of the user's, and how they are told."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """A mistake that the user can mend: shown as its message alone, without a traceback; exit status 2."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in the configuration.
+
+    Attributes:
+        key: dotted key, verb or file that the problem is about.
+        message: what is wrong with it, a clause without a full stop.
+        allowed: what would be right, or empty.
+        nearest: the closest valid spelling, or empty.
+        origin: the override or file that it came from, or empty.
+    """
+
+    key: str
+    message: str
+    allowed: str = ""
+    nearest: str = ""
+    origin: str = ""
+
+    def lines(self) -> list[str]:
+        """The problem as lines of text, the key first."""
+        head = f"{self.key}: {self.message}"
+        if self.nearest:
+            head += f"; did you mean '{self.nearest}'?"
+        lines = [head]
+        if self.allowed:
+            lines.append(f"    allowed: {self.allowed}")
+        if self.origin:
+            lines.append(f"    from: {self.origin}")
+        return lines
+
+
+class ConfigError(UserError):
+    """All problems of one configuration, reported together."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        title = "1 problem in the configuration" if count == 1 else f"{count} problems in the configuration"
+        body = "\n".join("  " + "\n  ".join(problem.lines()) for problem in self.problems)
+        super().__init__(f"{title}\n{body}")
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The choice spelled most like `word`, or an empty string if none comes close."""
+    pool = list(choices)
+    by_lower = {choice.lower(): choice for choice in pool}
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else ""

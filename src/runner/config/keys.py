@@ -1,0 +1,115 @@
+"""Questions about the schema: does a key exist, what may it hold, which keys are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from runner.config.schema import HasTarget
+
+
+@functools.cache
+def hints(section: type) -> dict[str, Any]:
+    """Field names of a dataclass with their full annotations."""
+    return get_type_hints(section, include_extras=True)
+
+
+def members(annotation: Any) -> list[Any]:
+    """The alternatives of a union, unions inside it flattened; any other annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [inner for member in get_args(annotation) for inner in members(member)]
+    return [annotation]
+
+
+def bare(annotation: Any) -> Any:
+    """An annotation without the constraints around it."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def is_open(annotation: Any) -> bool:
+    """Whether a value of this annotation holds keys that the schema does not list (components)."""
+    return any(get_origin(bare(member)) in (dict, list) for member in members(annotation))
+
+
+def find(section: type, key: str) -> Any:
+    """The annotation of a dotted key; `Any` inside an open section; None for a key that does not exist."""
+    annotation: Any = section
+    for part in key.split("."):
+        if dataclasses.is_dataclass(annotation):
+            annotation = hints(annotation).get(part)  # type: ignore[arg-type]
+            if annotation is None:
+                return None
+        elif annotation is Any or is_open(annotation):
+            annotation = Any
+        else:
+            return None
+    return annotation
+
+
+def all_keys(section: type, prefix: str = "") -> list[str]:
+    """Dotted names of every field, sections included."""
+    keys = []
+    for name, annotation in hints(section).items():
+        keys.append(prefix + name)
+        if dataclasses.is_dataclass(annotation):
+            keys += all_keys(annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+    return keys
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a nested mapping with their leaf values; empty mappings count as leaves."""
+    if isinstance(values, dict) and (values or not prefix):
+        leaves: dict[str, Any] = {}
+        for name, value in values.items():
+            leaves |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
+        return leaves
+    return {prefix: values}
+
+
+def describe(annotation: Any) -> str:
+    """What an annotation admits, in words, such as `a whole number of at least 1, or null`."""
+    words: list[str] = []
+    for member in members(annotation):
+        words += _words(member)
+    words.sort(key=lambda word: word == "null")
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _words(member: Any) -> list[str]:
+    inner, limits = member, ()
+    if get_origin(member) is Annotated:
+        inner, *rest = get_args(member)
+        limits = tuple(rest)
+    if any(isinstance(limit, HasTarget) for limit in limits):
+        return ["a mapping with _target_"]
+    if get_origin(inner) is Literal:
+        return [str(choice) for choice in get_args(inner)]
+    if inner is bool:
+        return ["true", "false"]
+    if inner is type(None):
+        return ["null"]
+    if dataclasses.is_dataclass(inner):
+        return ["a mapping of " + ", ".join(hints(inner))]  # type: ignore[arg-type]
+    if get_origin(inner) is list:
+        return [f"a list, each item {describe(get_args(inner)[0])}"]
+    if get_origin(inner) is dict:
+        return [f"a mapping of names, each to {describe(get_args(inner)[1])}"]
+    return [{int: "a whole number", float: "a number", str: "text"}.get(inner, "any value") + _bounds(limits)]
+
+
+def _bounds(limits: tuple[Any, ...]) -> str:
+    parts = []
+    for limit in limits:
+        if isinstance(limit, Ge):
+            parts.append(f"of at least {limit.ge}")
+        elif isinstance(limit, Gt):
+            parts.append(f"above {limit.gt}")
+        elif isinstance(limit, Le):
+            parts.append(f"at most {limit.le}")
+        elif isinstance(limit, Lt):
+            parts.append(f"below {limit.lt}")
+    return (" " + " and ".join(parts)) if parts else ""

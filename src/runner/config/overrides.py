@@ -1,0 +1,135 @@
+"""The words after the verb: parsed, made canonical, and checked against the schema and the groups.
+
+`key=value`, `+key=value` and `++key=value` mean the same for a key that the schema knows, so the plus signs are dropped
+before Hydra sees them; a key inside an open section (an argument of a component) may be new, so it is passed as `++`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from runner.config import keys
+from runner.config.errors import Problem, nearest
+from runner.config.sources import Sources
+
+
+@dataclass(frozen=True)
+class Words:
+    """Overrides that passed, in the form that Hydra is given, and the problems of those that did not."""
+
+    accepted: list[str]
+    problems: list[Problem]
+    unknown: list[tuple[str, str]]  # key and override, to be reported once the known keys can be listed
+
+
+def examine(words: Iterable[str], schema: type, sources: Sources, multirun: bool) -> Words:
+    """Check each override by itself; a wrong one never hides the others."""
+    parser = OverridesParser.create()
+    groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
+    result = Words([], [], [])
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            problem = Problem(word, "is not an override", "key=value, group=option, ~key or a verb's flag")
+            if "=" in word:
+                problem = Problem(word, "has a value that cannot be read", "quote special characters: 'key=\"a b\"'")
+            result.problems.append(problem)
+            continue
+        _examine_one(override, word, schema, groups, multirun, result)
+    return result
+
+
+def _examine_one(
+    override: Override, word: str, schema: type, groups: dict[str, list[str]], multirun: bool, result: Words
+) -> None:
+    key = override.key_or_group
+    if key.startswith("hydra/") or key.startswith("hydra."):
+        result.accepted.append(word)
+        return
+    if override.is_sweep_override() and not multirun:
+        problem = Problem(key, "has several values, which needs the flag --multirun", "one value, or quotes around it")
+        result.problems.append(Problem(**{**problem.__dict__, "origin": _origin(word)}))
+        return
+    if key in groups:
+        problem_of_group = None if override.is_delete() else _wrong_option(override, word, groups[key])
+        if problem_of_group:
+            result.problems.append(problem_of_group)
+        else:
+            result.accepted.append(("~" if override.is_delete() else "") + word.lstrip("+~"))
+        return
+    annotation = keys.find(schema, key)
+    if annotation is None:
+        result.unknown.append((key, word))
+    elif override.is_delete() and "." not in key:
+        message = "cannot be deleted, as the schema has it"
+        result.problems.append(Problem(key, message, f"set it to {keys.describe(annotation)}", origin=_origin(word)))
+    elif override.is_delete():
+        result.accepted.append(word)
+    else:
+        inside_component = annotation is keys.Any
+        result.accepted.append(("++" if inside_component else "") + word.lstrip("+"))
+
+
+def _wrong_option(override: Override, word: str, options: list[str]) -> Problem | None:
+    for name in selected(override):
+        if name not in options and name not in ("null", "") and not name.startswith("_"):
+            listed = ", ".join(options) or "none"
+            return Problem(
+                override.key_or_group, f"has no option '{name}'", listed, nearest(name, options), _origin(word)
+            )
+    return None
+
+
+def selected(override: Override) -> list[str]:
+    """Option names that a group override selects; several for a sweep."""
+    if override.is_sweep_override():
+        return [str(value).strip("'\"") for value in override.sweep_string_iterator()]
+    value = override.value()
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return ["null" if value is None else str(value)]
+
+
+def first_of_sweeps(words: Iterable[str]) -> list[str]:
+    """The overrides of the first job of a sweep: each with the first of its values."""
+    parser = OverridesParser.create()
+    firsts = []
+    for word in words:
+        override = parser.parse_override(word)
+        if override.is_sweep_override():
+            prefix = word[: word.index("=") + 1]
+            firsts.append(prefix + next(iter(override.sweep_string_iterator())))
+        else:
+            firsts.append(word)
+    return firsts
+
+
+def canonical(words: Iterable[str]) -> list[str]:
+    """Overrides without the plus signs: as they are recorded with a run."""
+    return [word.lstrip("+") for word in words]
+
+
+def unknown_key(key: str, word: str, schema: type, groups: Iterable[str], known: Iterable[str]) -> Problem:
+    """The problem of a key that nothing knows, with the closest key that exists.
+
+    A key whose last part is the name of exactly one known key is taken for that one (`lr` for `optimizer.lr`).
+    """
+    pool = sorted({*keys.all_keys(schema), *groups, *known})
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [candidate for candidate in pool if candidate.rsplit(".", 1)[-1] == leaf]
+    suggestion = min(same_leaf, key=len) if same_leaf else nearest(key, pool)
+    if not suggestion:
+        by_leaf = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(pool)}
+        suggestion = by_leaf.get(nearest(leaf, by_leaf), "")
+    allowed = "a key of the schema (python -m runner show prints them all)"
+    return Problem(key, "is not a key", allowed, suggestion, _origin(word))
+
+
+def _origin(word: str) -> str:
+    return f"the override {word}"

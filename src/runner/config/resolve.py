@@ -1,0 +1,80 @@
+"""The last word on a run's config: file and command line merged, validated, and every component bound."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.errors import ConfigError, Problem
+from runner.config.rules import conflicts
+from runner.config.schema import Train
+from runner.config.targets import bind, refusal, targets_in
+from runner.config.validate import nodes, typed, with_origins
+
+T = TypeVar("T", bound=Train)
+
+# Arguments that the program adds where a component's signature names them.
+FACTS: dict[str, tuple[str, ...]] = {
+    "data.dataset": ("root", "download", "image_size"),
+    "model": ("in_channels", "image_size", "num_classes"),
+    "loss": ("num_classes", "class_counts"),
+    "task": ("num_classes",),
+    "scheduler": ("total_steps", "steps_per_epoch", "mode"),
+    "metrics": ("num_classes", "task"),
+    "callbacks": ("monitor", "mode"),
+}
+_POSITIONAL = {"optimizer": 1}
+
+
+def problems_in(values: dict[str, Any], composition: Composition, schema: type[T]) -> tuple[T | None, list[Problem]]:
+    """Validate plain values: types, ranges, rules between keys, and the signature of every component."""
+    config, problems = typed(schema, values)
+    if config is not None:
+        problems += conflicts(config)
+    for key, node in nodes(schema, values):
+        if isinstance(node, dict) and isinstance(node.get("_target_"), str):
+            section = key if key in FACTS else key.split(".")[0]
+            problems += bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
+    named = with_origins(problems, composition.words, composition.choices, composition.sources, composition.primary)
+    return config, named
+
+
+def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -> T:
+    """The typed config of `values`.
+
+    Raises:
+        ConfigError: with every problem there is.
+    """
+    config, problems = problems_in(values, composition, schema)
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """A config read from a file with the command line on top, and what that changed.
+
+    Raises:
+        ConfigError: if the file names something to build that is neither allowed nor trusted.
+    """
+    original = stored.load(text, where)
+    values = stored.overlay(
+        original, composition.values, composition.words, composition.choices, composition.sources
+    )
+    # Whom to trust and where to read and write is said by the user at hand, never by a file.
+    for key in ("trust", "output_root", "ckpt_path"):
+        values[key] = composition.values[key]
+    trust = [*composition.values["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
+    own_word = {path for _, path in targets_in(composition.values)}
+    problems = []
+    for key, path in targets_in(values):
+        reason = "" if path in own_word else refusal(path, trust)
+        if reason:
+            package = path.split(".")[0]
+            fix = f"trust=[{package}] if you trust it (on the line, in conf/local, or in RUNNER_TRUST)"
+            problems.append(Problem(f"{key}._target_", f"'{path}' {reason}", fix, origin=where))
+    if problems:
+        raise ConfigError(problems)
+    return values, stored.differences(original, values)

@@ -1,0 +1,122 @@
+"""Rules between keys: what cannot be combined, and what has no effect beside something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runner.config.errors import Problem
+from runner.config.schema import Train
+
+
+def conflicts(config: Train) -> list[Problem]:
+    """Combinations that cannot be run; each says what to set."""
+    found: list[Problem] = []
+
+    def forbid(wrong: bool, key: str, message: str, allowed: str) -> None:
+        if wrong:
+            found.append(Problem(key, message, allowed))
+
+    forbid(
+        config.epochs is None and config.max_steps is None,
+        "epochs",
+        "is null and so is max_steps, so the run would never end",
+        "set epochs=30 or max_steps=10000",
+    )
+    deterministic = config.deterministic is True
+    forbid(
+        deterministic and config.cudnn_benchmark,
+        "cudnn_benchmark",
+        "picks algorithms by timing them, which deterministic=true rules out",
+        "cudnn_benchmark=false, or deterministic=false",
+    )
+    forbid(
+        deterministic and config.tf32,
+        "tf32",
+        "rounds matrix products, which deterministic=true rules out",
+        "tf32=false, or deterministic=false",
+    )
+    split = config.data.split
+    forbid(
+        split.val + split.test >= 1,
+        "data.split",
+        f"val={split.val} and test={split.test} leave nothing to train on",
+        "shares that add up to less than 1",
+    )
+    mean, std = config.data.normalize.mean, config.data.normalize.std
+    forbid(
+        (mean is None) != (std is None),
+        "data.normalize",
+        "has only one of mean and std",
+        "both, or null for both to measure them on the training split",
+    )
+    forbid(
+        std is not None and any(value <= 0 for value in std),
+        "data.normalize.std",
+        "has a value that is not positive",
+        "positive numbers",
+    )
+    forbid(
+        mean is not None and std is not None and len(mean) != len(std),
+        "data.normalize",
+        "has mean and std of different lengths",
+        "one number a channel in each",
+    )
+    in_memory = config.data.residency in ("device", "ram")
+    workers = config.data.num_workers
+    forbid(
+        in_memory and isinstance(workers, int) and workers > 0,
+        "data.num_workers",
+        f"is {workers}, but data.residency={config.data.residency} reads no sample through workers",
+        "data.num_workers=auto, or data.residency=disk",
+    )
+    forbid(
+        in_memory and bool(config.transform.sample_train or config.transform.sample_eval),
+        "transform",
+        f"has sample transforms, which data.residency={config.data.residency} does not run",
+        "data.residency=disk or auto, or batch transforms",
+    )
+    never_evaluated = config.evaluate.every_epochs is None and config.evaluate.every_steps is None
+    for name, node in config.callbacks.items():
+        forbid(
+            never_evaluated and str(node.get("_target_", "")).endswith("EarlyStopping"),
+            f"callbacks.{name}",
+            "waits for evaluations, but evaluate.every_epochs and evaluate.every_steps are null",
+            "evaluate.every_epochs=1",
+        )
+    forbid(
+        never_evaluated and str(config.scheduler.get("_target_", "")).endswith("Plateau"),
+        "scheduler",
+        "follows a metric, but evaluate.every_epochs and evaluate.every_steps are null",
+        "evaluate.every_epochs=1, or another schedule",
+    )
+    forbid(
+        any(part in ("", ".", "..") or part.startswith("~") for part in config.name.split("/"))
+        or "=" in config.name
+        or "," in config.name,
+        "name",
+        f"'{config.name}' cannot be a folder name",
+        "letters, digits, - _ . and / between folders",
+    )
+    return found
+
+# What a resumed run cannot change, because its saved state would mean something else afterwards.
+_FIXED = ("model", "data.dataset", "data.split", "data.image_size", "task", "optimizer._target_")
+# What it cannot change inside an epoch, where the position counts batches of a given order.
+_FIXED_IN_EPOCH = ("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches")
+
+
+def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]:
+    """Problems of changing the keys `changed` when resuming.
+
+    Args:
+        changed: dotted keys whose values differ from the checkpoint's.
+        inside_epoch: whether the checkpoint was written inside an epoch.
+    """
+    problems = []
+    for key in changed:
+        if any(key == fixed or key.startswith(fixed + ".") for fixed in _FIXED):
+            problems.append(Problem(key, "cannot change when resuming", "the checkpoint's value, or a new run"))
+        elif inside_epoch and key in _FIXED_IN_EPOCH:
+            message = "cannot change when resuming inside an epoch"
+            problems.append(Problem(key, message, "the checkpoint's value, or a checkpoint from the end of an epoch"))
+    return problems

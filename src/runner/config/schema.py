@@ -1,0 +1,170 @@
+"""The typed surface of a run: one dataclass a section, each field with its type, range and default.
+
+The YAML files in `conf/` repeat the defaults with a comment for each key; a test holds the two together. Ranges are
+`annotated_types` constraints, choices are `Literal`s, and a mapping with `_target_` (a component) is a `Node`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Count = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+
+@dataclass(frozen=True)
+class HasTarget:
+    """Marks a mapping that must name what it builds under `_target_`."""
+
+
+Node = Annotated[dict[str, Any], HasTarget()]
+
+
+@dataclass
+class Normalize:
+    """Statistics that pixels in [0, 1] are normalised with; null means measured on the training split."""
+
+    mean: list[float] | None = None
+    std: list[float] | None = None
+
+
+@dataclass
+class Split:
+    """How validation and test samples are set apart where the data set does not come with them."""
+
+    val: Share = 0.1
+    test: Share = 0.2
+    seed: NonNegative = 0
+    stratified: bool = True
+
+
+@dataclass
+class Data:
+    """Where samples come from and how they reach the device."""
+
+    dataset: Node
+    name: str = "data"
+    root: str = "data"
+    download: bool = False
+    batch_size: Count = 64
+    image_size: Annotated[int, Ge(1)] | None = None
+    hflip: Annotated[float, Ge(0), Le(1)] = 0.0
+    shuffle: bool = True
+    drop_last: bool = False
+    residency: Literal["auto", "device", "ram", "disk"] = "auto"
+    num_workers: Literal["auto"] | NonNegative = "auto"
+    prefetch: Count = 2
+    persistent_workers: bool = True
+    pin_memory: bool | Literal["auto"] = "auto"
+    non_blocking: bool = True
+    normalize: Normalize = field(default_factory=Normalize)
+    split: Split = field(default_factory=Split)
+
+
+@dataclass
+class Transform:
+    """Sample transforms run where a sample is read, batch transforms on the device; each in the order listed."""
+
+    sample_train: list[Node] = field(default_factory=list)
+    sample_eval: list[Node] = field(default_factory=list)
+    train: list[Node] = field(default_factory=list)
+    eval: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Clip:
+    """Gradient clipping, by value first and then by norm."""
+
+    norm: Annotated[float, Gt(0)] | None = None
+    value: Annotated[float, Gt(0)] | None = None
+
+
+@dataclass
+class Evaluate:
+    """When the validation split is evaluated, and how."""
+
+    every_epochs: Count | None = 1
+    every_steps: Count | None = None
+    batch_size: Count = 512
+    test: bool = True
+
+
+@dataclass
+class Checkpoint:
+    """When checkpoints are written, which are kept, and what `best` means."""
+
+    every_epochs: Count | None = 1
+    every_steps: Count | None = None
+    keep: Count = 2
+    monitor: str | None = None
+    mode: Literal["min", "max"] | None = None
+
+
+@dataclass
+class Log:
+    """How often the device is asked for numbers, and whether a live progress bar is shown."""
+
+    every_steps: Count = 50
+    progress: bool | Literal["auto"] = "auto"
+
+
+@dataclass
+class Limit:
+    """Batches to use of each epoch and of each evaluation; null means all."""
+
+    train_batches: Count | None = None
+    eval_batches: Count | None = None
+
+
+@dataclass
+class Train:
+    """Everything that `train` needs to know; the top-level keys are those that people type every day."""
+
+    data: Data
+    model: Node
+    loss: Node
+    task: Node
+    optimizer: Node
+    scheduler: Node
+    name: str = "data"
+    seed: NonNegative = 0
+    epochs: Count | None = 30
+    max_steps: Count | None = None
+    ckpt_path: str | None = None
+    output_root: str = "outputs"
+    device: str = "auto"
+    threads: Count | None = None
+    amp: bool | Literal["bf16", "fp16"] = False
+    channels_last: bool = False
+    compile: bool = False
+    cudnn_benchmark: bool = False
+    tf32: bool = False
+    deterministic: bool | Literal["warn"] = False
+    accumulate: Count = 1
+    detect_anomaly: bool = False
+    trust: list[str] = field(default_factory=list)
+    metrics: dict[str, Node] | None = None
+    clip: Clip = field(default_factory=Clip)
+    transform: Transform = field(default_factory=Transform)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    limit: Limit = field(default_factory=Limit)
+    callbacks: dict[str, Node] = field(default_factory=dict)
+    logger: dict[str, Node] = field(default_factory=dict)
+
+
+@dataclass
+class Eval(Train):
+    """What `eval` adds: the split to evaluate and where to write the result."""
+
+    split: Literal["train", "val", "test"] = "test"
+    output: str | None = None
+    json: bool = False
+
+
+EVAL_ONLY = ("split", "output", "json")

@@ -1,0 +1,110 @@
+"""Where configuration comes from: the shipped `conf/` tree and the user's own folders, read as plain text.
+
+Nothing here imports Hydra or torch, so that `list`, `show` and completion answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.config.errors import UserError
+
+
+def shipped() -> Path:
+    """The `conf/` folder that comes with the program: inside an installed wheel, or beside `src/` in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for candidate in (package / "conf", package.parents[1] / "conf"):
+        if (candidate / "train.yaml").is_file():
+            return candidate
+    raise UserError(f"the config tree is missing: neither {package / 'conf'} nor {package.parents[1] / 'conf'} has it")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a config group: a YAML file."""
+
+    group: str
+    name: str
+    path: Path
+
+    @property
+    def comments(self) -> list[str]:
+        """The comment lines at the top of the file, without their marks."""
+        lines = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            if not line.startswith("#"):
+                break
+            if not line.startswith("# @"):
+                lines.append(line.lstrip("# ").rstrip())
+        return lines
+
+    @property
+    def description(self) -> str:
+        """The first comment line of the file."""
+        return self.comments[0] if self.comments else ""
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the file sets keys at the top level instead of under its group."""
+        return "@package _global_" in self.path.read_text(encoding="utf-8")
+
+
+class Sources:
+    """The folders that configuration is searched in, first match first."""
+
+    def __init__(self, extra: list[Path] | None = None) -> None:
+        self.extra = [path.absolute() for path in extra or []]
+        for path in self.extra:
+            if not path.is_dir():
+                raise UserError(f"--config-dir: there is no folder {path}")
+        self.folders = [shipped(), *self.extra]
+
+    def groups(self) -> list[str]:
+        """Names of all config groups, sorted; nested ones as `a/b`."""
+        found: set[str] = set()
+        for folder in self.folders:
+            for path in folder.rglob("*.yaml"):
+                relative = path.relative_to(folder).parent
+                if relative != Path() and not relative.parts[0].startswith((".", "_")) and relative.parts[0] != "local":
+                    found.add(relative.as_posix())
+        return sorted(group for group in found if group != "hydra" and not group.startswith("hydra/"))
+
+    def options(self, group: str) -> list[Option]:
+        """Options of `group` in order of name; those whose name starts with `_` are parts of others and left out."""
+        found: dict[str, Option] = {}
+        for folder in self.folders:
+            for path in sorted((folder / group).glob("*.yaml")):
+                if not path.name.startswith("_"):
+                    found.setdefault(path.stem, Option(group, path.stem, path))
+        return [found[name] for name in sorted(found)]
+
+    def option(self, group: str, name: str) -> Option | None:
+        """The option `name` of `group`, parts included, or None."""
+        for folder in self.folders:
+            path = folder / group / f"{name.removesuffix('.yaml')}.yaml"
+            if path.is_file():
+                return Option(group, path.stem, path)
+        return None
+
+    def primary(self, name: str) -> Path | None:
+        """The file of the primary config `name` (such as `train`), or None."""
+        for folder in self.folders:
+            path = folder / f"{name.removesuffix('.yaml')}.yaml"
+            if path.is_file():
+                return path
+        return None
+
+
+def searchpath_folder(entry: str) -> Path | None:
+    """The folder behind one entry of `hydra.searchpath`, or None where it is not a folder on disk."""
+    if entry.startswith("pkg://"):
+        module, _, rest = entry.removeprefix("pkg://").replace("/", ".").partition(".")
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        path = Path(spec.submodule_search_locations[0], *filter(None, rest.split(".")))
+    else:
+        path = Path(entry.removeprefix("file://"))
+    return path if path.is_dir() else None

@@ -1,0 +1,136 @@
+"""Configs that were written to a file, and overrides laid on top of them.
+
+A stored config is plain YAML: it is read with the safe loader into plain containers and never as a Hydra or OmegaConf
+object, so that neither a tag nor an interpolation in it does anything.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from runner.config.errors import UserError
+from runner.config.keys import flatten
+from runner.config.sources import Sources
+from runner.config.validate import shown
+
+_MISSING = object()
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Plain containers as YAML text, in the order of the mapping."""
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120)
+
+
+def load(text: str, where: str) -> dict[str, Any]:
+    """YAML text as plain containers.
+
+    Raises:
+        UserError: if `text` is no YAML mapping or asks for objects.
+    """
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{where}: its config is not plain YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{where}: its config is not a mapping")
+    return values
+
+
+def overlay(
+    stored: dict[str, Any], composed: dict[str, Any], words: Sequence[str], choices: dict[str, str], sources: Sources
+) -> dict[str, Any]:
+    """A stored config with the command line laid on top.
+
+    A group that the line selects replaces the stored section whole; a preset sets the keys that its file names; any
+    other override sets its key. Everything else stays as it was stored.
+
+    Args:
+        stored: the config from the file.
+        composed: the config that the same command line gives without the file.
+        words: overrides of the command line, without those of `hydra.*`.
+        choices: options chosen for each group in `composed`.
+        sources: where options are found.
+    """
+    merged = copy.deepcopy(stored)
+    groups = set(sources.groups())
+    parser = OverridesParser.create()
+    overrides = [(word, parser.parse_override(word)) for word in words]
+    for _, override in overrides:
+        group = override.key_or_group
+        if group in groups:
+            for key in _keys_of_choice(group, choices.get(group), sources):
+                _set(merged, key, _get(composed, key))
+    for _, override in overrides:
+        key = override.key_or_group
+        if key in groups:
+            continue
+        value = _get(composed, key)
+        if value is _MISSING:
+            _delete(merged, key)
+        else:
+            _set(merged, key, value)
+    return merged
+
+
+def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]:
+    """The keys that selecting an option sets: its section, or for a preset the keys in its file."""
+    option = sources.option(group, str(name)) if name else None
+    if option is None or not option.is_global:
+        return [group.replace("/", ".")]
+    content = yaml.safe_load(option.path.read_text(encoding="utf-8")) or {}
+    found = []
+    for entry in content.pop("defaults", []):
+        if isinstance(entry, dict):
+            for target, choice in entry.items():
+                inner = str(target).removeprefix("override").strip().lstrip("/")
+                found += _keys_of_choice(inner, choice, sources)
+    content.pop("hydra", None)
+    return found + list(flatten(content)) if content else found
+
+
+def _get(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        if isinstance(values, list) and part.isdigit() and int(part) < len(values):
+            values = values[int(part)]
+        elif isinstance(values, dict) and part in values:
+            values = values[part]
+        else:
+            return _MISSING
+    return copy.deepcopy(values)
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    if value is _MISSING:
+        _delete(values, key)
+        return
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = values.get(part)
+        if not isinstance(inner, dict):
+            inner = values[part] = {}
+        values = inner
+    values[last] = value
+
+
+def _delete(values: dict[str, Any], key: str) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        if not isinstance(values.get(part), dict):
+            return
+        values = values[part]
+    values.pop(last, None)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Keys whose values differ, as (key, before, after); an absent one is shown as `-`."""
+    old, new = flatten(before), flatten(after)
+    changed = []
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key, _MISSING) != new.get(key, _MISSING):
+            changed.append((key, *(shown(side[key]) if key in side else "-" for side in (old, new))))
+    return changed

@@ -1,0 +1,268 @@
+"""Components: `_target_` paths resolved, their arguments bound without a call, and the objects built.
+
+A path that the user typed, or that stands in the user's own config folder, is the user's word. A path read back from a
+file (a checkpoint) is a stranger's: the object that it resolves to must be on the allow-list or come from a package that
+the user trusts, and nothing outside those packages is even imported to find out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from runner.config.errors import Problem, UserError, nearest
+from runner.config.keys import describe, members
+from runner.config.validate import shown
+
+_CONTROL = ("_target_", "_partial_", "_args_")
+_COMPONENT_ROOMS = (
+    "runner.models",
+    "runner.data",
+    "runner.optim",
+    "runner.engine.callbacks",
+    "runner.engine.tasks",
+    "runner.tracking.loggers",
+)
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def resolve(path: str) -> Any:
+    """The object that a dotted path names; modules on the way are imported.
+
+    Raises:
+        UserError: if a part does not exist, with the nearest name; or if importing a module fails.
+    """
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise UserError(f"'{path}' is not a dotted path such as my_package.Net")
+    found: Any = None
+    consumed = 0
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+                raise UserError(f"importing {name} failed: {error}") from error
+            if count == 1:
+                hint = "installed, or on PYTHONPATH, or in the folder that python -m runner starts in"
+                raise UserError(f"there is no package '{parts[0]}' (it must be {hint})") from error
+            break
+        except Exception as error:
+            raise UserError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+        consumed = count
+    for part in parts[consumed:]:
+        if not hasattr(found, part):
+            owner = getattr(found, "__name__", repr(found))
+            close = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            raise UserError(f"{owner} has no '{part}'" + (f"; did you mean '{close}'?" if close else ""))
+        found = getattr(found, part)
+    return found
+
+
+def refusal(path: str, trust: Iterable[str]) -> str:
+    """Why a path that was read from a file may not be built, or an empty string if it may."""
+    trusted = tuple(trust)
+    packages = ("runner", "torch", "torchvision", "torchmetrics", *trusted)
+    if not _within(path, packages):
+        return "comes from a file and its package is not trusted"
+    try:
+        found = resolve(path)
+    except UserError as error:
+        return str(error)
+    home = getattr(found, "__module__", None) or ""
+    if _within(home, trusted):
+        return ""
+    if _within(home, _COMPONENT_ROOMS):
+        return "" if inspect.isclass(found) or inspect.isfunction(found) else "is neither a class nor a function"
+    if _within(home, ("torch", "torchvision", "torchmetrics")) and _builds_a_part(found):
+        return ""
+    actual = f"{home}.{getattr(found, '__qualname__', '?')}"
+    return f"comes from a file and resolves to {actual}, which is not on the list of things a file may build"
+
+
+def _within(path: str, prefixes: Iterable[str]) -> bool:
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+
+
+def _builds_a_part(found: Any) -> bool:
+    """Whether a torch or torchvision object builds modules, optimizers, schedules, data sets, transforms or metrics."""
+    import torch
+
+    if inspect.isclass(found):
+        kinds = (
+            torch.nn.Module,
+            torch.optim.Optimizer,
+            torch.optim.lr_scheduler.LRScheduler,
+            torch.utils.data.Dataset,
+        )
+        if issubclass(found, kinds):
+            return True
+        home = found.__module__
+        return _within(home, ("torchvision.transforms",)) and callable(getattr(found, "__call__", None))
+    if inspect.isfunction(found) and _within(found.__module__, ("torchvision.models",)):
+        import torchvision
+
+        try:
+            return bool(torchvision.models.get_model_builder(found.__name__) is found)
+        except ValueError:
+            return False
+    return False
+
+
+def targets_in(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Every (dotted key, `_target_`) at any depth of a mapping or list."""
+    found: list[tuple[str, str]] = []
+    if isinstance(value, dict):
+        if "_target_" in value:
+            found.append((prefix, str(value["_target_"])))
+        for key, item in value.items():
+            found += targets_in(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found += targets_in(item, f"{prefix}.{index}")
+    return found
+
+
+def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0) -> list[Problem]:
+    """Check a component's arguments against the signature of its target, without calling it.
+
+    Args:
+        key: dotted key of the component, for the messages.
+        node: `_target_` and the arguments.
+        facts: names of arguments that the program adds where the signature has them.
+        positional: how many leading arguments the program passes by position.
+
+    Returns:
+        Problems: target not found or not callable, unknown, missing and wrongly typed arguments; of nested
+        components too.
+    """
+    problems: list[Problem] = []
+    for name, value in node.items():
+        for position, inner in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(inner, dict) and "_target_" in inner:
+                at = f"{key}.{name}" + (f".{position}" if isinstance(value, list) else "")
+                problems += bind(at, inner)
+    try:
+        target = resolve(str(node["_target_"]))
+    except UserError as error:
+        return [*problems, Problem(f"{key}._target_", str(error))]
+    if not callable(target):
+        return [*problems, Problem(f"{key}._target_", f"{node['_target_']} is not callable", "a class or a function")]
+    for name in node:
+        if name.startswith("_") and name not in _CONTROL:
+            problems.append(Problem(f"{key}.{name}", "is not supported", ", ".join(_CONTROL)))
+    signature = _signature(target)
+    if signature is None:
+        return problems
+    parameters = list(signature.parameters.values())[positional + len(node.get("_args_", ())) :]
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    annotations = _annotations(target)
+    for name, value in node.items():
+        if name.startswith("_"):
+            continue
+        if name in named:
+            if not (value is None and name in facts):
+                problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
+        elif not takes_any:
+            listed = ", ".join(named) or "no arguments"
+            message = f"is not an argument of {node['_target_']}"
+            problems.append(Problem(f"{key}.{name}", message, listed, nearest(name, named)))
+    given = {*node, *facts}
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given and not node.get("_partial_"):
+            problems.append(Problem(f"{key}.{name}", f"is missing: {node['_target_']} needs it"))
+    return problems
+
+
+def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target)
+    except (ValueError, TypeError):  # some built-in callables have none
+        return None
+
+
+def _annotations(target: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except Exception:  # annotations of foreign code may name anything, and then say nothing that can be checked
+        return {}
+
+
+def _is_simple(annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    if origin is Literal or annotation in _SCALARS:
+        return True
+    if origin in (list, tuple):
+        return all(inner is Ellipsis or _is_simple(inner) for inner in get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return all(_is_simple(inner) for inner in get_args(annotation))
+    return False
+
+
+@functools.cache
+def _checker(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
+
+
+def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
+    """A problem if a plain value fits none of the plain alternatives of an annotation."""
+    if annotation is None or (isinstance(value, dict) and "_target_" in value):
+        return []
+    simple = [member for member in members(annotation) if _is_simple(member)]
+    if not simple or any(member is Any for member in members(annotation)):
+        return []
+    if isinstance(value, bool) and not any(member is bool or get_origin(member) is Literal for member in simple):
+        return [Problem(key, f"cannot be {shown(value)}", describe(Union[tuple(simple)]))]  # noqa: UP007
+    for member in simple:
+        try:
+            _checker(member).validate_python(value)
+            return []
+        except ValidationError:
+            continue
+    return [Problem(key, f"cannot be {shown(value)}", describe(Union[tuple(simple)]))]  # noqa: UP007
+
+
+def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any] | None = None) -> Any:
+    """Build a component: call its target with the arguments of the config, nested components built first.
+
+    Args:
+        key: dotted key of the component, for the messages.
+        node: `_target_` and the arguments.
+        *args: leading arguments that the program passes by position.
+        facts: arguments that the program adds where the signature names them and the config leaves them out or null.
+
+    Raises:
+        UserError: if the target refuses its arguments.
+    """
+    target = resolve(str(node["_target_"]))
+    signature = _signature(target)
+    names = set(signature.parameters) if signature is not None else set()
+    kwargs = {name: _built(f"{key}.{name}", value) for name, value in node.items() if not name.startswith("_")}
+    for name, value in (facts or {}).items():
+        if name in names and kwargs.get(name) is None:
+            kwargs[name] = value
+    positional = [*args, *(_built(f"{key}._args_", value) for value in node.get("_args_", ()))]
+    if node.get("_partial_"):
+        return functools.partial(target, *positional, **kwargs)
+    try:
+        return target(*positional, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
+
+
+def _built(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        if "_target_" in value:
+            return build(key, value)
+        return {name: _built(f"{key}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_built(f"{key}.{index}", item) for index, item in enumerate(value)]
+    return value

@@ -1,0 +1,167 @@
+"""From a composed mapping to the typed config, with every problem found on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from runner.config import keys
+from runner.config.errors import Problem, nearest
+from runner.config.schema import HasTarget
+from runner.config.sources import Sources
+
+T = TypeVar("T")
+
+_STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
+
+
+@functools.cache
+def _adapter(section: type[T]) -> TypeAdapter[T]:
+    """A validator of a dataclass and of all sections below it."""
+    _forbid_extras(section)
+    return TypeAdapter(section)
+
+
+def _forbid_extras(section: type) -> None:
+    section.__pydantic_config__ = _STRICT  # type: ignore[attr-defined]
+    for annotation in keys.hints(section).values():
+        if dataclasses.is_dataclass(annotation):
+            _forbid_extras(annotation)  # type: ignore[arg-type]
+
+
+def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Problem]]:
+    """Convert plain `values` to the dataclass `section`.
+
+    Returns:
+        The object, or None if anything is wrong, and the problems: unknown keys, wrong types, values out of range,
+        components without `_target_`.
+    """
+    problems = _booleans_as_numbers(section, values) + _without_target(section, values)
+    try:
+        config = _adapter(section).validate_python(values)
+    except ValidationError as error:
+        config = None
+        seen = {problem.key for problem in problems}
+        for item in error.errors(include_url=False):
+            problem = _problem(section, item["loc"], item["type"], item["input"])
+            if problem.key not in seen:
+                seen.add(problem.key)
+                problems.append(problem)
+    return (None if problems else config), problems
+
+
+def _problem(section: type, location: tuple[int | str, ...], kind: str, value: Any) -> Problem:
+    path: list[str] = []
+    annotation: Any = section
+    for part in location:
+        if not dataclasses.is_dataclass(annotation):
+            break
+        fields = keys.hints(annotation)  # type: ignore[arg-type]
+        path.append(str(part))
+        if part not in fields:
+            return Problem(".".join(path), "is not a key", ", ".join(fields), nearest(str(part), fields))
+        annotation = fields[str(part)]
+    key = ".".join(path)
+    allowed = keys.describe(annotation)
+    if kind in ("missing", "missing_argument"):
+        return Problem(key, "is missing", allowed)
+    choices = allowed.replace(" or ", ", ").split(", ")
+    suggestion = nearest(value, choices) if isinstance(value, str) else ""
+    return Problem(key, f"cannot be {shown(value)}", allowed, suggestion)
+
+
+def shown(value: Any) -> str:
+    """A value as a user would type it."""
+    text = yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("...").strip()
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _booleans_as_numbers(section: type, values: dict[str, Any]) -> list[Problem]:
+    """True and false where only numbers are meant: Python would take them for 1 and 0."""
+    problems = []
+    for key, value in keys.flatten(values).items():
+        annotation = keys.find(section, key)
+        if not isinstance(value, bool) or annotation is None or annotation is Any:
+            continue
+        if not any(keys.bare(member) is bool for member in keys.members(annotation)):
+            problems.append(Problem(key, f"cannot be {shown(value)}", keys.describe(annotation)))
+    return problems
+
+
+def _without_target(section: type, values: dict[str, Any]) -> list[Problem]:
+    problems = []
+    for key, node in nodes(section, values):
+        if isinstance(node, dict) and not isinstance(node.get("_target_"), str):
+            problems.append(Problem(key, "names nothing to build", "a mapping with _target_: package.module.Name"))
+    return problems
+
+
+def nodes(section: type, values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every component of a config as (dotted key, mapping), in the order of the schema; lists by number."""
+    found: list[tuple[str, Any]] = []
+    for name, annotation in keys.hints(section).items():
+        value, key = values.get(name), prefix + name
+        if value is None:
+            continue
+        if dataclasses.is_dataclass(annotation):
+            if isinstance(value, dict):
+                found += nodes(annotation, value, key + ".")  # type: ignore[arg-type]
+            continue
+        for member in keys.members(annotation):
+            arguments = getattr(keys.bare(member), "__args__", ())
+            if _is_node(member):
+                found.append((key, value))
+            elif arguments and _is_node(arguments[-1]):
+                pairs = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
+                found += [(f"{key}.{index}", item) for index, item in pairs if item is not None]
+    return found
+
+
+def _is_node(annotation: Any) -> bool:
+    return any(isinstance(mark, HasTarget) for mark in getattr(annotation, "__metadata__", ()))
+
+
+def with_origins(
+    problems: Sequence[Problem], words: Sequence[str], choices: dict[str, str], sources: Sources, primary: str
+) -> list[Problem]:
+    """Each problem with the override or the file that its value came from, where that can be told."""
+    return [
+        problem if problem.origin else dataclasses.replace(problem, origin=origin(problem.key, words, choices, sources, primary))
+        for problem in problems
+    ]
+
+
+def origin(key: str, words: Sequence[str], choices: dict[str, str], sources: Sources, primary: str) -> str:
+    """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
+    for word in reversed(words):
+        target = word.split("=", 1)[0].lstrip("+~")
+        if key == target or (key.startswith(target + ".") and target not in choices):
+            return f"the override {word.lstrip('+')}"
+    for group, name in reversed(list(choices.items())):
+        option = sources.option(group, str(name)) if name else None
+        if option is None:
+            continue
+        inside = key if option.is_global else key.removeprefix(group.replace("/", ".") + ".")
+        if option.is_global or inside != key or key == group:
+            for path in (option.path, option.path.with_name("_base.yaml")):
+                if path.is_file() and (_defines(path, inside) or (key == group and path == option.path)):
+                    return str(path)
+    path = sources.primary(primary)
+    return str(path) if path is not None and _defines(path, key) else ""
+
+
+def _defines(path: Any, key: str) -> bool:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError:
+        return False
+    for part in key.split("."):
+        if not isinstance(content, dict) or part not in content:
+            return False
+        content = content[part]
+    return True

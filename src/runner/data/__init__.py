@@ -1,0 +1,1 @@
+"""Data sets, sample order, randomness per sample, loaders and transforms."""

@@ -1,0 +1,78 @@
+"""Images held in memory as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
+    """Images and targets as two tensors, so that a batch is one gather and the set can live on any device.
+
+    Attributes:
+        images: uint8 (N, C, H, W) on the CPU, values 0 to 255.
+        targets: int64 (N,) class indices into `classes`, or finite float32 (N,) values to regress.
+        classes: names of the classes; empty for regression, and only then.
+
+    Raises:
+        ValueError: if a dtype, shape, device, length or class index is not as above.
+    """
+
+    images: Tensor
+    targets: Tensor
+    classes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        images, targets = self.images, self.targets
+        if images.dtype != torch.uint8 or images.dim() != 4 or 0 in images.shape:
+            raise ValueError(
+                f"images must be a uint8 tensor (N, C, H, W) without empty dimensions, "
+                f"got {images.dtype} {tuple(images.shape)}"
+            )
+        if targets.dtype not in (torch.int64, torch.float32) or targets.shape != images.shape[:1]:
+            raise ValueError(
+                f"targets must be an int64 or float32 tensor ({len(images)},), one for each image, "
+                f"got {targets.dtype} {tuple(targets.shape)}"
+            )
+        if images.device.type != "cpu" or targets.device.type != "cpu":
+            raise ValueError(f"images and targets must be on the cpu, got {images.device} and {targets.device}")
+        if targets.dtype == torch.float32:
+            if self.classes:
+                raise ValueError("float32 targets are for regression, which has no classes; pass classes=()")
+            if not bool(torch.isfinite(targets).all()):
+                raise ValueError("targets must be finite")
+            return
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= len(self.classes):
+            raise ValueError(f"targets must index the {len(self.classes)} classes, got values from {low} to {high}")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample.
+
+        Returns:
+            The image, uint8 (C, H, W), and its target, a scalar tensor; both are views.
+        """
+        return self.images[index], self.targets[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """The samples of a batch by one gather; DataLoader calls this in place of `__getitem__` where it exists."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return list(zip(self.images[index].unbind(), self.targets[index].unbind(), strict=True))
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        return self.images.shape[2], self.images.shape[3]
+
+    @property
+    def channels(self) -> int:
+        """Number of colour channels."""
+        return self.images.shape[1]

@@ -1,0 +1,280 @@
+"""From the sections `data` and `transform` of the config to splits that give batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+from runner.config.schema import Data, Transform
+from runner.config.targets import build
+from runner.data.arrays import ImageArrays
+from runner.data.augment import Pipeline
+from runner.data.loaders import Loader, MemoryLoader, SampleTransform, WorkerLoader, as_tensor
+from runner.data.splits import carve, targets_of
+
+_MEASURED = 2048  # images that statistics are measured on where they are read one by one
+_SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
+
+
+@dataclass
+class SplitData:
+    """One split: batches and what is done to them on the device."""
+
+    loader: Loader
+    prepare: Pipeline
+    samples: int
+
+
+@dataclass
+class Splits:
+    """A data set, ready to be trained and evaluated on.
+
+    Attributes:
+        train, val, test: the splits; val and test are None where there is none.
+        classes: names of the classes; empty for regression.
+        class_counts: training samples of each class, int64 of shape (C,), or None.
+        channels: colour channels of an image.
+        image_size: height and width.
+        mean, std: statistics that images are normalised with.
+        choices: rows of (label, value, reason) for people.
+        warnings: settings without effect.
+    """
+
+    train: SplitData
+    val: SplitData | None
+    test: SplitData | None
+    train_for_eval: SplitData
+    classes: tuple[str, ...]
+    class_counts: Tensor | None
+    channels: int
+    image_size: tuple[int, int]
+    mean: list[float]
+    std: list[float]
+    choices: list[tuple[str, str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def named(self, name: str) -> SplitData | None:
+        """A split as it is evaluated: without augmentation, in order."""
+        return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
+
+    def close(self) -> None:
+        """End worker processes."""
+        for split in (self.train, self.val, self.test, self.train_for_eval):
+            if split is not None:
+                split.loader.close()
+
+
+def assemble(
+    data: Data, transform: Transform, seed: int, device: torch.device, eval_batch_size: int, channels_last: bool
+) -> Splits:
+    """Read the data set and prepare its splits.
+
+    Args:
+        data: section of the config.
+        transform: section of the config.
+        seed: seed of the run, for sample order and augmentation.
+        device: where batches are wanted.
+        eval_batch_size: samples of a batch of an evaluation.
+        channels_last: memory layout of the batches.
+
+    Raises:
+        UserError: if the data cannot be found, read or split, or does not fit the settings.
+    """
+    facts = {"root": data.root, "download": data.download, "image_size": data.image_size}
+    datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
+    split = data.split
+    parts = carve(datasets, split.val, split.test, split.seed, split.stratified)
+    sample_train = _callables("transform.sample_train", transform.sample_train)
+    sample_eval = _callables("transform.sample_eval", transform.sample_eval)
+    in_memory, choices, warnings = _residency(data, datasets, bool(sample_train or sample_eval), device)
+    workers = _workers(data, in_memory, choices)
+
+    train_set, train_indices = parts["train"]
+    first = _first_image(train_set, int(train_indices[0]), sample_eval)
+    classes = _classes(train_set)
+    targets = targets_of(train_set)
+    mean, std = data.normalize.mean, data.normalize.std
+    if mean is None or std is None:
+        mean, std = _measure(train_set, train_indices, sample_eval)
+        choices.append(("normalize", f"mean {_short(mean)}, std {_short(std)}", "measured on the training split"))
+    channels, height, width = first.shape
+    _check_statistics(mean, channels)
+
+    storage: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def loader(name: str, training: bool) -> Loader:
+        dataset, indices = parts[name]
+        size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
+        if in_memory is not None and isinstance(dataset, ImageArrays):
+            if id(dataset) not in storage:
+                storage[id(dataset)] = (dataset.images.to(in_memory), dataset.targets.to(in_memory))
+            images, numbers = storage[id(dataset)]
+            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device)
+        return WorkerLoader(
+            dataset,
+            indices,
+            size,
+            seed,
+            shuffle,
+            device,
+            sample_train if training else sample_eval,
+            workers,
+            data.prefetch,
+            data.persistent_workers,
+            device.type == "cuda" if data.pin_memory == "auto" else data.pin_memory,
+            data.non_blocking,
+        )
+
+    def part(name: str, training: bool) -> SplitData | None:
+        if name not in parts:
+            return None
+        key = "train" if training else "eval"
+        nodes = transform.train if training else transform.eval
+        steps = _callables(f"transform.{key}", nodes)
+        pipeline = Pipeline(steps, mean, std, seed, device, channels_last)
+        return SplitData(loader(name, training), pipeline, len(parts[name][1]))
+
+    train, again = part("train", True), part("train", False)
+    assert train is not None and again is not None
+    counts = None
+    if targets is not None and not targets.is_floating_point() and classes:
+        counts = torch.bincount(targets[train_indices].long(), minlength=len(classes))
+    return Splits(
+        train=train,
+        val=part("val", False),
+        test=part("test", False),
+        train_for_eval=again,
+        classes=classes,
+        class_counts=counts,
+        channels=channels,
+        image_size=(height, width),
+        mean=mean,
+        std=std,
+        choices=choices,
+        warnings=warnings,
+    )
+
+
+def _as_splits(made: Any) -> dict[str, Dataset[Any]]:
+    datasets = dict(made) if isinstance(made, Mapping) else {"train": made}
+    for name, dataset in datasets.items():
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UserError(
+                f"data.dataset: its '{name}' is a {type(dataset).__name__}, which has no length or no items\n"
+                "    allowed: a map-style data set giving (image, target), or a mapping of split names to such"
+            )
+    return datasets
+
+
+def _callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
+    built = [build(f"{key}.{index}", node) for index, node in enumerate(nodes)]
+    for index, made in enumerate(built):
+        if not callable(made):
+            raise UserError(f"{key}.{index}: {nodes[index]['_target_']} gives something that cannot be called")
+    return built
+
+
+def _residency(
+    data: Data, datasets: Mapping[str, Dataset[Any]], sample_transforms: bool, device: torch.device
+) -> tuple[torch.device | None, list[tuple[str, str, str]], list[str]]:
+    """Where the images live: a device, or None to read them through workers."""
+    arrays = [dataset for dataset in datasets.values() if isinstance(dataset, ImageArrays)]
+    possible = len(arrays) == len(datasets)
+    if data.residency in ("device", "ram") and not possible:
+        raise UserError(
+            f"data.residency: '{data.residency}' needs a data set of image tensors in memory\n    allowed: auto or disk"
+        )
+    if data.residency == "disk" or not possible or sample_transforms:
+        reason = "as set" if data.residency == "disk" else "images are read one by one"
+        if data.residency != "disk" and sample_transforms:
+            reason = "transform has sample transforms"
+        return None, [("data path", "workers", reason)], []
+    size = sum(dataset.images.numel() for dataset in arrays)
+    warnings = []
+    if isinstance(data.num_workers, int) and data.num_workers > 0:
+        warnings.append(
+            f"data.num_workers={data.num_workers} has no effect: the images are in memory "
+            "(data.residency=disk reads them through workers)"
+        )
+    shown = f"{size / 2**20:.1f} MiB"
+    if device.type == "cpu" or data.residency == "ram":
+        reason = "as set" if data.residency != "auto" else f"{shown} of images, and the CPU computes"
+        return torch.device("cpu"), [("data path", "in RAM", reason)], warnings
+    if data.residency == "auto" and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if size > _SHARE_OF_DEVICE * free:
+            reason = f"{shown} of images are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
+            return torch.device("cpu"), [("data path", "in RAM", reason)], warnings
+    reason = "as set" if data.residency == "device" else f"{shown} of images fit"
+    return device, [("data path", f"on {device}", reason)], warnings
+
+
+def _workers(data: Data, in_memory: torch.device | None, choices: list[tuple[str, str, str]]) -> int:
+    if in_memory is not None:
+        return 0
+    if data.num_workers != "auto":
+        return data.num_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(8, cores)
+    choices.append(("workers", str(workers), "auto: one a CPU core, at most 8"))
+    return workers
+
+
+def _first_image(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> Tensor:
+    item = dataset[index]
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise UserError("data.dataset: a sample must be a pair (image, target)")
+    image = item[0]
+    for transform in transforms:
+        image = transform(image)
+    return as_tensor(image)
+
+
+def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
+    named = getattr(dataset, "classes", None)
+    if named:
+        return tuple(str(name) for name in named)
+    targets = targets_of(dataset)
+    if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
+        return ()
+    return tuple(str(number) for number in range(int(targets.max()) + 1))
+
+
+def _check_statistics(mean: list[float], channels: int) -> None:
+    if len(mean) not in (1, channels):
+        raise UserError(
+            f"data.normalize: has {len(mean)} values, but the images have {channels} channels\n"
+            "    allowed: one value a channel, one for all, or null to measure them"
+        )
+
+
+def _measure(
+    dataset: Dataset[Any], indices: Tensor, transforms: list[SampleTransform]
+) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1."""
+    if isinstance(dataset, ImageArrays) and not transforms:
+        chunks = (dataset.images[part] for part in torch.split(indices, 4096))
+    else:
+        step = max(1, len(indices) // _MEASURED)
+        chunks = (_first_image(dataset, index, transforms)[None] for index in indices[::step].tolist())
+    count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
+    for chunk in chunks:
+        pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
+        count += pixels.numel() // pixels.shape[1]
+        total = total + pixels.sum(dim=(0, 2, 3))
+        squares = squares + pixels.square().sum(dim=(0, 2, 3))
+    mean = total / count
+    std = (squares / count - mean.square()).clamp_min(0).sqrt()
+    std = torch.where(std > 0, std, torch.ones_like(std))
+    return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
+
+
+def _short(values: list[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)

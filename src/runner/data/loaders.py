@@ -1,0 +1,258 @@
+"""Two ways to the same batches: gathered from tensors in memory, or read sample by sample through workers.
+
+Both give batch k of an epoch as the samples of slice k of `order`, unnormalised; what is random about a sample depends on
+(seed, epoch, sample) alone. So a run has the same bits on either way, and resuming is starting at a slice.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from runner.config.errors import UserError
+from runner.data.keyed import mix, preserved_rng, seed_generators
+from runner.data.order import order
+
+SampleTransform = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples as they are in the data set.
+
+    Attributes:
+        images: (B, C, H, W), uint8 or float, on the device.
+        targets: (B,) int64 classes or (B, ...) float values, on the device.
+        indices: identity of each sample in its data set, (B,) int64, on the device.
+    """
+
+    images: Tensor
+    targets: Tensor
+    indices: Tensor
+
+
+class Loader(Protocol):
+    """What the engine asks of a source of batches."""
+
+    samples: int
+    batch_size: int
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        """Batches `start` to `stop` - 1 of an epoch."""
+        ...
+
+    def close(self) -> None:
+        """End worker processes."""
+        ...
+
+
+class MemoryLoader:
+    """Batches gathered from tensors in memory.
+
+    Args:
+        images: uint8 of shape (N, C, H, W) for the whole data set, where they are to stay: on the device or in RAM.
+        targets: (N, ...) likewise.
+        indices: samples of this split, int64 of shape (M,).
+        batch_size: samples of a batch; the last one of an epoch may be smaller.
+        seed: seed of the sample order.
+        shuffle: False keeps the order of `indices`.
+        device: where batches are wanted.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        indices: Tensor,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        device: torch.device,
+    ) -> None:
+        self.samples = len(indices)
+        self.batch_size = batch_size
+        self._images, self._targets = images, targets
+        self._indices = indices
+        self._seed, self._shuffle, self._device = seed, shuffle, device
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        """Batches `start` to `stop` - 1 of an epoch."""
+        order_of_epoch = self._indices[order(self.samples, self._seed, epoch, self._shuffle)].to(self._images.device)
+        for batch in range(start, stop):
+            chosen = order_of_epoch[batch * self.batch_size : (batch + 1) * self.batch_size]
+            images, targets = self._images.index_select(0, chosen), self._targets.index_select(0, chosen)
+            yield Batch(
+                images.to(self._device, non_blocking=True),
+                targets.to(self._device, non_blocking=True),
+                chosen.to(self._device, non_blocking=True),
+            )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class _Keyed(Dataset[Any]):
+    """A data set whose items are asked for as (epoch, index), random draws keyed by both."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int, transforms: Sequence[SampleTransform]) -> None:
+        self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[tuple[Any, Any, int]]:
+        items = []
+        with preserved_rng():
+            for epoch, index in places:
+                seed_generators(self._seed, epoch, index)
+                image, target = self._dataset[index]
+                for transform in self._transforms:
+                    image = transform(image)
+                items.append((image, target, index))
+        return items
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any, int]:
+        return self.__getitems__([place])[0]
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+
+class _Slices(Sampler[list[tuple[int, int]]]):
+    """Batches of (epoch, index) for the part of an epoch that was asked for last."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[int, int]]] = []
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def _collate(items: list[tuple[Any, Any, int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Stack samples; anything that is not a tensor yet becomes one (PIL images as uint8 CHW)."""
+    images = [as_tensor(image) for image, _, _ in items]
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        first, second = sorted(shapes)[:2]
+        raise UserError(
+            f"images of one batch have different shapes, such as {first} and {second}; "
+            "set data.image_size, or add a transform that makes them equal (transform.sample_train, sample_eval)"
+        )
+    targets = torch.stack([torch.as_tensor(target) for _, target, _ in items])
+    if targets.dtype == torch.float64:
+        targets = targets.float()
+    return torch.stack(images), targets, torch.tensor([index for _, _, index in items])
+
+
+def as_tensor(image: Any) -> Tensor:
+    """One image as a CHW tensor: tensors as they are, arrays and PIL images as uint8 or float.
+
+    Raises:
+        UserError: for anything else, or another number of dimensions.
+    """
+    if not isinstance(image, Tensor):
+        import numpy as np
+
+        array = np.asarray(image)
+        if array.dtype == object or array.ndim not in (2, 3):
+            raise UserError(f"a data set gave {type(image).__name__} where an image was expected (tensor, array or PIL)")
+        tensor = torch.from_numpy(array.copy())
+        image = tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
+    if image.ndim == 2:
+        image = image[None]
+    if image.ndim != 3:
+        raise UserError(f"an image has shape {tuple(image.shape)}; expected (channels, height, width)")
+    return image if image.dtype == torch.uint8 or image.is_floating_point() else image.float()
+
+
+def _start_worker(_: int) -> None:
+    # A scheduler signals the whole process group; only the main process decides what happens then.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class WorkerLoader:
+    """Batches read sample by sample by worker processes, or by this one.
+
+    Args:
+        dataset: map-style data set giving (image, target).
+        indices: samples of this split, int64 of shape (N,).
+        batch_size: samples of a batch; the last one of an epoch may be smaller.
+        seed: seed of the sample order and of the draws of each sample.
+        shuffle: False keeps the order of `indices`.
+        device: where batches are wanted.
+        transforms: callables on one image.
+        workers: processes; 0 reads in this one.
+        prefetch: batches each worker reads ahead.
+        persistent: keep workers between epochs.
+        pin: page-locked memory.
+        non_blocking: copies overlap with computing.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        indices: Tensor,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        device: torch.device,
+        transforms: Sequence[SampleTransform] = (),
+        workers: int = 0,
+        prefetch: int = 2,
+        persistent: bool = True,
+        pin: bool = False,
+        non_blocking: bool = True,
+    ) -> None:
+        self.samples = len(indices)
+        self.batch_size = batch_size
+        self._indices, self._seed, self._shuffle = indices, seed, shuffle
+        self._device, self._non_blocking = device, non_blocking
+        self._slices = _Slices()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Keyed(dataset, seed, transforms),
+            batch_sampler=self._slices,
+            num_workers=workers,
+            collate_fn=_collate,
+            pin_memory=pin,
+            worker_init_fn=_start_worker,
+            prefetch_factor=prefetch if workers else None,
+            persistent_workers=persistent and workers > 0,
+            # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
+            generator=torch.Generator().manual_seed(mix(seed, 2)),
+        )
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        """Batches `start` to `stop` - 1 of an epoch."""
+        chosen = self._indices[order(self.samples, self._seed, epoch, self._shuffle)]
+        stop = min(stop, math.ceil(self.samples / self.batch_size))
+        parts = [chosen[batch * self.batch_size : (batch + 1) * self.batch_size] for batch in range(start, stop)]
+        self._slices.batches = [[(epoch, index) for index in part.tolist()] for part in parts]
+        for images, targets, indices in self._read():
+            yield Batch(
+                images.to(self._device, non_blocking=self._non_blocking),
+                targets.to(self._device, non_blocking=self._non_blocking),
+                indices.to(self._device, non_blocking=self._non_blocking),
+            )
+
+    def _read(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        try:
+            yield from self._loader
+        except UserError as error:
+            # A worker's exception arrives with the worker's traceback around its message.
+            message = str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
+            raise UserError(message or str(error)) from error
+
+    def close(self) -> None:
+        """End the worker processes."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None

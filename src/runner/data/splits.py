@@ -1,0 +1,203 @@
+"""Which samples are trained on and which are held out: pure functions of the data, the fractions and the seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+
+_HELD_OUT = ("val", "test")
+# Keeps the split apart from every other permutation that is drawn from the same seed.
+_SALT = 0x5B117
+
+
+def split_indices(
+    targets: Tensor | None, n: int, fractions: Mapping[str, float], seed: int, stratified: bool
+) -> dict[str, Tensor]:
+    """Divide samples 0 .. n-1 into 'train' and the held-out splits named in `fractions`.
+
+    Every held-out split has exactly `round(fraction * n)` samples, and when stratified every class has within one of
+    `fraction` times its size in it (apportionment by largest remainder). The splits are disjoint and together are
+    everything. Changing the fraction of 'test' alone leaves 'val' as it was, unless it is stratified with classes of
+    so few samples that the two would compete for the last one.
+
+    Args:
+        targets: (n,) integer classes to stratify by; None, floats or more dimensions mean a plain random split.
+        n: number of samples.
+        fractions: share of 'val' and of 'test', from 0 on, together below 1.
+        seed: seed of the private generator; the global random state is neither read nor changed.
+        stratified: whether classes keep their proportions.
+
+    Returns:
+        int64 indices in ascending order for 'train' and each key of `fractions`.
+
+    Raises:
+        UserError: if a fraction is out of range or no training sample would be left.
+        ValueError: if there are other keys, or `targets` has another length.
+    """
+    if not set(fractions) <= set(_HELD_OUT):
+        raise ValueError(f"fractions are for {' and '.join(_HELD_OUT)}, got {sorted(fractions)}")
+    if targets is not None and len(targets) != n:
+        raise ValueError(f"there are {len(targets)} targets for {n} samples")
+    sizes = _checked_sizes(fractions, n)
+    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + _SALT) % 2**63)
+    order = torch.randperm(n, generator=generator)
+    if stratified and targets is not None and targets.dim() == 1 and not targets.is_floating_point():
+        classes, counts = torch.unique(targets.cpu(), return_inverse=True, return_counts=True)[1:]
+    else:
+        classes, counts = torch.zeros(n, dtype=torch.int64), torch.tensor([n])
+    names = [name for name in _HELD_OUT if name in fractions]
+    taken = _apportion(counts.numpy(), [fractions[name] for name in names], [sizes[name] for name in names])
+
+    # Within its class, the rank of a sample in the random order decides where it goes.
+    grouped = order[torch.sort(classes[order], stable=True).indices]
+    first_of_class = torch.cumsum(counts, 0) - counts
+    rank = torch.arange(n) - first_of_class[classes[grouped]]
+    start = torch.zeros_like(counts)
+    splits = {}
+    for name, amounts in zip(names, taken, strict=True):
+        stop = start + torch.from_numpy(amounts)
+        chosen = (rank >= start[classes[grouped]]) & (rank < stop[classes[grouped]])
+        splits[name] = grouped[chosen].sort().values
+        start = stop
+    train = grouped[rank >= start[classes[grouped]]].sort().values
+    return {"train": train, **splits}
+
+
+def carve(
+    datasets: Mapping[str, Dataset[Any]], val: float, test: float, seed: int, stratified: bool
+) -> dict[str, tuple[Dataset[Any], Tensor]]:
+    """Complete the splits of a data set: what it does not give is carved from 'train'.
+
+    Args:
+        datasets: 'train' and optionally 'val' and 'test', map-style data sets.
+        val: share of 'train' to hold out for validation if there is no 'val'; 0 for none.
+        test: share of 'train' to hold out for testing if there is no 'test'; 0 for none.
+        seed: seed of the split.
+        stratified: whether classes keep their proportions, where the targets are known and are classes.
+
+    Returns:
+        For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and the
+        int64 indices in it, ascending. A split that the data set gives is used whole, whatever the fractions say.
+
+    Raises:
+        UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, or a
+            fraction above 0 comes to no sample.
+    """
+    for name in datasets:
+        if name not in ("train", *_HELD_OUT):
+            raise UserError(f"data.dataset: it gives a split named '{name}'; allowed are train, val and test.")
+    if "train" not in datasets:
+        raise UserError(f"data.dataset: it gives no 'train' split, only {', '.join(datasets) or 'nothing'}.")
+    sizes = {name: _length(name, dataset) for name, dataset in datasets.items()}
+    source, n = datasets["train"], sizes["train"]
+    fractions = {name: share for name, share in (("val", val), ("test", test)) if name not in datasets and share != 0}
+    targets = _matching_targets(source, n) if fractions and stratified else None
+    carved = split_indices(targets, n, fractions, seed, stratified)
+    for name, indices in carved.items():
+        if len(indices) == 0:
+            raise UserError(
+                f"data.split.{name}={fractions[name]} of {n} training samples is not even one; "
+                f"set at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split."
+            )
+    given = {name: (datasets[name], torch.arange(sizes[name])) for name in _HELD_OUT if name in datasets}
+    found = {name: (source, indices) for name, indices in carved.items()} | given
+    return {name: found[name] for name in ("train", *_HELD_OUT) if name in found}
+
+
+def targets_of(dataset: Dataset[Any]) -> Tensor | None:
+    """The targets of a data set without reading its samples, from its attribute `targets` if it has one.
+
+    Returns:
+        A CPU tensor, int64 for whole numbers and float32 for others, or None if there are none or no numbers.
+    """
+    raw = getattr(dataset, "targets", None)
+    if raw is None:
+        return None
+    if isinstance(raw, Tensor):
+        tensor = raw.detach().cpu()
+        return tensor.float() if tensor.is_floating_point() else tensor.long()
+    try:
+        array = np.asarray(raw)
+    except ValueError:
+        return None
+    if array.dtype.kind not in "biuf" or array.ndim == 0:
+        return None
+    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+
+
+def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
+    for name, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise UserError(f"data.split.{name}: must be a fraction from 0 to below 1, got {fraction}.")
+    asked = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
+    if sum(fractions.values()) >= 1:
+        raise UserError(f"{asked}: together they must be below 1, so that something is left to train on.")
+    sizes = {name: round(fraction * n) for name, fraction in fractions.items()}
+    if n - sum(sizes.values()) < 1:
+        held = f"{asked} hold out all of them; set less" if sizes else "there must be at least one"
+        raise UserError(f"data.split: no training sample is left of {n}: {held}.")
+    return sizes
+
+
+def _apportion(counts: np.ndarray, fractions: list[float], sizes: list[int]) -> list[np.ndarray]:
+    """How many samples of each class go to each of at most two splits.
+
+    Every entry is its share rounded down or up, every split has its exact size, and no class gives more than it has.
+    Rounded down, a split lacks some samples; they come from the classes with the largest remainders. Only a class
+    whose training share is below one can be unable to give one more to both splits: the first split takes so few
+    of these contested classes that enough are left for the second.
+
+    Returns:
+        int64 (classes,) for each split.
+    """
+    shares = [fraction * counts for fraction in fractions]
+    amounts = [np.floor(share).astype(np.int64) for share in shares]
+    remainders = [share - amount for share, amount in zip(shares, amounts, strict=True)]
+    spare = counts - sum(amounts, start=np.zeros_like(counts))
+    for turn, (amount, remainder) in enumerate(zip(amounts, remainders, strict=True)):
+        lacking = sizes[turn] - int(amount.sum())
+        open_classes = (remainder > 0) & (spare > 0)
+        contested, allowed = np.zeros_like(open_classes), 0
+        for later in range(turn + 1, len(amounts)):
+            wanted = sizes[later] - int(amounts[later].sum())
+            can_give = (remainders[later] > 0) & (spare > 0)
+            contested = open_classes & can_give & (spare == 1)
+            allowed = int(can_give.sum()) - wanted
+        for index in np.argsort(-remainder, kind="stable"):
+            if lacking == 0:
+                break
+            if not open_classes[index] or (contested[index] and allowed == 0):
+                continue
+            allowed -= int(contested[index])
+            amount[index] += 1
+            spare[index] -= 1
+            lacking -= 1
+        assert lacking == 0, "every split finds its samples"
+    return amounts
+
+
+def _length(name: str, dataset: Dataset[Any]) -> int:
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise UserError(
+            f"data.dataset: its '{name}' split has no length; a map-style one with __len__ and __getitem__ is needed."
+        ) from None
+    if size == 0:
+        raise UserError(f"data.dataset: its '{name}' split is empty.")
+    return size
+
+
+def _matching_targets(dataset: Dataset[Any], n: int) -> Tensor | None:
+    targets = targets_of(dataset)
+    if targets is not None and len(targets) != n:
+        raise UserError(f"data.dataset: its attribute targets has {len(targets)} entries for {n} samples.")
+    return targets

@@ -1,0 +1,160 @@
+"""What happens around the steps.
+
+A callback is any object with some of these methods; those that it lacks cost nothing. They are called in the order of the
+list of callbacks:
+
+    on_start(loop)                  before the first step
+    on_step(loop)                   after an optimizer step
+    on_log(loop, metrics)           when training is logged; may add to `metrics`, a dict of floats
+    on_evaluation(loop, metrics)    after the validation split was evaluated; metrics as {"val/accuracy": 0.9, ...}
+    on_boundary(loop)               after everything that was due at this step: the state may be saved here
+    on_end(loop)                    after the last step, also when training was stopped early
+
+`state_dict()` and `load_state_dict(state)`, if it has them, make what it remembers part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.engine.errors import Diverged
+
+if TYPE_CHECKING:
+    from runner.engine.loop import Loop
+
+
+class EarlyStopping:
+    """End training when a metric has stopped improving.
+
+    Args:
+        monitor: metric to watch, such as `val/loss`.
+        mode: whether smaller (`min`) or larger (`max`) is better.
+        patience: evaluations without improvement to wait for.
+        min_delta: smallest change that counts as an improvement.
+    """
+
+    def __init__(
+        self, monitor: str, mode: Literal["min", "max"], patience: int = 5, min_delta: float = 0.0
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience must be at least 1, got {patience}")
+        if min_delta < 0:
+            raise ValueError(f"min_delta must be at least 0, got {min_delta}")
+        self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
+        self._best: float | None = None
+        self._waited = 0
+
+    def on_start(self, loop: Loop) -> None:
+        """Ask for the end again, in a run that was stopped between that and its last save."""
+        if self._waited >= self.patience:
+            loop.request_stop(self._reason())
+
+    def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
+        """Count evaluations without improvement; ask for the end after `patience` of them."""
+        value = metrics[self.monitor]
+        sign = 1.0 if self.mode == "max" else -1.0
+        if self._best is None or sign * (value - self._best) > self.min_delta:
+            if not math.isnan(value):
+                self._best = value
+            self._waited = 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            loop.request_stop(self._reason())
+
+    def _reason(self) -> str:
+        return f"{self.monitor} has not improved on {self._best} for {self._waited} evaluations"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best value and evaluations waited."""
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._best, self._waited = state["best"], state["waited"]
+
+
+class LearningRateMonitor:
+    """Adds the learning rate of each parameter group to what is logged of training."""
+
+    def on_log(self, loop: Loop, metrics: dict[str, float]) -> None:
+        """Learning rates of the step that was just taken: `lr`, or `lr_0`, `lr_1`, ... for several groups."""
+        rates = [float(group["lr"]) for group in loop.state.optimizer.param_groups]
+        metrics |= {"lr": rates[0]} if len(rates) == 1 else {f"lr_{index}": rate for index, rate in enumerate(rates)}
+
+
+class Log:
+    """Reads the training loss from the device every few steps and hands it on, evaluations too.
+
+    Args:
+        every_steps: optimizer steps between readings; in between nothing waits for the device.
+        sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
+    """
+
+    def __init__(self, every_steps: int, sinks: Sequence[Callable[[str, dict[str, float], int, int], None]]) -> None:
+        self.every_steps = every_steps
+        self.sinks = list(sinks)
+        self._since = time.perf_counter()
+        self._samples = 0
+
+    def on_start(self, loop: Loop) -> None:
+        """Start the clock."""
+        self._since, self._samples = time.perf_counter(), loop.samples_seen
+
+    def on_step(self, loop: Loop) -> None:
+        """Log if it is time, or if training ends here."""
+        step = loop.state.position.global_step
+        if step % self.every_steps and step < loop.total_steps:
+            return
+        loss = loop.state.meter.read()
+        if not math.isfinite(loss):
+            raise Diverged(f"the training loss is {loss} at step {step}")
+        now = time.perf_counter()
+        rate = (loop.samples_seen - self._samples) / max(now - self._since, 1e-9)
+        self._since, self._samples = now, loop.samples_seen
+        metrics = {"loss": loss}
+        loop.emit("on_log", metrics)
+        self._send(loop, "train", metrics | {"samples_per_s": rate})
+        loop.state.meter.reset()
+
+    def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
+        """Log an evaluation of the validation split."""
+        self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
+        # The time that an evaluation takes is not training time.
+        self._since, self._samples = time.perf_counter(), loop.samples_seen
+
+    def _send(self, loop: Loop, split: str, metrics: dict[str, float]) -> None:
+        position = loop.state.position
+        epoch = position.epoch + (position.batch > 0)
+        for sink in self.sinks:
+            sink(split, metrics, position.global_step, epoch)
+
+
+class Checkpointing:
+    """Saves at boundaries: every few steps or epochs, after the best evaluation, and whenever training stops.
+
+    Args:
+        every_steps: optimizer steps between saves; None for no such saves.
+        every_epochs: epochs between saves; None for no such saves.
+        save: called with the loop and whether the state is the best so far.
+    """
+
+    def __init__(
+        self, every_steps: int | None, every_epochs: int | None, save: Callable[[Loop, bool], None]
+    ) -> None:
+        self.every_steps, self.every_epochs, self._save = every_steps, every_epochs, save
+
+    def on_boundary(self, loop: Loop) -> None:
+        """Save if it is time."""
+        position = loop.state.position
+        if (
+            loop.improved
+            or loop.finished
+            or bool(loop.interrupted())
+            or (self.every_steps is not None and position.global_step % self.every_steps == 0)
+            or (self.every_epochs is not None and loop.epoch_ended and position.epoch % self.every_epochs == 0)
+        ):
+            self._save(loop, loop.improved)

@@ -1,0 +1,110 @@
+"""Evaluation: a split through the model in inference mode, with nothing about training changed by it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runner.engine.errors import Interrupted
+from runner.engine.step import Batch, Prepare
+
+
+class Metric(Protocol):
+    """The part of a torchmetrics metric that is used."""
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Take a batch into account."""
+
+    def compute(self) -> Tensor:
+        """The value over all batches, a scalar unless it is used for tables."""
+
+
+class Source(Protocol):
+    """A loader, see `runner.data.loaders.Loader`."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch."""
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+        """Batches of an epoch."""
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode and inference mode; afterwards each module's mode and the random generators are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.inference_mode():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def evaluate(
+    model: nn.Module,
+    source: Source,
+    prepare: Prepare,
+    targets_of: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    metrics: Mapping[str, Metric],
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    limit: int | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """Evaluate a split.
+
+    Args:
+        model: the model; its modes and buffers are left as they are.
+        source: the split.
+        prepare: (images, indices, epoch) -> what the model is given.
+        targets_of: targets of the data set -> targets of the loss and the metrics.
+        loss: (logits, targets) -> scalar mean over the samples.
+        metrics: fresh metrics by name, on the model's device; afterwards they hold the whole split.
+        autocast: gives the context that the forward pass runs in.
+        limit: batches to use; None for all.
+        interrupted: asked before every batch; True ends the evaluation.
+
+    Returns:
+        `loss` and every metric with a scalar value, as floats.
+
+    Raises:
+        Interrupted: if `interrupted` said so.
+    """
+    batches = math.ceil(source.samples / source.batch_size)
+    if limit is not None:
+        batches = min(batches, limit)
+    total: Tensor | None = None
+    samples = 0
+    with untouched(model):
+        batch: Batch
+        for batch in source.batches(0, 0, batches):
+            if interrupted():
+                raise Interrupted
+            inputs, targets = prepare(batch.images, batch.indices, 0), targets_of(batch.targets)
+            with autocast():
+                logits = model(inputs)
+                value = loss(logits, targets)
+            size = len(inputs)
+            wide = value.double() if value.device.type != "mps" else value.float()
+            total = wide * size if total is None else total + wide * size
+            samples += size
+            for metric in metrics.values():
+                metric.update(logits.float(), targets)
+        values = {name: metric.compute() for name, metric in metrics.items()}
+    if total is None:
+        raise ValueError("there is no sample to evaluate")
+    scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
+    return {"loss": float(total) / samples, **scalars}

@@ -1,0 +1,199 @@
+"""The training loop.
+
+    on_start
+    while there is something to do:
+        for each batch of the epoch from where it stands:
+            train_step                     # forward, loss, backward
+            at the end of an accumulation window:
+                                           # optimizer step, next learning rate
+                on_step
+                evaluate, on_evaluation    # if it is due
+                on_boundary                # checkpoints; then signals and limits are looked at
+    on_end
+
+Whatever stops the loop stops it at a boundary, where position and state describe the run completely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engine.errors import Interrupted, Preempted
+from runner.engine.evaluation import Source
+from runner.engine.plan import Plan
+from runner.engine.state import Best, TrainState
+from runner.engine.step import StepParts, train_step
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When training ends and when the validation split is evaluated; None means never.
+
+    Attributes:
+        epochs: epochs in all.
+        max_steps: optimizer steps in all.
+        evaluate_every_epochs: epochs between evaluations.
+        evaluate_every_steps: optimizer steps between evaluations.
+    """
+
+    epochs: int | None
+    max_steps: int | None
+    evaluate_every_epochs: int | None = 1
+    evaluate_every_steps: int | None = None
+
+    def total_steps(self, plan: Plan) -> int:
+        """Optimizer steps of the whole run.
+
+        Raises:
+            ValueError: if neither epochs nor steps are limited.
+        """
+        limits = [self.max_steps, None if self.epochs is None else self.epochs * plan.steps]
+        given = [limit for limit in limits if limit is not None]
+        if not given:
+            raise ValueError("epochs or max_steps must be given")
+        return min(given)
+
+
+class Loop:
+    """Trains until a limit, a callback or a signal ends it.
+
+    Args:
+        state: what training changes.
+        source: the training split.
+        plan: how its epochs divide into steps.
+        parts: what a step is made of.
+        limits: when to stop and when to evaluate.
+        evaluate: evaluates the validation split; None if there is none. Takes a function that tells whether to break off.
+        callbacks: objects with some of the methods that `runner.engine.callbacks` lists.
+        monitor: metric and mode (`min` or `max`) that say which evaluation is best.
+        interrupted: the name of the signal that asks the run to stop, or an empty string.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        source: Source,
+        plan: Plan,
+        parts: StepParts,
+        limits: Limits,
+        evaluate: Callable[[Callable[[], bool]], dict[str, float]] | None,
+        callbacks: Sequence[Any],
+        monitor: tuple[str, str],
+        interrupted: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.state, self.source, self.plan, self.parts, self.limits = state, source, plan, parts, limits
+        self.total_steps = limits.total_steps(plan)
+        self.callbacks = list(callbacks)
+        self.monitor = monitor
+        self.interrupted = interrupted
+        self.improved = False  # whether the latest evaluation at this boundary was the best so far
+        self.samples_seen = 0  # since this process started
+        self.epoch_ended = False  # whether this boundary is the end of an epoch
+        self.stop_reason = ""
+        self._evaluate = evaluate
+        self._on_step = self._methods("on_step")
+        self._on_boundary = self._methods("on_boundary")
+
+    def _methods(self, name: str) -> list[Callable[..., None]]:
+        return [getattr(callback, name) for callback in self.callbacks if hasattr(callback, name)]
+
+    def emit(self, name: str, *args: Any) -> None:
+        """Call a method of every callback that has it, in the order of the list."""
+        for method in self._methods(name):
+            method(self, *args)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the limits are reached or a callback asked for the end."""
+        return bool(self.stop_reason) or self.state.position.global_step >= self.total_steps
+
+    def request_stop(self, reason: str) -> None:
+        """End training at the next boundary; `reason` is a clause that people read."""
+        self.stop_reason = self.stop_reason or reason
+
+    def run(self) -> None:
+        """Train from where the state stands to the end.
+
+        Raises:
+            Preempted: after a signal, once the callbacks have seen the boundary.
+            Diverged: if the loss is not finite when it is read.
+        """
+        state = self.state
+        state.model.train()
+        state.set_learning_rate()
+        self.emit("on_start")
+        if state.position.evaluation_due:
+            self._boundary()
+        while not self.finished:
+            self._epoch()
+        self.emit("on_end")
+
+    def _epoch(self) -> None:
+        """Train from the position to the end of the epoch, or to where training ends."""
+        state, plan, parts = self.state, self.plan, self.parts
+        position = state.position
+        for batch in self.source.batches(position.epoch, position.batch, plan.batches):
+            number = position.batch
+            update = plan.ends_window(number)
+            size = plan.size(number)
+            train_step(state, parts, batch, plan.weight(number), size, update)
+            self.samples_seen += size
+            position.batch = number + 1
+            if not update:
+                continue
+            position.global_step += 1
+            self.epoch_ended = position.batch == plan.batches
+            if self.epoch_ended:
+                position.epoch, position.batch = position.epoch + 1, 0
+            for method in self._on_step:
+                method(self)
+            state.set_learning_rate()
+            position.evaluation_due = self._evaluation_due()
+            self._boundary()
+            if self.finished or self.epoch_ended:
+                return
+
+    def _evaluation_due(self) -> bool:
+        position, limits = self.state.position, self.limits
+        if self._evaluate is None:
+            return False
+        by_epochs, by_steps = limits.evaluate_every_epochs, limits.evaluate_every_steps
+        if by_epochs is None and by_steps is None:
+            return False
+        return (
+            (by_epochs is not None and self.epoch_ended and position.epoch % by_epochs == 0)
+            or (by_steps is not None and position.global_step % by_steps == 0)
+            or position.global_step >= self.total_steps
+        )
+
+    def _boundary(self) -> None:
+        """Do what is due at this step, let callbacks save, and obey signals."""
+        position = self.state.position
+        self.improved = False
+        if position.evaluation_due and not self.interrupted():
+            try:
+                self._run_evaluation()
+                position.evaluation_due = False
+            except Interrupted:
+                pass  # the evaluation stays due, and is made after resuming
+        for method in self._on_boundary:
+            method(self)
+        if name := self.interrupted():
+            raise Preempted(name)
+
+    def _run_evaluation(self) -> None:
+        assert self._evaluate is not None, "an evaluation is due without a validation split"
+        state = self.state
+        metrics = self._evaluate(lambda: bool(self.interrupted()))
+        state.last_metrics = metrics
+        name, mode = self.monitor
+        value = metrics[name]
+        if math.isfinite(value) and (state.best is None or state.best.beaten_by(value)):
+            state.best = Best(name, mode, value, state.position.global_step, state.position.epoch)
+            self.improved = True
+        state.schedule.observe(value)
+        state.set_learning_rate()
+        self.emit("on_evaluation", metrics)

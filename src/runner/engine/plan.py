@@ -1,0 +1,55 @@
+"""How an epoch divides into batches, and batches into optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of an epoch.
+
+    Attributes:
+        samples: samples of an epoch.
+        batch_size: samples of a batch.
+        accumulate: batches of an optimizer step.
+        drop_last: leave out the last, smaller batch.
+        limit: batches to use of an epoch; None for all.
+    """
+
+    samples: int
+    batch_size: int
+    accumulate: int = 1
+    drop_last: bool = False
+    limit: int | None = None
+
+    @property
+    def batches(self) -> int:
+        """Batches of an epoch."""
+        count = self.samples // self.batch_size if self.drop_last else math.ceil(self.samples / self.batch_size)
+        return count if self.limit is None else min(count, self.limit)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an epoch; the last one may accumulate fewer batches."""
+        return math.ceil(self.batches / self.accumulate)
+
+    def size(self, batch: int) -> int:
+        """Samples of batch number `batch`."""
+        return min(self.batch_size, self.samples - batch * self.batch_size)
+
+    def ends_window(self, batch: int) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return (batch + 1) % self.accumulate == 0 or batch + 1 == self.batches
+
+    def weight(self, batch: int) -> float:
+        """Share of this batch's samples in its accumulation window: what its mean loss is multiplied by.
+
+        So the gradient of a window is that of the mean over all its samples, also in a last window with fewer batches
+        or a smaller batch.
+        """
+        first = batch - batch % self.accumulate
+        last = min(first + self.accumulate, self.batches) - 1
+        total = (last - first) * self.batch_size + self.size(last)
+        return self.size(batch) / total

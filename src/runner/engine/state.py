@@ -1,0 +1,183 @@
+"""Everything about a run that changes while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Schedule(Protocol):
+    """Learning rate as a multiple of each parameter group's `initial_lr`."""
+
+    def factor(self, step: int) -> float:
+        """The multiple for optimizer step number `step`, from 0."""
+        ...
+
+    def observe(self, metric: float) -> None:
+        """Take note of an evaluation."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs; empty for a pure function of the step."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+@dataclass
+class Position:
+    """Where training stands, always at a boundary between optimizer steps.
+
+    Attributes:
+        epoch: epochs completed.
+        batch: batches done of the epoch under way.
+        micro_batch: batches accumulated for the step under way; 0, as states are saved between steps.
+        global_step: optimizer steps done.
+        evaluation_due: the validation split is to be evaluated before going on.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    micro_batch: int = 0
+    global_step: int = 0
+    evaluation_due: bool = False
+
+
+@dataclass
+class Best:
+    """The best evaluation so far."""
+
+    metric: str
+    mode: str
+    value: float
+    global_step: int
+    epoch: int
+
+    def beaten_by(self, value: float) -> bool:
+        """Whether `value` is better; a value that is not finite never is."""
+        return value > self.value if self.mode == "max" else value < self.value
+
+
+class Meter:
+    """Mean of a loss over samples, summed on the device and read only when asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), device=device)
+        self._samples = 0
+
+    def add(self, loss: torch.Tensor, samples: int) -> None:
+        """Count the mean `loss` of `samples` samples."""
+        self._sum.add_(loss.detach(), alpha=samples)
+        self._samples += samples
+
+    def read(self) -> float:
+        """The mean since `reset`; waits for the device."""
+        return float(self._sum) / max(1, self._samples)
+
+    def reset(self) -> None:
+        """Start anew."""
+        self._sum.zero_()
+        self._samples = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sum and count; the sum is copied."""
+        return {"sum": self._sum.clone(), "samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._sum.copy_(state["sum"])
+        self._samples = state["samples"]
+
+
+@dataclass
+class TrainState:
+    """The objects that training changes, gathered so that they are saved and restored together."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    scaler: torch.amp.GradScaler | None
+    meter: Meter
+    position: Position = field(default_factory=Position)
+    best: Best | None = None
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain containers under the names that a checkpoint has."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "averaged": None,
+            "position": asdict(self.position),
+            "metrics": {
+                "best": asdict(self.best) if self.best else None,
+                "last": dict(self.last_metrics),
+                "train": self.meter.state_dict(),
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` gave.
+
+        Raises:
+            ValueError: if names or shapes of the weights or the optimizer's groups do not fit.
+        """
+        load_weights(self.model, state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        self.schedule.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        self.position = Position(**state["position"])
+        best = state["metrics"]["best"]
+        self.best = Best(**best) if best else None
+        self.last_metrics = dict(state["metrics"]["last"])
+        self.meter.load_state_dict(state["metrics"]["train"])
+
+    def set_learning_rate(self) -> None:
+        """Set each group's rate for the step that comes next."""
+        factor = self.schedule.factor(self.position.global_step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+
+def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Load a state dict, all of it.
+
+    Raises:
+        ValueError: naming the first tensors that are missing, unexpected, or of another shape.
+    """
+    own = model.state_dict()
+    missing = [name for name in own if name not in weights]
+    unexpected = [name for name in weights if name not in own]
+    reshaped = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(own[name].shape)}"
+        for name in own
+        if name in weights and weights[name].shape != own[name].shape
+    ]
+    complaints = [
+        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", reshaped))
+        if names
+    ]
+    if complaints:
+        raise ValueError("the checkpoint's tensors are not those of this model: " + "; ".join(complaints))
+    model.load_state_dict(weights)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's moments and counters; its settings stay those that it was built with.
+
+    Raises:
+        ValueError: if the parameter groups do not fit.
+    """
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)

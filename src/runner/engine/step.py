@@ -1,0 +1,101 @@
+"""One training step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runner.engine.state import TrainState
+
+
+class Batch(Protocol):
+    """Samples on the device: see `runner.data.loaders.Batch`."""
+
+    @property
+    def images(self) -> Tensor:
+        """(B, C, H, W)."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(B, ...)."""
+
+    @property
+    def indices(self) -> Tensor:
+        """(B,) int64."""
+
+
+Prepare = Callable[[Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step is made of.
+
+    Attributes:
+        prepare: (images, indices, epoch) -> what the model is given: augmentation and normalisation.
+        targets: targets of the data set -> targets of the loss.
+        loss: (logits, targets) -> scalar mean over the samples.
+        autocast: gives the context that forward and loss run in.
+        clip_norm: largest norm of all gradients together; None for no limit.
+        clip_value: largest absolute value of a gradient element; None for no limit.
+    """
+
+    prepare: Prepare
+    targets: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    clip_norm: float | None = None
+    clip_value: float | None = None
+
+
+def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, update: bool) -> None:
+    """Train on one batch; at the end of an accumulation window, update the weights.
+
+    The order is: augment, autocast forward and loss, scale, backward; then unscale, clip, optimizer step, scaler update,
+    count, set the next learning rate. Nothing here waits for the device.
+
+    Args:
+        state: what training changes.
+        parts: what the step is made of.
+        batch: samples on the device.
+        weight: share of this batch in its window, see `Plan.weight`.
+        samples: size of the batch.
+        update: whether the window ends here.
+    """
+    model, optimizer, scaler = state.model, state.optimizer, state.scaler
+    inputs = parts.prepare(batch.images, batch.indices, state.position.epoch)
+    targets = parts.targets(batch.targets)
+    with parts.autocast():
+        logits = model(inputs)
+        loss = parts.loss(logits, targets)
+    state.meter.add(loss, samples)
+    if weight != 1.0:
+        loss = loss * weight
+    if scaler is not None:
+        loss = scaler.scale(loss)
+    loss.backward()
+    if not update:
+        return
+    if parts.clip_norm is not None or parts.clip_value is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        clip_gradients(model, parts.clip_norm, parts.clip_value)
+    if scaler is not None:
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def clip_gradients(model: nn.Module, norm: float | None, value: float | None) -> None:
+    """Bound the gradients: each element by `value`, then all together by the 2-norm `norm`."""
+    if value is not None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), value)
+    if norm is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)

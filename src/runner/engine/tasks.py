@@ -1,0 +1,115 @@
+"""What is learned: how targets, outputs and metrics go together.
+
+A task is any object with the attributes and methods of `Task`; write your own and name it with `task._target_`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from runner.engine.evaluation import Metric
+
+
+class Task(Protocol):
+    """The part of a run that knows what the numbers mean."""
+
+    monitor: str
+    mode: Literal["min", "max"]
+
+    def outputs(self, classes: Sequence[str]) -> int:
+        """Number of outputs that a model needs."""
+        ...
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """Targets as the loss and the metrics take them, from those of the data set."""
+        ...
+
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that `metrics` builds."""
+        ...
+
+    def metrics(self, device: torch.device) -> dict[str, Metric]:
+        """Fresh metrics by name; each takes (logits, targets) batch by batch."""
+        ...
+
+    def tables(self, device: torch.device) -> dict[str, Metric]:
+        """Fresh metrics with more than one value, for `eval`: `per_class` (C,) and `confusion` (C, C), or nothing."""
+        ...
+
+
+class Classification:
+    """One class a sample; logits of shape (B, C), targets int64 of shape (B,).
+
+    Args:
+        num_classes: number of classes.
+    """
+
+    monitor = "val/accuracy"
+    mode: Literal["min", "max"] = "max"
+
+    def __init__(self, num_classes: int) -> None:
+        if num_classes < 2:
+            raise ValueError(f"num_classes must be at least 2, got {num_classes}; use task=regression for numbers")
+        self.num_classes = num_classes
+
+    def outputs(self, classes: Sequence[str]) -> int:
+        """One logit a class."""
+        return self.num_classes
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """Class numbers as int64."""
+        return targets.long()
+
+    def metric_names(self) -> list[str]:
+        """Share of samples whose largest logit is the right one."""
+        return ["accuracy"]
+
+    def metrics(self, device: torch.device) -> dict[str, Metric]:
+        """Accuracy over all samples."""
+        # torchmetrics takes a second to import, so it is loaded with the first evaluation.
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return {"accuracy": MulticlassAccuracy(self.num_classes, average="micro").to(device)}
+
+    def tables(self, device: torch.device) -> dict[str, Metric]:
+        """Accuracy of each class, and how often class i was taken for class j."""
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+        return {
+            "per_class": MulticlassAccuracy(self.num_classes, average="none").to(device),
+            "confusion": MulticlassConfusionMatrix(self.num_classes).to(device),
+        }
+
+
+class Regression:
+    """One number a sample; outputs and targets float32 of shape (B, 1)."""
+
+    monitor = "val/mae"
+    mode: Literal["min", "max"] = "min"
+
+    def outputs(self, classes: Sequence[str]) -> int:
+        """One output."""
+        return 1
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """Numbers as float32 of shape (B, 1)."""
+        return targets.float().view(-1, 1)
+
+    def metric_names(self) -> list[str]:
+        """Mean absolute error and root of the mean squared error."""
+        return ["mae", "rmse"]
+
+    def metrics(self, device: torch.device) -> dict[str, Metric]:
+        """Mean absolute error and root of the mean squared error, in the unit of the targets."""
+        from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
+
+        metrics: dict[str, Any] = {"mae": MeanAbsoluteError(), "rmse": MeanSquaredError(squared=False)}
+        return {name: metric.to(device) for name, metric in metrics.items()}
+
+    def tables(self, device: torch.device) -> dict[str, Metric]:
+        """None."""
+        return {}

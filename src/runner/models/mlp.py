@@ -1,0 +1,64 @@
+"""Multi-layer perceptron."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import Tensor, nn
+
+from runner.models.checks import at_least, share
+
+
+class MLP(nn.Module):
+    """Multi-layer perceptron on flattened pixels: Linear, ReLU and dropout per hidden layer, then a linear head.
+
+    Args:
+        in_channels: channels of the images.
+        image_size: (height, width) of the images, in pixels.
+        num_classes: number of outputs.
+        hidden: width of each hidden layer; None means [128], an empty list a linear classifier.
+        dropout: probability of zeroing a hidden unit while training.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        image_size: tuple[int, int],
+        num_classes: int,
+        hidden: list[int] | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        widths = [128] if hidden is None else list(hidden)
+        height, width = image_size
+        at_least("in_channels", in_channels)
+        at_least("image_size", min(height, width))
+        at_least("num_classes", num_classes)
+        for index, units in enumerate(widths):
+            at_least(f"hidden[{index}]", units)
+        share("dropout", dropout)
+
+        sizes = [in_channels * height * width, *widths]
+        layers: list[nn.Module] = []
+        for inputs, outputs in pairwise(sizes):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=True), nn.Dropout(dropout)]
+        self.layers = nn.Sequential(*layers)
+        self.head = nn.Linear(sizes[-1], num_classes)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.layers:
+            if isinstance(module, nn.Linear):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+        # A small head makes all classes about equally likely at first, so that the first loss is ln(num_classes).
+        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) of images (B, C, H, W), both floating point."""
+        logits: Tensor = self.head(self.layers(images.flatten(1)))
+        return logits

@@ -1,0 +1,84 @@
+"""ResNet-18 for small images: a 3x3 stem without the max-pool, as in the CIFAR experiments."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.models.checks import at_least
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with a shortcut (He et al., "Deep Residual Learning", arXiv:1512.03385, figure 5 left).
+
+    Args:
+        inputs: channels of the incoming features.
+        outputs: channels of the outgoing features.
+        stride: stride of the first convolution; the shortcut follows with a 1x1 convolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(outputs),
+            )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (B, outputs, ceil(H / stride), ceil(W / stride)) of features (B, inputs, H, W)."""
+        residual = F.relu(self.bn1(self.conv1(features)))
+        residual = self.bn2(self.conv2(residual))
+        return F.relu(residual + self.shortcut(features))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 with a 3x3 stem of stride 1, for images of about 32 pixels; 11.2 million parameters at width 64.
+
+    Args:
+        in_channels: channels of the images.
+        num_classes: number of outputs.
+        width: channels of the stem and of the first stage; they double in each of the three later ones.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(self, in_channels: int, num_classes: int, width: int = 64) -> None:
+        super().__init__()
+        at_least("in_channels", in_channels)
+        at_least("num_classes", num_classes)
+        at_least("width", width)
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, width, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+        )
+        channels = [width, width, 2 * width, 4 * width, 8 * width]
+        self.stages = nn.Sequential(
+            *(
+                nn.Sequential(BasicBlock(inputs, outputs, stride), BasicBlock(outputs, outputs, 1))
+                for inputs, outputs, stride in zip(channels, channels[1:], (1, 2, 2, 2), strict=False)
+            )
+        )
+        self.head = nn.Linear(channels[-1], num_classes)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        # A small head makes all classes about equally likely at first, so that the first loss is ln(num_classes).
+        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) of images (B, C, H, W), both floating point."""
+        features = self.stages(self.stem(images))
+        logits: Tensor = self.head(features.mean(dim=(2, 3)))
+        return logits

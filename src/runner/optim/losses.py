@@ -1,0 +1,237 @@
+"""Losses: the mean over the samples of a batch.
+
+No sample's contribution depends on the other samples of its batch (class weights are normalised over the classes, not
+over the batch), so that accumulating gradients over parts of a batch gives the gradient of the whole. Shapes must
+agree exactly: nothing is broadcast. Logits of 16 bits are taken to float32 first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class _ClassLoss(nn.Module):
+    """What losses over class logits share: the check of shapes, and the class weights."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        class_weights: list[float] | Literal["balanced"] | None,
+        num_classes: int | None,
+        class_counts: Tensor | None,
+    ) -> None:
+        super().__init__()
+        if num_classes is not None and num_classes < 1:
+            raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+        self.num_classes = num_classes
+        # Not persistent: it follows from the config and the data, and a checkpoint holds the model's tensors only.
+        self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)
+
+    def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, C) in at least float32, and the class weights (C,) of their type."""
+        _check_matrix(logits, self.num_classes)
+        is_classes = targets.dtype == torch.int64 and targets.shape == logits.shape[:1]
+        is_soft = targets.is_floating_point() and targets.shape == logits.shape
+        if not (is_classes or is_soft):
+            raise ValueError(_mismatch(logits, targets, "classes int64 (B,) or probabilities float (B, C)"))
+        full = _at_least_float32(logits)
+        return full, None if self.weight is None else self.weight.to(full.dtype)
+
+
+class CrossEntropy(_ClassLoss):
+    """Cross-entropy of softmax probabilities, for one class per sample or for soft targets.
+
+    Equals `torch.nn.functional.cross_entropy`, but for its weighting: sum(w_i * loss_i) / B.
+
+    Args:
+        label_smoothing: share of each target that is spread evenly over all classes, from 0 to 1.
+        class_weights: one weight per class, or "balanced" (inverse to the class's count in the training data);
+            scaled to a mean of 1 over the classes.
+        num_classes: number of classes, checked against the logits if given.
+        class_counts: training samples per class, int64 (C,); needed for "balanced".
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        class_weights: list[float] | Literal["balanced"] | None = None,
+        num_classes: int | None = None,
+        class_counts: Tensor | None = None,
+    ) -> None:
+        super().__init__(class_weights, num_classes, class_counts)
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss of logits (B, C) and targets: classes int64 (B,) or probabilities float (B, C).
+
+        Raises:
+            ValueError: the shapes or types do not fit.
+        """
+        logits, weight = self._checked(logits, targets)
+        if targets.is_floating_point():
+            targets = targets.to(logits.dtype)
+        summed = F.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=self.label_smoothing)
+        return summed / logits.shape[0]
+
+
+class Focal(_ClassLoss):
+    """Cross-entropy with each class's term scaled by (1 - p)^gamma, so that what is already right counts less.
+
+    After Lin et al. (arXiv:1708.02002), over softmax probabilities; with gamma=0 it is the cross-entropy.
+
+    Args:
+        gamma: how strongly confident predictions are discounted; not negative.
+        class_weights: as in `CrossEntropy`.
+        num_classes: number of classes, checked against the logits if given.
+        class_counts: training samples per class, int64 (C,); needed for "balanced".
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        gamma: float = 2.0,
+        class_weights: list[float] | Literal["balanced"] | None = None,
+        num_classes: int | None = None,
+        class_counts: Tensor | None = None,
+    ) -> None:
+        super().__init__(class_weights, num_classes, class_counts)
+        if not 0 <= gamma < float("inf"):
+            raise ValueError(f"gamma must not be negative, got {gamma}")
+        self.gamma = gamma
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss of logits (B, C) and targets: classes int64 (B,) or probabilities float (B, C).
+
+        Raises:
+            ValueError: the shapes or types do not fit.
+        """
+        logits, weight = self._checked(logits, targets)
+        log_p = F.log_softmax(logits, dim=1)
+        # The clamp keeps the gradient of the power finite where p is 1 and gamma below 1.
+        rest = -torch.expm1(log_p).clamp(max=-torch.finfo(log_p.dtype).tiny)
+        terms = -log_p * rest.pow(self.gamma)
+        if weight is not None:
+            terms = terms * weight
+        if targets.is_floating_point():
+            return (terms * targets.to(terms.dtype)).sum() / logits.shape[0]
+        return terms.gather(1, targets[:, None]).sum() / logits.shape[0]
+
+
+class BinaryCrossEntropy(nn.Module):
+    """Binary cross-entropy of each output for itself (one-vs-rest), averaged over the outputs.
+
+    Args:
+        num_classes: number of outputs, checked against the logits if given.
+    """
+
+    def __init__(self, num_classes: int | None = None) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss of logits (B, C) and targets: classes int64 (B,), made one-hot, or probabilities float (B, C).
+
+        With a single output, targets may be (B,): 0 or 1, or probabilities.
+
+        Raises:
+            ValueError: the shapes or types do not fit.
+        """
+        _check_matrix(logits, self.num_classes)
+        logits = _at_least_float32(logits)
+        return F.binary_cross_entropy_with_logits(logits, _dense(logits, targets))
+
+
+class MeanSquaredError(nn.Module):
+    """Squared difference, averaged over the outputs: for regression, or for classes made one-hot.
+
+    Args:
+        num_classes: number of outputs, checked against the logits if given.
+    """
+
+    def __init__(self, num_classes: int | None = None) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Scalar loss of outputs (B, C) and targets: float (B, C), float (B,) if C is 1, or classes int64 (B,).
+
+        Raises:
+            ValueError: the shapes or types do not fit.
+        """
+        _check_matrix(logits, self.num_classes)
+        logits = _at_least_float32(logits)
+        return F.mse_loss(logits, _dense(logits, targets))
+
+
+def _check_matrix(logits: Tensor, num_classes: int | None) -> None:
+    if logits.ndim != 2 or logits.shape[0] == 0:
+        raise ValueError(f"the model must give logits (B, C) for at least one sample, got {tuple(logits.shape)}")
+    if num_classes is not None and logits.shape[1] != num_classes:
+        raise ValueError(f"the model gives {logits.shape[1]} outputs, and the loss is for num_classes={num_classes}")
+
+
+def _mismatch(logits: Tensor, targets: Tensor, allowed: str) -> str:
+    return (
+        f"targets {str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)} do not fit "
+        f"logits {tuple(logits.shape)}; allowed: {allowed}"
+    )
+
+
+def _at_least_float32(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
+def _dense(logits: Tensor, targets: Tensor) -> Tensor:
+    """Targets as a matrix of the logits' shape and type: classes become one-hot, a vector one column."""
+    if targets.shape == logits.shape and targets.is_floating_point():
+        return targets.to(logits.dtype)
+    known = targets.is_floating_point() or targets.dtype == torch.int64
+    if known and targets.shape == logits.shape[:1]:
+        if logits.shape[1] == 1:
+            return targets.to(logits.dtype)[:, None]
+        if not targets.is_floating_point():
+            return F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    raise ValueError(_mismatch(logits, targets, "float (B, C), classes int64 (B,), or (B,) for a single output"))
+
+
+def _class_weights(
+    given: Sequence[float] | str | None, num_classes: int | None, class_counts: Tensor | None
+) -> Tensor | None:
+    """Weights float32 (C,) with mean 1, or None where all classes count alike."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        weights = _balanced(given, class_counts)
+    else:
+        weights = torch.tensor(given, dtype=torch.float64)
+        if weights.ndim != 1 or not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+            raise ValueError(f"class_weights must be a list of numbers that are not negative, got {list(given)}")
+        if float(weights.sum()) <= 0:
+            raise ValueError("class_weights must not all be 0")
+    if num_classes is not None and len(weights) != num_classes:
+        raise ValueError(f"class_weights must have one weight for each of {num_classes} classes, got {len(weights)}")
+    return (weights / weights.mean()).float()
+
+
+def _balanced(given: str, class_counts: Tensor | None) -> Tensor:
+    if given != "balanced":
+        raise ValueError(f"class_weights must be a list of numbers, 'balanced' or null, got '{given}'")
+    if class_counts is None:
+        raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
+    empty = (class_counts == 0).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
+    return 1.0 / class_counts.double()

@@ -1,0 +1,170 @@
+"""Muon for the hidden weight matrices and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_log = logging.getLogger(__name__)
+
+_Part = Literal["muon", "adamw"]
+_KINDS: dict[_Part, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon` and `torch.optim.AdamW` behind one list of parameter groups.
+
+    Muon (Jordan, https://kellerjordan.github.io/posts/muon/) is made for the weight matrices of hidden layers. It gets
+    the parameters of two dimensions except the last one in the order given, which is the head; AdamW gets the rest:
+    the head, biases, norms, positions and convolution kernels. Each incoming group becomes up to two, told apart by
+    the group's key "algorithm" ("muon" or "adamw"), each with an "initial_lr" of its own.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups of either. A group's own "lr" is meant for Muon; AdamW's
+            is scaled in the same proportion. A group's own "weight_decay" holds for both.
+        lr: learning rate of Muon.
+        adamw_lr: learning rate of AdamW.
+        momentum: momentum of Muon.
+        nesterov: whether Muon's momentum is Nesterov's.
+        ns_steps: Newton-Schulz iterations of Muon.
+        adjust_lr_fn: how Muon's rate follows a matrix's shape, as in `torch.optim.Muon`; None is "original".
+        weight_decay: decoupled weight decay of both.
+        betas: decay rates of AdamW's two averages.
+        eps: term added to AdamW's denominator.
+        foreach: whether AdamW updates many tensors per kernel; None lets torch choose.
+        fused: whether AdamW runs as one kernel; None lets torch choose.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        adamw_lr: float = 0.003,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"lr must not be negative, got {lr}")
+        if not adamw_lr >= 0:
+            raise ValueError(f"adamw_lr must not be negative, got {adamw_lr}")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        self._options: dict[_Part, dict[str, Any]] = {
+            "muon": {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+            "adamw": {
+                "lr": adamw_lr,
+                "weight_decay": weight_decay,
+                "betas": (betas[0], betas[1]),
+                "eps": eps,
+                "foreach": foreach,
+                "fused": fused,
+            },
+        }
+        self._parts: dict[_Part, Optimizer] = {}
+        given = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = [{**group, "params": _listed(group["params"])} for group in groups]
+        matrices = [_tensor(item) for group in groups for item in group["params"] if _tensor(item).ndim == 2]
+        self._head = matrices[-1] if matrices else None
+        super().__init__(groups, {})
+        self._connect()
+        if "muon" not in self._parts:
+            _log.warning("muon: the model has no hidden weight matrix, so AdamW alone trains it, with adamw_lr")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, split into the matrices for Muon and the rest for AdamW."""
+        items = _listed(param_group["params"])
+        ours = [item for item in items if _tensor(item).ndim == 2 and _tensor(item) is not self._head]
+        chosen = {id(item) for item in ours}
+        rest = [item for item in items if id(item) not in chosen]
+        if ours:
+            self._add_part("muon", {**param_group, "params": ours})
+        if rest:
+            self._add_part("adamw", {**param_group, "params": rest})
+        if self._parts:  # the constructor connects only the groups that it was given
+            self._connect()
+
+    def _add_part(self, algorithm: _Part, group: dict[str, Any]) -> None:
+        options = self._options[algorithm]
+        if "lr" in group and algorithm == "adamw":
+            reference = self._options["muon"]["lr"]
+            group["lr"] = options["lr"] * (group["lr"] / reference if reference else 1.0)
+        group.pop("initial_lr", None)  # it was Muon's, and the two parts have different ones
+        group = {**options, **group, "algorithm": algorithm}
+        group["initial_lr"] = group["lr"]
+        super().add_param_group(group)
+
+    def _connect(self) -> None:
+        """Let the inner optimizers see these very groups and this very state, after either was replaced."""
+        for algorithm, kind in _KINDS.items():
+            groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
+            if not groups:
+                continue
+            if algorithm not in self._parts:
+                self._parts[algorithm] = kind(groups, **self._options[algorithm])
+            part = self._parts[algorithm]
+            for group in groups:
+                group.update({name: value for name, value in part.defaults.items() if name not in group})
+            part.param_groups = groups
+            part.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options, "_head": self._head}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # Unpickled and deep-copied optimizers come without parts, and those of load_state_dict have new groups.
+        self._parts = self.__dict__.get("_parts", {})
+        self._connect()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have gradients.
+
+        Args:
+            closure: computes the loss and the gradients anew, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts.values():
+            part.step()
+        return loss
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _tensor(item: Any) -> Tensor:
+    """The parameter itself, of a parameter or a (name, parameter) pair."""
+    tensor: Tensor = item[1] if isinstance(item, tuple) else item
+    return tensor

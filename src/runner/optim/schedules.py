@@ -1,0 +1,289 @@
+"""Learning-rate schedules as functions of the step.
+
+A schedule gives a factor for every optimizer step; the loop multiplies each parameter group's `initial_lr` with it. All
+but `Plateau` are pure: the factor follows from the step's number alone, so that resuming needs no state and no replay.
+A factor is never negative, and never above 1 with the arguments that these classes accept.
+
+All take `warmup`: below 1 it is a share of all steps, from 1 on a number of steps. The factor rises linearly over the
+warm-up, from a first value above 0 to 1 at the first step after it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+
+def _refuse_unless(fine: bool, message: str) -> None:
+    if not fine:
+        raise ValueError(message)
+
+
+def _warmup_steps(warmup: float, total_steps: int) -> int:
+    """Number of warm-up steps that `warmup` stands for.
+
+    Raises:
+        ValueError: `warmup` is negative, not finite, or above 1 and not whole; or `total_steps` is not positive.
+    """
+    _refuse_unless(total_steps >= 1, f"total_steps must be at least 1, got {total_steps}")
+    _refuse_unless(math.isfinite(warmup) and warmup >= 0, f"warmup must not be negative, got {warmup}")
+    if warmup < 1:
+        return round(warmup * total_steps)
+    whole = float(warmup).is_integer()
+    _refuse_unless(whole, f"warmup must be a share below 1 or a whole number of steps, got {warmup}")
+    return int(warmup)
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """How far `step` is from `start` to `end`, from 0 to 1, clamped."""
+    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+
+
+def _half_cosine(progress: float) -> float:
+    """1 at progress 0, 0 at progress 1, half a cosine between."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A pure schedule: linear warm-up, then `shape`.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    total_steps: int
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        _warmup_steps(self.warmup, self.total_steps)
+
+    @cached_property
+    def warmup_steps(self) -> int:
+        """Number of warm-up steps."""
+        return _warmup_steps(self.warmup, self.total_steps)
+
+    def factor(self, step: int) -> float:
+        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
+        warm = self.warmup_steps
+        if step < warm:
+            return (step + 1) / (warm + 1)
+        return self.shape(step)
+
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
+        return 1.0
+
+    def observe(self, metric: float) -> None:
+        """Take note of a metric after an evaluation: nothing to do, the factor depends on the step alone."""
+
+    def state_dict(self) -> dict[str, float]:
+        """What resuming needs besides the step: nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what `state_dict` gave: nothing to do."""
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The full learning rate throughout, after the warm-up."""
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Half a cosine from 1 down to `final` (Loshchilov and Hutter, arXiv:1608.03983, without restarts).
+
+    Args:
+        final: factor at the end, from 0 to 1.
+    """
+
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
+
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
+        progress = _progress(step, self.warmup_steps, self.total_steps)
+        return self.final + (1 - self.final) * _half_cosine(progress)
+
+
+@dataclass(frozen=True)
+class OneCycle(Schedule):
+    """Half a cosine up from 1/`div` to 1, then half a cosine down to `final` (Smith and Topin, arXiv:1708.07120).
+
+    The learning rate alone is scheduled; the momentum stays as it is. The optimizer's `lr` is the peak.
+
+    Args:
+        warmup: share of the run, or number of steps, of the way up.
+        div: the first factor is 1/div; at least 1.
+        final: factor at the end, from 0 to 1.
+    """
+
+    warmup: float = 0.3
+    div: float = 25.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_unless(math.isfinite(self.div) and self.div >= 1, f"div must be at least 1, got {self.div}")
+        _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
+
+    def factor(self, step: int) -> float:
+        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
+        warm = self.warmup_steps
+        if step < warm:
+            low = 1 / self.div
+            return low + (1 - low) * (1 - _half_cosine(step / warm))
+        progress = _progress(step, warm, self.total_steps)
+        return self.final + (1 - self.final) * _half_cosine(progress)
+
+
+@dataclass(frozen=True)
+class Step(Schedule):
+    """Multiplied by `gamma` every `every` epochs.
+
+    Args:
+        steps_per_epoch: optimizer steps of one epoch.
+        every: epochs between two drops.
+        gamma: factor of each drop, above 0 and at most 1.
+    """
+
+    steps_per_epoch: int = field(kw_only=True)
+    every: int = 10
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_unless(self.steps_per_epoch >= 1, f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
+        _refuse_unless(self.every >= 1, f"every must be at least 1 epoch, got {self.every}")
+        _refuse_unless(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, got {self.gamma}")
+
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
+        return float(self.gamma ** (step // (self.every * self.steps_per_epoch)))
+
+
+@dataclass(frozen=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay: the full rate until the last share of the run, then down to `final`.
+
+    After Hu et al. (arXiv:2404.06395); the decay 1 - sqrt(progress) follows Hägele et al. (arXiv:2405.18392).
+
+    Args:
+        decay: share of the run over which the rate falls; warm-up and decay share at most the whole run.
+        curve: "linear", or "1-sqrt", which falls steeply first.
+        final: factor at the end, from 0 to 1.
+    """
+
+    decay: float = 0.2
+    curve: Literal["linear", "1-sqrt"] = "linear"
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_unless(0 <= self.decay <= 1, f"decay must be a share from 0 to 1, got {self.decay}")
+        shares = self.decay + (self.warmup if self.warmup < 1 else 0)
+        _refuse_unless(shares <= 1, f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
+        _refuse_unless(self.curve in ("linear", "1-sqrt"), f"curve must be 'linear' or '1-sqrt', got '{self.curve}'")
+        _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
+
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
+        if self.decay == 0:
+            return 1.0
+        start = self.total_steps - round(self.decay * self.total_steps)
+        # A warm-up counted in steps may reach into the decay of a short run, which then starts where it ends.
+        progress = _progress(step, max(start, self.warmup_steps), self.total_steps)
+        fallen = progress if self.curve == "linear" else math.sqrt(progress)
+        return self.final + (1 - self.final) * (1 - fallen)
+
+
+class Plateau:
+    """Multiplied by `factor` when the observed metric has stopped improving; linear warm-up before.
+
+    The counting is that of `torch.optim.lr_scheduler.ReduceLROnPlateau` with an absolute threshold: after `patience`
+    evaluations in a row without improvement, the next one without improvement drops the rate and starts the count
+    anew. A metric that is not finite counts as no improvement.
+
+    Args:
+        total_steps: optimizer steps of the whole run.
+        mode: whether a smaller ("min") or a larger ("max") metric is better.
+        factor: multiplier of each drop, above 0 and below 1.
+        patience: evaluations without improvement that are put up with.
+        min_factor: the factor never falls below this.
+        threshold: smallest change of the metric that counts as improvement, in the metric's unit.
+        warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        mode: Literal["min", "max"] | None = None,
+        factor: float = 0.1,
+        patience: int = 5,
+        min_factor: float = 0.001,
+        threshold: float = 1e-4,
+        warmup: float = 0.0,
+    ) -> None:
+        self._warmup_steps = _warmup_steps(warmup, total_steps)
+        _refuse_unless(mode in ("min", "max"), f"mode must be 'min' or 'max', got {mode!r}")
+        _refuse_unless(0 < factor < 1, f"factor must be above 0 and below 1, got {factor}")
+        _refuse_unless(patience >= 0, f"patience must not be negative, got {patience}")
+        _refuse_unless(0 <= min_factor <= 1, f"min_factor must be from 0 to 1, got {min_factor}")
+        finite = math.isfinite(threshold) and threshold >= 0
+        _refuse_unless(finite, f"threshold must not be negative, got {threshold}")
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._drop = factor
+        self._patience = patience
+        self._min_factor = min_factor
+        self._threshold = threshold
+        self._current = 1.0
+        self._best = -math.inf  # of the metric times the sign, so that larger is better
+        self._waited = 0
+
+    def factor(self, step: int) -> float:
+        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
+        rise = min((step + 1) / (self._warmup_steps + 1), 1.0)
+        return rise * self._current
+
+    def observe(self, metric: float) -> None:
+        """Take note of the metric after an evaluation."""
+        score = self._sign * metric
+        if math.isfinite(score) and (self._best == -math.inf or score > self._best + self._threshold):
+            self._best = score
+            self._waited = 0
+            return
+        self._waited += 1
+        if self._waited > self._patience:
+            self._current = max(self._current * self._drop, self._min_factor)
+            self._waited = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Current factor, best metric so far (-inf or inf before the first) and evaluations waited since."""
+        return {"factor": self._current, "best": self._sign * self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what `state_dict` gave; an empty state, which another schedule gave, starts afresh.
+
+        Raises:
+            ValueError: the state is that of something else.
+        """
+        if not state:
+            return
+        expected = {"factor", "best", "waited"}
+        _refuse_unless(set(state) == expected, f"the state of Plateau has {sorted(expected)}, got {sorted(state)}")
+        self._current = float(state["factor"])
+        self._best = self._sign * float(state["best"])
+        self._waited = int(state["waited"])

@@ -1,0 +1,1 @@
+"""What a run runs on: device, precision, determinism, compilation, signals."""

@@ -1,0 +1,1 @@
+"""Run directory, console, metrics files, TensorBoard and other loggers, plots, sweep summaries."""

@@ -1,0 +1,267 @@
+"""What the user sees while a run goes on, and its copy in `run.log`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import IO, TYPE_CHECKING, TextIO
+
+from runner.tracking.formats import aligned, clean, duration, encodable, in_order, metric
+
+if TYPE_CHECKING:
+    from runner.tracking.terminal import Terminal
+
+_BAR_PERIOD_S = 0.2
+_RATE_PERIOD_S = 1.0
+_RATE_WINDOW_S = 60.0
+
+
+class Console:
+    """Shows a run on a terminal (colours, a live bar) or in a pipe or file (plain lines), and appends it to a log file.
+
+    Nothing here raises for the sake of display: a closed pipe, a narrow terminal, an encoding without the needed
+    characters or a full disk make it show less. There is no background thread: the bar moves from `advance`.
+    """
+
+    def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
+        """Show on `stream` and append to `log_file`.
+
+        Args:
+            log_file: gets every line, with the local time and without colours; None for none.
+            progress: False for no live bar; otherwise there is one when `stream` is a terminal.
+            stream: where to show; None for `sys.stdout` as it is now.
+        """
+        self._stream = sys.stdout if stream is None else stream
+        self._terminal = self._make_terminal()
+        self._wants_bar = progress is not False
+        self._log = _open_log(log_file)
+        if self._log is not None:
+            weakref.finalize(self, self._log.close)
+        self._silent = False
+        self._running = False
+        self._due = float("inf")
+        self._period = _RATE_PERIOD_S
+        self._marks: deque[tuple[float, int]] = deque()
+        self._total_steps = 0
+        self._total_epochs = 0
+        self._train: dict[str, float] = {}
+        if log_file is not None and self._log is None:
+            self.warn(f"{log_file} cannot be written; the run goes on without it")
+
+    # Text
+
+    def header(self, title: str, rows: list[tuple[str, str, str]]) -> None:
+        """What runs, and each choice that was made: rows of (label, value, reason); the reason may be empty."""
+        left = max((len(label) for label, _, _ in rows), default=0)
+        middle = max((len(value) for _, value, reason in rows if reason), default=0)
+        padded = [
+            (clean(label).ljust(left), clean(value).ljust(middle), f"({clean(reason)})" if reason else "")
+            for label, value, reason in rows
+        ]
+        lines = [clean(title), *(f"  {'  '.join(row)}".rstrip() for row in padded)]
+        self._emit(lines, lambda terminal: terminal.header(clean(title), padded))
+
+    def line(self, text: str) -> None:
+        """Show `text`, one or several lines."""
+        self._text(text)
+
+    def warn(self, text: str) -> None:
+        """Show `text` as a warning."""
+        self._text(f"warning: {text}", "yellow")
+
+    def error(self, text: str) -> None:
+        """Show `text` as an error."""
+        self._text(f"error: {text}", "bold red")
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Show a table; `rows` hold as many cells as there are `columns`."""
+        lines = [clean(title), *aligned(columns, rows)] if title else aligned(columns, rows)
+        self._emit(lines, lambda terminal: terminal.table(clean(title), columns, rows))
+
+    # Progress
+
+    def start(self, total_steps: int, total_epochs: int, first_step: int) -> None:
+        """Begin to show progress.
+
+        Args:
+            total_steps: optimizer steps at the end of the run; 0 if not known.
+            total_epochs: epochs at the end of the run; 0 if not known.
+            first_step: steps already done, larger than 0 in a resumed run.
+        """
+        self._total_steps, self._total_epochs = total_steps, total_epochs
+        self._marks.clear()
+        self._train = {}
+        self._running = True
+        self._period = _BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S
+        # The clock starts with the first `advance`: the first step compiles and warms up, and says nothing of the rate.
+        self._due = 0.0
+        if self._bar_on:
+            self._draw(first_step, "starting")
+
+    def advance(self, global_step: int, epoch: int) -> None:
+        """Note that `global_step` steps are done, in epoch `epoch` (shown as given). Cheap: called for every step."""
+        if perf_counter() >= self._due:
+            self._tick(global_step, epoch)
+
+    def metrics(self, split: str, values: dict[str, float], global_step: int, epoch: int) -> None:
+        """Show metrics. Those of `train` live in the bar where there is one; those of other splits stay on a line.
+
+        Args:
+            split: `train`, `val`, `test`, ...
+            values: numbers by name; `lr`, `samples_per_s` and other names ending in `_per_s` are shown with their unit.
+            global_step: optimizer steps done.
+            epoch: shown as given.
+        """
+        shown = [metric(name, values[name]) for name in in_order(values)]
+        line = "  ".join([*self._position(global_step, epoch), *_marked(split, shown)])
+        if split != "train":
+            self._emit([line], lambda terminal: terminal.text(line, "bold cyan"))
+            return
+        left = self._seconds_left(global_step)
+        if left is not None:
+            line += f"  eta {duration(left)}"
+        self._train = dict(values)
+        if self._bar_on:
+            self._write_log([line])
+        else:
+            self._emit([line], lambda terminal: terminal.text(line))
+
+    def stop(self) -> None:
+        """Remove the bar and end progress; text can still be shown. May be called twice, or without `start`."""
+        self._running = False
+        self._due = float("inf")
+        self._on_terminal(lambda terminal: terminal.stop())
+
+    # Inner workings
+
+    @property
+    def _bar_on(self) -> bool:
+        return self._running and self._wants_bar and self._terminal is not None and not self._silent
+
+    def _tick(self, global_step: int, epoch: int) -> None:
+        now = perf_counter()
+        if not self._marks or now - self._marks[-1][0] >= _RATE_PERIOD_S:
+            self._marks.append((now, global_step))
+            while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
+                self._marks.popleft()
+        if self._bar_on:
+            self._draw(global_step, self._position(global_step, epoch)[0])
+        self._due = perf_counter() + self._period
+
+    def _draw(self, global_step: int, before: str) -> None:
+        texts = [metric(name, self._train[name]) for name in in_order(self._train)]
+        left = self._seconds_left(global_step)
+        if left is not None:
+            texts.append(f"eta {duration(left)}")
+        _, after = self._position(global_step, 0)
+        share = global_step / self._total_steps if self._total_steps > 0 else 0.0
+        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts))
+
+    def _position(self, global_step: int, epoch: int) -> list[str]:
+        epochs = f"/{self._total_epochs}" if self._total_epochs > 0 else ""
+        steps = f"/{self._total_steps}" if self._total_steps > 0 else ""
+        return [f"epoch {epoch}{epochs}", f"step {global_step}{steps}"]
+
+    def _seconds_left(self, global_step: int) -> float | None:
+        if not self._running or not self._marks or self._total_steps <= 0:
+            return None
+        time_then, step_then = self._marks[0]
+        if global_step <= step_then:
+            return None
+        seconds_per_step = (perf_counter() - time_then) / (global_step - step_then)
+        return max(0, self._total_steps - global_step) * seconds_per_step
+
+    def _text(self, text: str, style: str = "") -> None:
+        text = clean(text)
+        self._emit(text.split("\n"), lambda terminal: terminal.text(text, style))
+
+    def _emit(self, plain: list[str], draw: Callable[[Terminal], None]) -> None:
+        self._write_log(plain)
+        if self._terminal is not None and self._on_terminal(draw):
+            return
+        self._write_plain(plain)
+
+    def _write_plain(self, lines: list[str]) -> None:
+        if self._silent:
+            return
+        try:
+            encoding = getattr(self._stream, "encoding", None)
+            self._stream.write(encodable("\n".join(lines) + "\n", encoding))
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._give_up()
+
+    def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
+        """Whether nothing remains to be shown after `draw`."""
+        if self._terminal is None or self._silent:
+            return self._silent
+        try:
+            draw(self._terminal)
+        except OSError:
+            self._give_up()
+        except Exception:
+            # A terminal that cannot be drawn on is no reason to lose hours of training: plain lines from here on.
+            self._leave_terminal()
+            return False
+        return True
+
+    def _give_up(self) -> None:
+        self._silent = True
+        self._leave_terminal()
+        if self._stream is not sys.__stdout__:
+            return
+        # A later print of someone else's, or the interpreter's last flush, would still end the process with an error.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.close(nowhere)
+
+    def _leave_terminal(self) -> None:
+        """Give back what the bar had taken over (stdout, stderr), whatever state the terminal is in."""
+        terminal, self._terminal = self._terminal, None
+        if terminal is not None:
+            with contextlib.suppress(Exception):
+                terminal.stop()
+
+    def _make_terminal(self) -> Terminal | None:
+        try:
+            if not self._stream.isatty() or os.environ.get("TERM", "").lower() in {"dumb", "unknown"}:
+                return None
+        except (AttributeError, ValueError, OSError):
+            return None
+        from runner.tracking.terminal import Terminal
+
+        return Terminal(self._stream)
+
+    def _write_log(self, lines: list[str]) -> None:
+        if self._log is None:
+            return
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = "".join(f"{now}  {line}".rstrip() + "\n" for line in lines)
+        try:
+            self._log.write(text.encode("utf-8", "backslashreplace"))
+        except (OSError, ValueError):
+            self._log = None
+            self.warn("run.log cannot be written any more; the run goes on without it")
+
+
+def _marked(split: str, metrics: list[str]) -> list[str]:
+    if split == "train":
+        return [f"train {metrics[0]}", *metrics[1:]] if metrics else ["train"]
+    return [f"[{split}]", *metrics]
+
+
+def _open_log(path: Path | None) -> IO[bytes] | None:
+    if path is None:
+        return None
+    try:
+        return path.open("ab", buffering=0)
+    except OSError:
+        return None

@@ -1,0 +1,184 @@
+"""What a run ran on: versions, hardware, variables, commit; nothing secret."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from runner import __version__
+
+_PACKAGES = (
+    "torch",
+    "torchvision",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "torchmetrics",
+    "scikit-learn",
+    "pillow",
+    "tensorboard",
+    "matplotlib",
+    "rich",
+    "psutil",
+    "safetensors",
+    "onnx",
+    "onnxruntime",
+    "hydra-joblib-launcher",
+    "hydra-submitit-launcher",
+    "hydra-optuna-sweeper",
+)
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF",
+    "WORLD_SIZE",
+    "SLURM_JOB_ID",
+)
+_SECRET = re.compile(r"((?:password|passwd|secret|token|credential|api_?key)[^=\s]*=).+", re.IGNORECASE | re.DOTALL)
+_GIT_TIMEOUT_S = 5.0
+
+
+def environment() -> dict[str, Any]:
+    """What could make another run differ, as JSON-able data. Imports torch; never fails for want of a tool.
+
+    Returns:
+        Keys `runner`, `python`, `platform`, `hostname`, `cpu`, `memory_bytes`, `packages`, `torch`, `devices`,
+        `variables`, `git` and `command`. Values of arguments named like a password, token or key are masked.
+    """
+    return {
+        "runner": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hostname": platform.node(),
+        "cpu": _cpu(),
+        "memory_bytes": _memory(),
+        "packages": versions(),
+        "torch": _torch(),
+        "devices": _devices(),
+        "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "git": _git(),
+        "command": [_SECRET.sub(r"\1***", argument) for argument in sys.argv],
+    }
+
+
+def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
+    """The environment as (label, value) pairs to be shown as a table."""
+    cpu, torch, git = env["cpu"], env["torch"], env["git"]
+    table = [
+        ("runner", env["runner"]),
+        ("python", env["python"]),
+        ("platform", env["platform"]),
+        ("hostname", env["hostname"]),
+        ("cpu", f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} logical cores usable, {torch['cpu_capability']}"),
+    ]
+    if env["memory_bytes"]:
+        table.append(("memory", _gib(env["memory_bytes"])))
+    cuda = f"CUDA {torch['cuda']}, cuDNN {torch['cudnn']}" if torch["cuda"] else "no CUDA"
+    table.append(("torch build", f"{cuda}, {torch['threads']} threads"))
+    for index, device in enumerate(env["devices"]):
+        details = f"{_gib(device['memory_bytes'])}, capability {device['capability']}"
+        table.append((f"cuda:{index}", f"{device['name']}, {details}"))
+    if not env["devices"]:
+        table.append(("devices", "cpu only"))
+    table.extend(env["packages"].items())
+    table.extend(env["variables"].items())
+    if git:
+        table.append(("git", git["commit"] + (", with uncommitted changes" if git["dirty"] else "")))
+    table.append(("command", " ".join(env["command"])))
+    return table
+
+
+def _cpu() -> dict[str, Any]:
+    logical = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            model = found.group(1).strip()
+    return {"model": model, "logical": logical, "usable": usable}
+
+
+def _memory() -> int | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return int(psutil.virtual_memory().total)
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that a run depends on."""
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    return {
+        "version": str(torch.__version__),
+        "git": torch.version.git_version,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_bytes": int(properties.total_memory),
+                "capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": int(properties.multi_processor_count),
+            }
+        )
+    return found
+
+
+def _git() -> dict[str, Any] | None:
+    commit = _git_output("rev-parse", "HEAD")
+    if not commit:
+        return None
+    status = _git_output("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def _git_output(*arguments: str) -> str | None:
+    # Without optional locks, looking at the status cannot get in the way of a commit made at the same time.
+    command = ["git", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,108 @@
+"""How numbers, times and metrics read; shared by console, plots and sweep table."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+_LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
+_UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROLS = {code: None for code in range(32) if chr(code) not in "\n\t"} | {127: None, 9: "    "}
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; integers whole; `nan` for None, as JSON stores NaN."""
+    if value is None:
+        return "nan"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.4g}"
+
+
+def compact(value: float) -> str:
+    """Three significant digits with k, M, G or T: 12345 is `12.3k`."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999.6 would round to "1000": three digits decide, not the value.
+        if abs(value) >= 0.9995 * limit:
+            scaled = value / limit
+            return f"{scaled:.{2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0}f}{suffix}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """`0:12`, `1:02:03` or `2d 3:04:05`; `?` if not known."""
+    if seconds is None or not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def metric(name: str, value: float | None) -> str:
+    """One metric with its name or unit: `loss 0.412`, `12.3k samples/s`."""
+    if name.endswith("_per_s"):
+        return f"{compact(math.nan if value is None else value)} {label(name)}"
+    return f"{name} {number(value)}"
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of metrics as people read them: the loss, the others as they come, the learning rate, the throughput."""
+
+    def rank(name: str) -> int:
+        return 0 if name == "loss" else 3 if name.endswith("_per_s") else 2 if name == "lr" else 1
+
+    return sorted(names, key=rank)
+
+
+def label(name: str) -> str:
+    """A metric's name in words with its unit: `step_ms` is `step (ms)`, `samples_per_s` is `samples/s`."""
+    if name in _LABELS:
+        return _LABELS[name]
+    if name.endswith("_per_s"):
+        return name.removesuffix("_per_s").replace("_", " ") + "/s"
+    stem, _, unit = name.rpartition("_")
+    if stem and unit in _UNITS:
+        return f"{stem.replace('_', ' ')} ({_UNITS[unit]})"
+    return name.replace("_", " ")
+
+
+def clean(text: str) -> str:
+    """`text` without colour codes and control characters other than line ends; tabs become spaces."""
+    return _ESCAPES.sub("", text).translate(_CONTROLS)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """`text` with a question mark for whatever `encoding` (ASCII if None or unknown) cannot express."""
+    try:
+        return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
+    except LookupError:
+        return text.encode("ascii", "replace").decode("ascii")
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A plain table as lines: two spaces between columns, numbers to the right, dashes below the heads."""
+    cells = [[" ".join(clean(cell).split()) for cell in row] for row in rows]
+    widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
+    right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]
+
+    def join(parts: Sequence[str]) -> str:
+        padded = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, widths, right, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return [join(columns), join(["-" * width for width in widths]), *(join(row) for row in cells)]
+
+
+def is_number(text: str) -> bool:
+    """Whether `text` reads as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""Pictures of a run, drawn without a display: learning curves and confusion matrix."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.tracking.files import write_atomically
+from runner.tracking.formats import compact, in_order, label
+from runner.tracking.records import read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_NOT_METRICS = {"global_step", "epoch", "split"}
+_COLOURS = {"train": "#4477aa", "val": "#ee6677", "test": "#228833"}
+_MORE_COLOURS = ("#aa3377", "#ccbb44", "#66ccee", "#777777")
+_PANELS_A_ROW = 3
+_SMOOTHED_FROM = 200
+_LOG_SCALE_FROM = 50.0
+_NUMBERS_UP_TO = 25
+_NAME_LENGTH = 24
+_DPI = 130
+
+Curves = dict[str, dict[str, tuple[list[int], list[float]]]]
+
+
+def learning_curves(metrics_file: Path, target: Path) -> None:
+    """Draw every metric of `metrics.jsonl` over the optimizer steps, the splits together, into a picture at `target`.
+
+    The suffix of `target` decides the format (`.png`, `.svg`, `.pdf`). Missing values leave gaps.
+
+    Raises:
+        UserError: `target` cannot be written.
+    """
+    curves = _curves(metrics_file)
+    names = in_order(curves)
+    splits = list(dict.fromkeys(split for name in names for split in curves[name]))
+    colours = _colours(splits)
+    columns = max(1, min(_PANELS_A_ROW, len(names)))
+    rows = max(1, math.ceil(len(names) / columns))
+    figure = _figure(5.0 * columns, 3.4 * rows)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, name in zip(panels, names, strict=False):
+        _draw_metric(axes, name, curves[name], colours)
+    for axes in panels[len(names) :]:
+        axes.set_axis_off()
+    if not names:
+        panels[0].text(0.5, 0.5, "no metrics have been logged", ha="center", va="center", color="#555555")
+    _save(figure, target)
+
+
+def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
+    """Draw a confusion matrix into a picture at `target`.
+
+    Args:
+        matrix: counts, `matrix[true][predicted]`; square.
+        classes: names in that order; empty for numbers.
+        target: where to write; the suffix decides the format.
+        title: shown above.
+
+    Raises:
+        ValueError: the matrix is not square, or the number of names does not fit it.
+        UserError: `target` cannot be written.
+    """
+    from matplotlib.colors import PowerNorm
+
+    count = len(matrix)
+    if count == 0 or any(len(row) != count for row in matrix):
+        raise ValueError("the confusion matrix must be square and not empty")
+    if classes and len(classes) != count:
+        raise ValueError(f"a confusion matrix of {count} classes cannot have {len(classes)} names")
+    names = [_shorten(name) for name in classes] if classes else [str(index) for index in range(count)]
+    shares = [[value / max(1, sum(row)) for value in row] for row in matrix]
+    side = _matrix_side(count)
+    margin = 0.09 * max(len(name) for name in names)
+    figure = _figure(side + margin + 2.0, side + margin + 1.0)
+    axes = figure.subplots()
+    # The root makes rare confusions visible beside a diagonal of nearly one.
+    norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
+    image = axes.imshow(shares, cmap="Blues", norm=norm, interpolation="nearest")
+    heading = min(18.0, 9.0 + 0.6 * side)
+    bar = figure.colorbar(image, ax=axes, fraction=0.06, aspect=5.0 * side, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
+    bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
+    bar.set_label("share of the true class", fontsize=0.85 * heading)
+    bar.outline.set_visible(False)
+    every = math.ceil(count / 100)
+    ticks = list(range(0, count, every))
+    size = min(10.0, 60.0 * side / len(ticks))
+    shown = [names[tick] for tick in ticks]
+    # Names run upwards as soon as two neighbours would touch.
+    upright = max(len(name) for name in shown) * 0.62 * size > 72.0 * side / len(ticks)
+    axes.set_xticks(ticks, shown, fontsize=size, rotation=90 if upright else 0, parse_math=False)
+    axes.set_yticks(ticks, shown, fontsize=size, parse_math=False)
+    axes.tick_params(length=0)
+    axes.set_xlabel("predicted class", fontsize=0.85 * heading)
+    axes.set_ylabel("true class", fontsize=0.85 * heading)
+    letters = round(1.8 * 72.0 * side / heading)
+    axes.set_title("\n".join(textwrap.wrap(title, letters)), fontsize=heading, parse_math=False)
+    for spine in axes.spines.values():
+        spine.set_color("#bbbbbb")
+    if count <= _NUMBERS_UP_TO:
+        _write_counts(axes, matrix, shares, side / count)
+    _save(figure, target)
+
+
+def _curves(metrics_file: Path) -> Curves:
+    curves: Curves = {}
+    for record in read_records(metrics_file):
+        for name, value in record.items():
+            if name in _NOT_METRICS or not (value is None or isinstance(value, int | float)):
+                continue
+            steps, values = curves.setdefault(name, {}).setdefault(str(record.get("split", "")), ([], []))
+            steps.append(record["global_step"])
+            values.append(math.nan if value is None else float(value))
+    return curves
+
+
+def _draw_metric(
+    axes: Axes, name: str, by_split: dict[str, tuple[list[int], list[float]]], colours: dict[str, str]
+) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for split, (steps, values) in by_split.items():
+        colour = colours[split]
+        marker = "o" if len(steps) <= 40 else None
+        if split == "train" and len(steps) >= _SMOOTHED_FROM and name != "lr":
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(steps, _smooth(values), color=colour, linewidth=1.6, label=f"{split}, running mean")
+        else:
+            axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3.5, label=split)
+    values = [value for _, series in by_split.values() for value in series if math.isfinite(value)]
+    if name == "loss" and values and min(values) > 0 and max(values) / min(values) >= _LOG_SCALE_FROM:
+        axes.set_yscale("log")
+    else:
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useMathText=True)
+    if name.endswith("_per_s"):
+        # From zero, so that a change of a percent does not look like a collapse.
+        axes.set_ylim(0.0, 1.1 * max([value for value in values if value > 0], default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:g}k" if step >= 10_000 else f"{step:g}")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(label(name), parse_math=False)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if any(by_split):
+        axes.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of a twenty-fifth of the curve, which does not lag; NaN is left out."""
+    half = max(1, len(values) // 50)
+    known = [math.isfinite(value) for value in values]
+    sums = [0.0, *itertools.accumulate(value if ok else 0.0 for value, ok in zip(values, known, strict=True))]
+    counts = [0, *itertools.accumulate(known)]
+    smoothed = []
+    for i, ok in enumerate(known):
+        low, high = max(0, i - half), min(len(values), i + half + 1)
+        smoothed.append((sums[high] - sums[low]) / (counts[high] - counts[low]) if ok else math.nan)
+    return smoothed
+
+
+def _write_counts(axes: Axes, matrix: list[list[int]], shares: list[list[float]], cell_inches: float) -> None:
+    texts = [[str(value) if value < 100_000 else compact(value) for value in row] for row in matrix]
+    longest = max(len(text) for row in texts for text in row)
+    size = min(11.0, 72.0 * cell_inches * 0.85 / (0.62 * max(2, longest)))
+    for i, row in enumerate(texts):
+        for j, text in enumerate(row):
+            colour = "white" if shares[i][j] > 0.35 else "#222222" if matrix[i][j] else "#bbbbbb"
+            axes.text(j, i, text, ha="center", va="center", fontsize=size, color=colour)
+
+
+def _matrix_side(count: int) -> float:
+    return max(3.0, 0.5 * count) if count <= _NUMBERS_UP_TO else min(16.0, max(8.0, 0.16 * count))
+
+
+def _shorten(name: str) -> str:
+    name = " ".join(name.split())
+    return name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 1] + "…"
+
+
+def _colours(splits: Sequence[str]) -> dict[str, str]:
+    others = [split for split in splits if split not in _COLOURS]
+    return _COLOURS | {split: _MORE_COLOURS[i % len(_MORE_COLOURS)] for i, split in enumerate(others)}
+
+
+def _figure(width: float, height: float) -> Figure:
+    # A figure of its own, not pyplot's: no display is looked for and the user's choice of backend stays.
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=_DPI, layout="compressed")
+
+
+def _save(figure: Any, target: Path) -> None:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # Names of classes may be in any script; a box in place of a letter is better than no picture.
+        warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from", category=UserWarning)
+        figure.savefig(
+            buffer, format=target.suffix.lstrip(".") or "png", facecolor="white", bbox_inches="tight", pad_inches=0.15
+        )
+    write_atomically(target, buffer.getvalue())

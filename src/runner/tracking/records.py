@@ -1,0 +1,51 @@
+"""Reading and cutting back `metrics.jsonl`: an object a line with `global_step`, `epoch`, `split` and the metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runner.tracking.files import write_atomically, writing
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics file in their order; lines that a crash cut short are left out.
+
+    Returns:
+        One dictionary a line; a metric that was NaN or infinite is None. Empty if there is no such file.
+    """
+    if not path.exists():
+        return []
+    return [record for line in path.read_bytes().split(b"\n") if (record := _parse(line)) is not None]
+
+
+def drop_after(path: Path, global_step: int | None) -> None:
+    """Remove, atomically, the lines whose `global_step` is larger, and lines that are not whole.
+
+    Args:
+        path: a metrics file; nothing happens if it does not exist.
+        global_step: the last step to keep, or None to remove damaged lines only.
+
+    Raises:
+        UserError: the file cannot be read or written.
+    """
+    if not path.exists():
+        return
+    with writing(path):
+        data = path.read_bytes()
+    kept = b"".join(line + b"\n" for line in data.split(b"\n") if _keep(_parse(line), global_step))
+    if kept != data:
+        write_atomically(path, kept)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("global_step"), int) else None
+
+
+def _keep(record: dict[str, Any] | None, global_step: int | None) -> bool:
+    return record is not None and (global_step is None or record["global_step"] <= global_step)

@@ -1,0 +1,112 @@
+"""The directory of one run: claimed by one process only, with its files at fixed names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.config.errors import UserError
+from runner.tracking.files import write_atomically, write_json, writing
+from runner.tracking.records import drop_after
+
+
+def timestamp() -> str:
+    """The local time as it appears in names of directories: `2026-11-20_10-31-07`."""
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def claim(parent: Path, stamp: str) -> Path:
+    """Create a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if others hold the name; return it.
+
+    Making a directory either succeeds or fails as a whole, so that two processes, or two machines on one file system,
+    never get the same one.
+
+    Raises:
+        UserError: the directory cannot be created.
+    """
+    with writing(parent):
+        parent.mkdir(parents=True, exist_ok=True)
+    for count in itertools.count():
+        path = parent / (stamp if count == 0 else f"{stamp}_{count}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"cannot create {path}: {(error.strerror or str(error)).lower()}") from error
+        return path
+    raise AssertionError("itertools.count() has no end")
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The content of `folder/summary.json`, or None if there is none that can be read."""
+    try:
+        summary = json.loads((folder / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+class RunDirectory:
+    """Where one run keeps everything.
+
+    Attributes:
+        path: the directory itself.
+        checkpoints: folder of checkpoints; created here.
+        plots: folder of pictures; created here.
+        tensorboard: folder of event files; created by the logger that needs it.
+        config_file: the resolved config, YAML.
+        overrides_file: what the command line said, a YAML list.
+        environment_file: versions and hardware, JSON.
+        log_file: what the console showed, with times.
+        metrics_file: one JSON object for each logged set of metrics.
+        summary_file: status and final numbers, JSON.
+
+    Raises:
+        UserError: the place cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
+        self.tensorboard = path / "tensorboard"
+        self.config_file = path / "config.yaml"
+        self.overrides_file = path / "overrides.yaml"
+        self.environment_file = path / "environment.json"
+        self.log_file = path / "run.log"
+        self.metrics_file = path / "metrics.jsonl"
+        self.summary_file = path / "summary.json"
+        for folder in (self.checkpoints, self.plots):
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+
+    def write_config(self, yaml_text: str) -> None:
+        """Store the resolved config, already in YAML."""
+        write_atomically(self.config_file, yaml_text.encode())
+
+    def write_overrides(self, overrides: list[str]) -> None:
+        """Store the command line's overrides as a YAML list."""
+        text = yaml.safe_dump(list(overrides), allow_unicode=True, width=1_000_000)
+        write_atomically(self.overrides_file, text.encode())
+
+    def write_environment(self, environment: dict[str, Any]) -> None:
+        """Store what `runner.tracking.environment.environment` found."""
+        write_json(self.environment_file, environment)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Store the status and the final numbers."""
+        write_json(self.summary_file, summary)
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """The stored summary, or None if there is none that can be read."""
+        return read_summary(self.path)
+
+    def truncate_metrics(self, global_step: int) -> None:
+        """Drop the metrics of steps after `global_step`, which a run continued here will write again."""
+        drop_after(self.metrics_file, global_step)

@@ -1,0 +1,164 @@
+"""What became of the jobs of a sweep: one row a job, the best marked, the failed with their reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from runner.tracking.console import Console
+from runner.tracking.files import write_json
+from runner.tracking.formats import duration, number
+from runner.tracking.run_directory import read_summary
+
+_FAILED = ("failed", "died")
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """One job of a sweep.
+
+    Attributes:
+        job: name of its folder, its number in the sweep.
+        varied: the overrides that not every job of the sweep has.
+        overrides: all its overrides.
+        status: `finished`, `failed`, `preempted`, or `died` when it ended without saying how.
+        metric: the monitored metric, e.g. `val/accuracy`, or None.
+        mode: `max` or `min`, or None.
+        value: the best value of the metric, or None.
+        step: the `global_step` of that value, or None.
+        best: whether no job of the sweep has a better value of this metric.
+        error: first line of the error, or None.
+        wall_s: seconds that the job took, or None.
+    """
+
+    job: str
+    varied: tuple[str, ...]
+    overrides: tuple[str, ...]
+    status: str
+    metric: str | None = None
+    mode: Literal["max", "min"] | None = None
+    value: float | None = None
+    step: int | None = None
+    best: bool = False
+    error: str | None = None
+    wall_s: float | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the job failed or died; a preempted one can be continued and does not count."""
+        return self.status in _FAILED
+
+
+def summarise(sweep_dir: Path, jobs: list[list[str]] | None = None, *, write: bool = True) -> list[JobRow]:
+    """Read the jobs of a sweep that is over; write `sweep.json` beside them.
+
+    A job that is still marked as running, or has left no summary, is taken to have died.
+
+    Args:
+        sweep_dir: folder with one folder a job.
+        jobs: overrides of job 0, 1, ..., so that jobs which never made a folder are missed; None to take what is there.
+        write: False leaves the folder as it is.
+
+    Raises:
+        UserError: `sweep.json` cannot be written.
+    """
+    names = _job_names(sweep_dir)
+    if jobs is not None:
+        names = sorted({*names, *(str(index) for index in range(len(jobs)))}, key=_by_number)
+    overrides = {name: _overrides(sweep_dir / name, jobs) for name in names}
+    counts = Counter(override for found in overrides.values() for override in set(found))
+    common = {override for override, count in counts.items() if count == len(names) and len(names) > 1}
+    rows = _mark_best([_row(sweep_dir / name, overrides[name], common) for name in names])
+    if write:
+        best = [row.job for row in rows if row.best]
+        write_json(sweep_dir / "sweep.json", {"best": best, "jobs": [asdict(row) for row in rows]})
+    return rows
+
+
+def print_table(rows: list[JobRow], console: Console) -> bool:
+    """Show the jobs, then the error of each that failed; return whether any failed or died."""
+    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
+    head = metrics[0] if len(metrics) == 1 else "metric"
+    cells = []
+    for row in rows:
+        value = number(row.value) if row.metric else "-"
+        if len(metrics) > 1 and row.metric:
+            value = f"{row.metric} {value}"
+        mark = "<- best" if row.best else ""
+        time = duration(row.wall_s) if row.wall_s is not None else "-"
+        cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
+    finished = sum(row.status == "finished" for row in rows)
+    console.table(f"{finished} of {len(rows)} jobs finished", ["job", "varied", "status", head, "time", ""], cells)
+    for row in rows:
+        if row.failed:
+            console.error(f"job {row.job} {row.status}: {row.error or 'it gave no reason'}")
+    return any(row.failed for row in rows)
+
+
+def _job_names(sweep_dir: Path) -> list[str]:
+    if not sweep_dir.is_dir():
+        return []
+    marks = ("summary.json", "overrides.yaml", "config.yaml")
+    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    names = [f.name for f in folders if f.name.isdecimal() or any((f / mark).exists() for mark in marks)]
+    return sorted(names, key=_by_number)
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    return (int(name), name) if name.isdecimal() else (2**63, name)
+
+
+def _overrides(folder: Path, jobs: list[list[str]] | None) -> list[str]:
+    if jobs is not None and folder.name.isdecimal() and int(folder.name) < len(jobs):
+        return list(jobs[int(folder.name)])
+    try:
+        found = yaml.safe_load((folder / "overrides.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [str(override) for override in found] if isinstance(found, list) else []
+
+
+def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
+    varied = tuple(override for override in overrides if override not in common)
+    row = JobRow(folder.name, varied, tuple(overrides), "died")
+    summary = read_summary(folder)
+    if summary is None:
+        return replace(row, error="it left no summary.json")
+    status = str(summary.get("status"))
+    error = _first_line(summary.get("error"))
+    if status not in {"finished", "failed", "preempted"}:
+        status = "died"
+        error = error or "it is still marked as running: it was killed"
+    wall_s = summary.get("wall_s")
+    row = replace(row, status=status, error=error, wall_s=wall_s if isinstance(wall_s, int | float) else None)
+    best = summary.get("best")
+    if not isinstance(best, dict) or best.get("metric") is None:
+        return row
+    mode: Literal["max", "min"] = "min" if best.get("mode") == "min" else "max"
+    return replace(row, metric=str(best["metric"]), mode=mode, value=best.get("value"), step=best.get("step"))
+
+
+def _first_line(error: Any) -> str | None:
+    text = str(error or "").strip()
+    return text.splitlines()[0] if text else None
+
+
+def _mark_best(rows: list[JobRow]) -> list[JobRow]:
+    winners: dict[tuple[str | None, str | None], JobRow] = {}
+    for row in rows:
+        if row.value is None or not math.isfinite(row.value) or row.failed:
+            continue
+        leader = winners.get((row.metric, row.mode))
+        if leader is None or leader.value is None or _better(row.value, leader.value, row.mode):
+            winners[row.metric, row.mode] = row
+    best = {row.job for row in winners.values()}
+    return [replace(row, best=row.job in best) for row in rows]
+
+
+def _better(value: float, other: float, mode: str | None) -> bool:
+    return value < other if mode == "min" else value > other

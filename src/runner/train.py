@@ -1,0 +1,540 @@
+"""One training run, from the config to the summary, in the order in which things happen."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from runner.checkpoint import file as checkpoint_file
+from runner.checkpoint import find, rng
+from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.keeper import Keeper
+from runner.config import stored
+from runner.config.app import Composition, current
+from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.resolve import checked, merged
+from runner.config.rules import changes_refused
+from runner.config.schema import Train
+from runner.config.targets import build
+from runner.data.assembly import Splits, assemble
+from runner.engine.callbacks import Checkpointing, Log
+from runner.engine.errors import Diverged, Interrupted, Preempted
+from runner.engine.evaluation import evaluate
+from runner.engine.loop import Limits, Loop
+from runner.engine.plan import Plan
+from runner.engine.state import Meter, TrainState, load_weights
+from runner.engine.step import StepParts
+from runner.engine.tasks import Task
+from runner.runtime.device import choose_device, compile_in_place, configure_torch
+from runner.runtime.precision import Precision, choose_precision
+from runner.runtime.signals import StopSignals
+from runner.tracking.console import Console
+from runner.tracking.environment import environment, versions
+from runner.tracking.loggers import JsonLines, Logger
+from runner.tracking.run_directory import RunDirectory, claim, timestamp
+
+OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Run one job: the entry point that Hydra calls.
+
+    Returns:
+        The best value of the monitored metric, for sweepers; None if there is none.
+
+    Raises:
+        SystemExit: with the exit status, unless the job finished or is one of a sweep.
+    """
+    began = time.perf_counter()
+    composition = current(cfg)
+    directory: RunDirectory | None = RunDirectory(composition.job_dir) if composition.job_dir else None
+    summary: dict[str, Any] = {"status": "running", "error": None}
+    status, value = OK, None
+    console = Console(None)
+    signals = StopSignals()
+    try:
+        with signals:
+            setup = settle(composition)
+            directory = directory or open_directory(setup, composition)
+            console = Console(directory.log_file, None if setup.config.log.progress == "auto" else setup.config.log.progress)
+            value = train(setup, composition, directory, console, summary, signals)
+        summary["status"] = "finished"
+    except UserError as error:
+        status = USAGE
+        summary |= {"status": "failed", "error": str(error)}
+        console.error(str(error))
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+    except Preempted as error:
+        status = PREEMPTED
+        summary |= {"status": "preempted", "error": f"stopped by {error}"}
+        console.warn(f"stopped by {error}; resume with ckpt_path={directory.path if directory else ''}")
+    except Diverged as error:
+        status = DIVERGED
+        summary |= {"status": "failed", "error": f"diverged: {error}"}
+        console.error(f"diverged: {error}; lower optimizer.lr, set clip.norm=1.0, or find the operation with debug=anomaly")
+    except Exception as error:
+        status = FAILED
+        summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
+        console.error(traceback.format_exc().rstrip())
+    finally:
+        console.stop()
+        if directory is not None:
+            summary["wall_s"] = round(time.perf_counter() - began, 3)
+            directory.write_summary(summary)
+    if directory is not None:
+        print(directory.path, flush=True)
+    in_sweep = composition.job_dir is not None
+    if status == PREEMPTED or (status != OK and not in_sweep):
+        raise SystemExit(status)
+    return value
+
+
+@dataclass
+class Setup:
+    """What a run is told to do.
+
+    Attributes:
+        config: the validated config.
+        values: the same as plain containers, which go into `config.yaml` and every checkpoint.
+        found: the checkpoint to resume from.
+        differences: (key, before, after) of what the command line changed in the checkpoint's config.
+    """
+
+    config: Train
+    values: dict[str, Any]
+    found: find.Found | None = None
+    differences: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+def settle(composition: Composition) -> Setup:
+    """Decide on the config: that of the command line, or of a checkpoint with the command line on top.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values = composition.values
+    ckpt_path = values.get("ckpt_path")
+    if ckpt_path is None:
+        return Setup(checked(values, composition, Train), values)
+    found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
+    merged_values, differences = merged(found.contents["config"], str(found.path), composition)
+    config = checked(merged_values, composition, Train)
+    refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
+    if refused:
+        raise ConfigError(refused)
+    return Setup(config, merged_values, found, differences)
+
+
+def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
+    """Make the run's directory: a new one, or the one that `hydra.run.dir` names.
+
+    Raises:
+        UserError: if it cannot be made, or holds another run.
+    """
+    path = composition.run_dir
+    if path is None:
+        return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
+    if (path / "summary.json").exists() and not _is_inside(setup.found, path):
+        raise UserError(
+            f"hydra.run.dir: {path} already holds a run\n    allowed: another folder, or ckpt_path={path} to continue it there"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    return RunDirectory(path)
+
+
+def _is_inside(found: find.Found | None, path: Path) -> bool:
+    return found is not None and path.resolve() in found.path.resolve().parents
+
+
+def train(
+    setup: Setup,
+    composition: Composition,
+    directory: RunDirectory,
+    console: Console,
+    summary: dict[str, Any],
+    signals: StopSignals,
+) -> float | None:
+    """Assemble a run and carry it out.
+
+    Args:
+        setup: what to do.
+        composition: where it came from.
+        directory: where everything is written.
+        console: where everything is shown.
+        summary: filled in as things become known.
+        signals: tells whether the run is asked to stop.
+
+    Returns:
+        The best value of the monitored metric, or None.
+    """
+    config, values = setup.config, setup.values
+    continued = _is_inside(setup.found, directory.path)
+    resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
+    summary["resumed_from"] = str(setup.found.path) if setup.found else None
+    directory.write_summary(summary)
+    directory.write_overrides(composition.words)
+    directory.write_environment(environment())
+
+    # Device and precision
+    device, device_reason = choose_device(config.device)
+    warnings = configure_torch(
+        device, config.threads, config.deterministic, config.cudnn_benchmark, config.tf32, config.detect_anomaly
+    )
+    precision = choose_precision(config.amp, device)
+
+    # Data
+    splits = assemble(
+        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
+    )
+    values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
+    plan = Plan(
+        splits.train.samples,
+        config.data.batch_size,
+        config.accumulate,
+        config.data.drop_last,
+        config.limit.train_batches,
+    )
+    if plan.batches == 0:
+        raise UserError(
+            f"data.batch_size: {config.data.batch_size} is more than the {plan.samples} training samples, and "
+            "data.drop_last=true leaves no batch\n    allowed: a smaller data.batch_size, or data.drop_last=false"
+        )
+
+    # Task, model, loss
+    rng.seed_everything(config.seed)
+    task, model, loss = build_learner(values, config, splits)
+    model.to(device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
+    loss.to(device)
+    if config.compile:
+        compile_in_place(model, device)
+
+    # Optimizer and schedule
+    monitor, mode = monitored(config, task, splits)
+    limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
+    total_steps = limits.total_steps(plan)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    schedule = build(
+        "scheduler",
+        config.scheduler,
+        facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
+    )
+    state = TrainState(model, optimizer, schedule, precision.scaler, Meter(device))
+
+    # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
+    loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
+    facts = {"monitor": monitor, "mode": mode}
+    extra = {name: build(f"callbacks.{name}", node, facts=facts) for name, node in config.callbacks.items()}
+    keeper = Keeper(directory.checkpoints, config.checkpoint.keep)
+
+    def save(loop: Loop, is_best: bool) -> None:
+        check_finite(loop.state)
+        for logger in loggers:
+            logger.flush()
+        contents = checkpoint_contents(loop.state, extra, stored.dump(values), list(splits.classes))
+        keeper.save(contents, loop.state.position.global_step, is_best)
+        record(summary, loop.state, monitor)
+        directory.write_summary(summary)
+
+    def show(split: str, metrics: dict[str, float], step: int, epoch: int) -> None:
+        console.metrics(split, metrics, step, epoch)
+        for logger in loggers:
+            logger.log(split, metrics, step, epoch)
+
+    callbacks = [
+        _Progress(console),
+        *extra.values(),
+        Log(config.log.every_steps, [show]),
+        Checkpointing(config.checkpoint.every_steps, config.checkpoint.every_epochs, save),
+    ]
+
+    # Evaluation
+    def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
+        split = splits.named(name)
+        assert split is not None, f"there is no split {name}"
+        found = evaluate(
+            model,
+            split.loader,
+            split.prepare,
+            task.targets,
+            loss,
+            build_metrics(config, task, device),
+            precision.autocast,
+            config.limit.eval_batches,
+            interrupted,
+        )
+        return {f"{name}/{metric}": number for metric, number in found.items()}
+
+    parts = StepParts(
+        prepare=splits.train.prepare,
+        targets=task.targets,
+        loss=loss,
+        autocast=precision.autocast,
+        clip_norm=config.clip.norm,
+        clip_value=config.clip.value,
+    )
+    loop = Loop(
+        state,
+        splits.train.loader,
+        plan,
+        parts,
+        limits,
+        (lambda interrupted: evaluate_split("val", interrupted)) if splits.val else None,
+        callbacks,
+        (monitor, mode),
+        lambda: signals.received,
+    )
+
+    # Resume
+    if setup.found:
+        restore(setup.found, state, extra)
+        if not continued:
+            carry_over(setup.found.path, directory, keeper, state, resumed_step, warnings)
+    directory.write_config(stored.dump(values))
+    for logger in loggers:
+        logger.open(directory.path, resumed_step if setup.found else None)
+
+    # Tell
+    rows = describe(config, device, device_reason, precision, splits, plan, model, total_steps, optimizer)
+    console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
+    for warning in [*warnings, *splits.warnings, *(setup.found.warnings if setup.found else [])]:
+        console.warn(warning)
+    if setup.found:
+        console.line(f"resumed from {setup.found.path} at step {resumed_step}")
+        if setup.differences:
+            console.table("changed on the command line", ["key", "before", "now"], [list(d) for d in setup.differences])
+
+    # Train
+    console.start(total_steps, config.epochs or 0, resumed_step)
+    try:
+        loop.run()
+        if loop.stop_reason:
+            console.line(f"stopped early: {loop.stop_reason}")
+        record(summary, state, monitor)
+        summary["weights_sha256"] = weights_sha256(model.state_dict())
+        # Test, with the best weights if there are any
+        if splits.test is not None and config.evaluate.test:
+            if keeper.best.is_file() and state.best is not None:
+                load_weights(model, checkpoint_file.read(keeper.best)["model"])
+            results = evaluate_split("test", lambda: bool(signals.received))
+            summary["test"] = {name.removeprefix("test/"): number for name, number in results.items()}
+            position = state.position
+            show("test", summary["test"], position.global_step, position.epoch + (position.batch > 0))
+    except Interrupted:
+        raise Preempted(signals.received) from None
+    finally:
+        console.stop()
+        splits.close()
+        for logger in loggers:
+            logger.close()
+    _plot(directory, console)
+    return state.best.value if state.best else None
+
+
+def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
+    """Build task, model and loss; what they took from the data is written into `values`.
+
+    Raises:
+        UserError: if what the config says does not fit the data.
+    """
+    count = len(splits.classes)
+    facts: dict[str, Any] = {"num_classes": count or None}
+    _check_against_data("task", config.task, facts)
+    task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
+    facts = {
+        "in_channels": splits.channels,
+        "image_size": splits.image_size,
+        "num_classes": task.outputs(splits.classes),
+    }
+    _check_against_data("model", config.model, facts)
+    model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
+    facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
+    loss: nn.Module = build("loss", config.loss, facts=facts)
+    return task, model, loss
+
+
+def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
+    for name, fact in facts.items():
+        given = node.get(name)
+        if given is not None and fact is not None and _plain(given) != _plain(fact):
+            raise UserError(
+                f"{key}.{name}: is {given}, but the data says {fact}\n"
+                f"    allowed: {key}.{name}=null to take it from the data, or other data"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Write facts into a component's stored arguments where it lists them as null, so that a checkpoint has them."""
+    node: dict[str, Any] = values[key]
+    for name, fact in facts.items():
+        if name in node and node[name] is None:
+            node[name] = _plain(fact)
+    return node
+
+
+def monitored(config: Train, task: Task, splits: Splits) -> tuple[str, str]:
+    """The metric that says which evaluation is best, and whether the `min` or the `max` is.
+
+    Raises:
+        UserError: if there will be no such metric.
+    """
+    monitor = config.checkpoint.monitor or task.monitor
+    names = ["loss", *(config.metrics or task.metric_names())]
+    allowed = [f"val/{name}" for name in names]
+    if "/" not in monitor:
+        monitor = f"val/{monitor}"
+    if monitor not in allowed:
+        close = nearest(monitor, allowed)
+        hint = f"; did you mean '{close}'?" if close else ""
+        raise UserError(f"checkpoint.monitor: there is no metric '{monitor}'{hint}\n    allowed: {', '.join(allowed)}")
+    usual = "min" if monitor.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
+    return monitor, config.checkpoint.mode or (task.mode if monitor == task.monitor else usual)
+
+
+def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:
+    """Fresh metrics: those of the config, or of the task."""
+    if config.metrics is None:
+        return task.metrics(device)
+    facts = {"num_classes": getattr(task, "num_classes", None), "task": "multiclass"}
+    return {name: build(f"metrics.{name}", node, facts=facts).to(device) for name, node in config.metrics.items()}
+
+
+def check_finite(state: TrainState) -> None:
+    """Refuse to save weights that are not finite.
+
+    Raises:
+        Diverged: naming the first such tensor.
+    """
+    tensors = {name: tensor for name, tensor in state.model.state_dict().items() if tensor.is_floating_point()}
+    if tensors and not bool(torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).all()):
+        name = next(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+        raise Diverged(f"{name} is not finite after step {state.position.global_step}; no checkpoint of this was written")
+
+
+def checkpoint_contents(state: TrainState, extra: dict[str, Any], config: str, classes: list[str]) -> dict[str, Any]:
+    """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`."""
+    contents = state.state_dict()
+    contents["metrics"]["callbacks"] = {
+        name: callback.state_dict() for name, callback in extra.items() if hasattr(callback, "state_dict")
+    }
+    return contents | {
+        "format": checkpoint_file.FORMAT,
+        "rng": rng.capture(),
+        "config": config,
+        "classes": classes,
+        "versions": versions(),
+    }
+
+
+def restore(found: find.Found, state: TrainState, extra: dict[str, Any]) -> None:
+    """Put a run back to where a checkpoint was written.
+
+    Raises:
+        UserError: if the checkpoint is of another model or optimizer.
+    """
+    try:
+        state.load_state_dict(found.contents)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{found.path}: {error}") from error
+    for name, saved in found.contents["metrics"]["callbacks"].items():
+        if hasattr(extra.get(name), "load_state_dict"):
+            extra[name].load_state_dict(saved)
+    rng.restore(found.contents["rng"])
+
+
+def carry_over(
+    source: Path, directory: RunDirectory, keeper: Keeper, state: TrainState, step: int, warnings: list[str]
+) -> None:
+    """Bring what belongs to the past of a resumed run into its new directory: the best checkpoint, the metrics."""
+    best = source.parent / "best.pt"
+    if state.best is not None:
+        if best.is_file():
+            checkpoint_file.verify(best)
+            checkpoint_file.link(best, keeper.best)
+        else:
+            warnings.append(f"there is no {best}: which evaluation is best is decided anew")
+            state.best = None
+    metrics = source.parents[1] / "metrics.jsonl"
+    if metrics.is_file():
+        directory.metrics_file.write_bytes(metrics.read_bytes())
+        directory.truncate_metrics(step)
+
+
+def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
+    """Bring the summary up to date."""
+    best = state.best
+    summary["best"] = dataclasses.asdict(best) if best else None
+    summary["last"] = {name.removeprefix("val/"): value for name, value in state.last_metrics.items()}
+    summary["monitor"] = monitor
+    summary["global_step"] = state.position.global_step
+
+
+class _Progress:
+    """Moves the progress bar."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def on_step(self, loop: Loop) -> None:
+        position = loop.state.position
+        self._console.advance(position.global_step, position.epoch + (position.batch > 0))
+
+
+def describe(
+    config: Train,
+    device: torch.device,
+    device_reason: str,
+    precision: Precision,
+    splits: Splits,
+    plan: Plan,
+    model: nn.Module,
+    total_steps: int,
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[str, str, str]]:
+    """What runs, and every choice that was made for the user, with its reason."""
+    counts = [(name, split.samples) for name in ("train", "val", "test") if (split := getattr(splits, name))]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shape = f"{splits.channels}x{splits.image_size[0]}x{splits.image_size[1]}"
+    classes = f"{len(splits.classes)} classes, " if splits.classes else ""
+    target = str(config.model["_target_"]).rsplit(".", 1)[1]
+    settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay")
+    rows = [
+        ("model", f"{target}, {parameters:,} parameters", "" if trainable == parameters else f"{trainable:,} trainable"),
+        ("data", f"{config.data.name}, {shape}, {classes}" + ", ".join(f"{n:,} {name}" for name, n in counts), ""),
+        *splits.choices,
+        ("device", f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device), device_reason),
+        ("precision", precision.name, precision.reason),
+        ("optimizer", f"{type(optimizer).__name__}, {settings}", f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}"),
+        ("steps", f"{total_steps:,}", f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each"),
+    ]
+    if config.deterministic:
+        rows.append(("algorithms", "deterministic", f"deterministic={str(config.deterministic).lower()}"))
+    return rows
+
+
+def _plot(directory: RunDirectory, console: Console) -> None:
+    """Draw the learning curves; a picture that fails must not cost a finished run."""
+    from runner.tracking.plots import learning_curves
+
+    try:
+        learning_curves(directory.metrics_file, directory.plots / "curves.png")
+    except (OSError, ValueError, UserError) as error:
+        console.warn(f"no learning curves were drawn: {error}")

@@ -1,0 +1,45 @@
+"""Show what an option contains: `show model=vit_tiny`, or all top-level keys with `show`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.config.errors import UserError, nearest
+from runner.config.sources import Sources
+from runner.verbs._folders import sources_and_words
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the files of the options named (`group=option` or `group/option`), or the top-level keys."""
+    sources, words = sources_and_words("show", argv)
+    if not words:
+        words = ["train"]
+    for word in words:
+        for path in _files(word, sources):
+            print(f"# {path}")
+            print(path.read_text(encoding="utf-8").rstrip(), end="\n\n")
+    return 0
+
+
+def _files(word: str, sources: Sources) -> list[Path]:
+    primary = sources.primary(word)
+    if primary is not None:
+        return [primary]
+    group, _, name = word.replace("=", "/").rpartition("/")
+    groups = sources.groups()
+    if not group and name in groups:
+        return [option.path for option in sources.options(name)]
+    if group not in groups:
+        close = nearest(group or name, groups)
+        hint = f"; did you mean '{close}'?" if close else ""
+        raise UserError(f"show: there is no group '{group or name}'{hint}\n    allowed: {', '.join(groups)}")
+    option = sources.option(group, name)
+    if option is None:
+        names = [known.name for known in sources.options(group)]
+        close = nearest(name, names)
+        hint = f"; did you mean '{close}'?" if close else ""
+        raise UserError(f"show: {group} has no option '{name}'{hint}\n    allowed: {', '.join(names)}")
+    base = option.path.with_name("_base.yaml")
+    uses_base = base.is_file() and "_base" in option.path.read_text(encoding="utf-8")
+    return [option.path, base] if uses_base else [option.path]

@@ -1,0 +1,80 @@
+"""ImageArrays: what it accepts and how it is read."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from runner.data.arrays import ImageArrays
+
+
+def _arrays(count: int = 6) -> ImageArrays:
+    images = torch.arange(count * 3 * 4 * 5).remainder(256).to(torch.uint8).reshape(count, 3, 4, 5)
+    return ImageArrays(images, torch.arange(count) % 2, ("a", "b"))
+
+
+def test_items_are_image_and_target():
+    arrays = _arrays()
+    image, target = arrays[3]
+    assert torch.equal(image, arrays.images[3])
+    assert target.item() == 1
+    assert len(arrays) == 6
+
+
+def test_batched_fetch_equals_single_items():
+    arrays = _arrays()
+    batch = arrays.__getitems__([5, 0, 0, 2])
+    assert len(batch) == 4
+    for (image, target), index in zip(batch, [5, 0, 0, 2], strict=True):
+        assert torch.equal(image, arrays[index][0])
+        assert target == arrays[index][1]
+
+
+def test_data_loader_fetches_whole_batches():
+    images, targets = next(iter(DataLoader(_arrays(), batch_size=4, generator=torch.Generator())))
+    assert torch.equal(images, _arrays().images[:4])
+    assert torch.equal(targets, torch.tensor([0, 1, 0, 1]))
+
+
+def test_iteration_stops_at_the_end():
+    assert len(list(_arrays())) == 6
+
+
+def test_size_and_channels_are_those_of_the_images():
+    assert _arrays().image_size == (4, 5)
+    assert _arrays().channels == 3
+
+
+def test_pickling_keeps_everything():
+    copy = pickle.loads(pickle.dumps(_arrays()))
+    assert torch.equal(copy.images, _arrays().images)
+    assert copy.classes == ("a", "b")
+
+
+def test_regression_targets_have_no_classes():
+    images = torch.zeros(2, 1, 3, 3, dtype=torch.uint8)
+    assert ImageArrays(images, torch.tensor([0.5, -1.0])).classes == ()
+    with pytest.raises(ValueError, match="no classes"):
+        ImageArrays(images, torch.tensor([0.5, -1.0]), ("a",))
+    with pytest.raises(ValueError, match="finite"):
+        ImageArrays(images, torch.tensor([0.5, float("nan")]))
+
+
+@pytest.mark.parametrize(
+    ("images", "targets", "message"),
+    [
+        (torch.zeros(2, 1, 3, 3), torch.tensor([0, 1]), "uint8"),
+        (torch.zeros(2, 3, 3, dtype=torch.uint8), torch.tensor([0, 1]), r"\(N, C, H, W\)"),
+        (torch.zeros(0, 1, 3, 3, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), "empty"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1, 1]), "one for each image"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([[0], [1]]), r"\(2, 1\)"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1], dtype=torch.int32), "int32"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 2]), "from 0 to 2"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([-1, 1]), "from -1 to 1"),
+        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8, device="meta"), torch.tensor([0, 1]), "on the cpu"),
+    ],
+)
+def test_wrong_tensors_are_refused(images, targets, message):
+    with pytest.raises(ValueError, match=message):
+        ImageArrays(images, targets, ("a", "b"))

@@ -1,0 +1,279 @@
+"""Images in folders: listing, decoding of every kind of image, and what is said about bad ones."""
+
+import io
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from runner.config.errors import UserError
+from runner.data.folders import ImageFolder, image_folder, read_image
+
+
+def _save(path: Path, color=(10, 20, 30), size=(6, 4), mode="RGB", **options) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, color).save(path, **options)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    for split in ("train", "test"):
+        for name in ("dog", "cat"):
+            for index in range(3):
+                _save(tmp_path / split / name / f"{index}.png", (index, 0, 0))
+    return tmp_path
+
+
+def test_splits_classes_and_files_come_in_the_order_of_their_names(root):
+    found = image_folder(str(root))
+    assert list(found) == ["train", "test"]
+    train = found["train"]
+    assert train.classes == ("cat", "dog")
+    assert train.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    assert train.paths == [root / "train" / name / f"{index}.png" for name in ("cat", "dog") for index in range(3)]
+    image, target = train[4]
+    assert image.dtype == torch.uint8
+    assert image.shape == (3, 4, 6)
+    assert image[0].unique().tolist() == [1]
+    assert target == 1
+    assert isinstance(target, int)
+
+
+def test_a_folder_of_classes_alone_is_the_training_split(root):
+    found = image_folder(str(root / "train"))
+    assert list(found) == ["train"]
+    assert len(found["train"]) == 6
+
+
+def test_split_folders_may_have_other_names(root):
+    (root / "test").rename(root / "holdout")
+    assert list(image_folder(str(root), val_folder="holdout")) == ["train", "val"]
+
+
+def test_nested_upper_case_and_hidden_files_are_handled(root):
+    _save(root / "train/cat/deep/er/B.JPG")
+    _save(root / "train/cat/.hidden.png")
+    _save(root / "train/cat/.cache/x.png")
+    _save(root / "train/.ipynb_checkpoints/x.png")
+    (root / "train/cat/notes.txt").write_text("no image")
+    train = image_folder(str(root))["train"]
+    assert train.classes == ("cat", "dog")
+    assert [path.name for path in train.paths[:4]] == ["0.png", "1.png", "2.png", "B.JPG"]
+
+
+def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    _save(elsewhere / "more/z.png")
+    cat = root / "train/cat"
+    (cat / "more").symlink_to(elsewhere / "more")
+    (cat / "again").symlink_to(elsewhere / "more")
+    (cat / "up").symlink_to(root)
+    (cat / "self").symlink_to(cat)
+    (cat / "ring").symlink_to(cat / "ring")
+    (elsewhere / "more/back").symlink_to(cat)
+    assert image_folder(str(root))["train"].targets.tolist() == [0] * 4 + [1] * 3
+
+
+def test_odd_file_names_survive(root):
+    name = "ü ñ\n%s.png"
+    _save(root / "train/cat" / name)
+    train = image_folder(str(root))["train"]
+    assert train.paths[3].name == name
+    assert train[3][0].shape == (3, 4, 6)
+
+
+def test_indices_count_from_the_end_and_stop_there(root):
+    train = image_folder(str(root))["train"]
+    assert train.path(-1) == train.paths[5]
+    for index in (6, -7):
+        with pytest.raises(IndexError):
+            train[index]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda root: root / "gone", "gone does not exist; set data.root"),
+        (lambda root: root / "train/cat/0.png", "0.png is not a folder"),
+        (lambda root: root / "train/cat", "one folder of images for each class; there is only 3 images"),
+        (lambda root: (root / "e").mkdir() or root / "e", "for each class; there is none"),
+        (lambda root: [(root / s / "bird").mkdir() for s in ("train", "test")] and root, "folder .*train/bird has no"),
+        (lambda root: _save(root / "train/bird/0.png") and root, "bird only in .*train"),
+        (lambda root: _save(root / "test/bird/0.png") and root, "bird only in .*test"),
+        (lambda root: (root / "train").rename(root / "training") and root, r"test but no folder 'train'.*train_folder"),
+    ],
+)
+def test_folders_that_cannot_be_a_data_set_are_a_sentence(root, prepare, message):
+    with pytest.raises(UserError, match=message):
+        image_folder(str(prepare(root)))
+
+
+@pytest.mark.parametrize("wrong", [{"image_size": 0}, {"channels": 2}])
+def test_values_out_of_range_are_named(root, wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        image_folder(str(root), **wrong)
+
+
+def test_paths_and_targets_must_match():
+    with pytest.raises(ValueError, match="1 targets for 0 paths"):
+        ImageFolder([], [0], ["a"])
+
+
+def _colour(tmp_path: Path, image: Image.Image, suffix: str = ".png", channels: int = 3, **options) -> list[int]:
+    path = tmp_path / f"image{suffix}"
+    image.save(path, **options)
+    tensor = read_image(path, None, channels)
+    assert tensor.dtype == torch.uint8
+    assert tensor.shape == (channels, image.height, image.width)
+    assert tensor.is_contiguous()
+    return tensor[:, 0, 0].tolist()
+
+
+def test_rgb_and_grey_convert_into_each_other(tmp_path):
+    assert _colour(tmp_path, Image.new("RGB", (3, 2), (9, 90, 200))) == [9, 90, 200]
+    assert _colour(tmp_path, Image.new("RGB", (3, 2), (100, 100, 100)), channels=1) == [100]
+    assert _colour(tmp_path, Image.new("L", (3, 2), 77)) == [77, 77, 77]
+    assert _colour(tmp_path, Image.new("L", (3, 2), 77), channels=1) == [77]
+
+
+def test_black_and_white_spans_the_byte(tmp_path):
+    assert _colour(tmp_path, Image.new("1", (3, 2), 1)) == [255, 255, 255]
+    assert _colour(tmp_path, Image.new("1", (3, 2), 0), channels=1) == [0]
+
+
+def test_a_palette_is_looked_up(tmp_path):
+    image = Image.new("P", (3, 2), 5)
+    image.putpalette([value for index in range(256) for value in (index, 2 * index % 256, 9)])
+    assert _colour(tmp_path, image) == [5, 10, 9]
+    assert _colour(tmp_path, image, ".gif") == [5, 10, 9]
+
+
+@pytest.mark.parametrize("transparency", [5, bytes([255] * 5 + [0])])
+def test_transparent_colours_of_a_palette_become_white(tmp_path, transparency):
+    image = Image.new("P", (3, 2), 5)
+    image.putpalette([7] * 768)
+    assert _colour(tmp_path, image, transparency=transparency) == [255, 255, 255]
+
+
+def test_transparency_is_laid_over_white(tmp_path):
+    assert _colour(tmp_path, Image.new("RGBA", (3, 2), (9, 9, 9, 0))) == [255, 255, 255]
+    assert _colour(tmp_path, Image.new("RGBA", (3, 2), (9, 90, 200, 255))) == [9, 90, 200]
+    assert _colour(tmp_path, Image.new("RGBA", (3, 2), (0, 0, 0, 128)), channels=1) == [127]
+    assert _colour(tmp_path, Image.new("LA", (3, 2), (9, 0)), channels=1) == [255]
+    assert _colour(tmp_path, Image.new("RGB", (3, 2), (1, 2, 3)), transparency=(1, 2, 3)) == [255, 255, 255]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".tif"])
+@pytest.mark.parametrize(("value", "expected"), [(0, 0), (257, 1), (32896, 128), (65535, 255), (385, 1), (386, 2)])
+def test_sixteen_bit_grey_is_scaled_and_not_cut_off(tmp_path, suffix, value, expected):
+    image = Image.fromarray(np.full((2, 3), value, dtype=np.uint16))
+    assert _colour(tmp_path, image, suffix) == [expected] * 3
+    assert _colour(tmp_path, image, suffix, channels=1) == [expected]
+
+
+def test_cmyk_jpeg_keeps_its_colour(tmp_path):
+    red, green, blue = _colour(tmp_path, Image.new("RGB", (16, 16), (200, 60, 30)).convert("CMYK"), ".jpg", quality=95)
+    assert abs(red - 200) < 12
+    assert abs(green - 60) < 12
+    assert abs(blue - 30) < 12
+
+
+def test_ycbcr_and_webp_and_bmp_are_read(tmp_path):
+    assert _colour(tmp_path, Image.new("YCbCr", (3, 2), (100, 128, 128)), ".tif") == [100, 100, 100]
+    assert _colour(tmp_path, Image.new("RGB", (3, 2), (9, 90, 200)), ".webp", lossless=True) == [9, 90, 200]
+    assert _colour(tmp_path, Image.new("RGB", (3, 2), (9, 90, 200)), ".bmp") == [9, 90, 200]
+
+
+@pytest.mark.parametrize("values", [np.full((2, 3), 0.5, np.float32), np.full((2, 3), 70000, np.int32)])
+def test_numbers_without_a_known_range_are_refused(tmp_path, values):
+    Image.fromarray(values).save(tmp_path / "raw.tif")
+    with pytest.raises(UserError, match=r"raw\.tif: its pixels are 32-bit"):
+        read_image(tmp_path / "raw.tif", None)
+
+
+def test_the_orientation_noted_by_the_camera_is_applied(tmp_path):
+    image = Image.new("RGB", (4, 2), "black")
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # To be shown turned by a quarter to the right.
+    image.save(tmp_path / "turned.png", exif=exif)
+    tensor = read_image(tmp_path / "turned.png", None, 1)
+    assert tensor.shape == (1, 4, 2)
+    assert tensor[0, 0, 1] == 255
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 24), st.sampled_from([1, 3]))
+def test_any_size_becomes_the_square_asked_for(tmp_path_factory, width, height, size, channels):
+    path = _save(tmp_path_factory.mktemp("size") / "a.png", (10, 10, 10), (width, height))
+    tensor = read_image(path, size, channels)
+    assert tensor.shape == (channels, size, size)
+    assert tensor.unique().tolist() == [10]
+
+
+def test_resizing_takes_the_middle_and_averages(tmp_path):
+    pixels = np.zeros((8, 24), dtype=np.uint8)
+    pixels[:, 8:16] = np.indices((8, 8)).sum(0) % 2 * 255
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    tensor = read_image(tmp_path / "wide.png", 2, 1)
+    assert ((tensor > 100) & (tensor < 155)).all(), "a checkerboard shrinks to grey when antialiased"
+    assert torch.equal(read_image(tmp_path / "wide.png", 8, 1)[0], torch.from_numpy(pixels[:, 8:16]))
+
+
+def _bad_files() -> dict[str, bytes]:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    files = {}
+    for kind in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"):
+        buffer = io.BytesIO()
+        Image.fromarray(noise).save(buffer, kind)
+        files[f"half a {kind}"] = buffer.getvalue()[: len(buffer.getvalue()) // 2]
+        files[f"head of a {kind}"] = buffer.getvalue()[:20]
+    return files | {"empty": b"", "text": b"not an image"}
+
+
+@pytest.mark.parametrize("case", _bad_files())
+@pytest.mark.filterwarnings("ignore:Truncated File Read")
+def test_a_truncated_or_foreign_file_is_named(tmp_path, case):
+    path = tmp_path / "broken.jpg"
+    path.write_bytes(_bad_files()[case])
+    with pytest.raises(UserError, match=r"cannot read the image .*broken\.jpg: .*Replace it or delete it"):
+        read_image(path, 8)
+
+
+def test_a_missing_image_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"gone\.png: .*No such file"):
+        read_image(tmp_path / "gone.png", 8)
+
+
+def test_the_message_survives_a_loader_worker(root):
+    (root / "train/cat/1.png").write_bytes(b"broken")
+    loader = DataLoader(
+        image_folder(str(root))["train"],
+        batch_size=3,
+        num_workers=1,
+        generator=torch.Generator(),
+        multiprocessing_context=multiprocessing.get_context("fork"),
+    )
+    with pytest.raises(UserError, match=r"cannot read the image .*1\.png"):
+        list(loader)
+
+
+def test_a_pickled_data_set_reads_the_same_images(root):
+    train = image_folder(str(root), image_size=4)["train"]
+    copy = pickle.loads(pickle.dumps(train))
+    assert copy.paths == train.paths
+    assert torch.equal(copy[5][0], train[5][0])
+
+
+def test_reading_draws_no_random_numbers(root):
+    before = torch.get_rng_state()
+    list(image_folder(str(root), image_size=3)["train"])
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,230 @@
+"""Splitting and carving."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from runner.config.errors import UserError
+from runner.data.arrays import ImageArrays
+from runner.data.splits import carve, split_indices, targets_of
+
+FRACTION = st.one_of(st.just(0.0), st.floats(0.0, 0.6, allow_nan=False), st.sampled_from([0.1, 0.15, 0.25, 1 / 3, 0.5]))
+FRACTIONS = st.fixed_dictionaries({}, optional={"val": FRACTION, "test": FRACTION})
+
+
+def _leaves_some(fractions: dict[str, float], n: int) -> bool:
+    return sum(fractions.values()) < 1 and sum(round(share * n) for share in fractions.values()) < n
+
+
+class Plain(Dataset):
+    """A data set of given length with or without targets."""
+
+    def __init__(self, size, targets=None):
+        self.size = size
+        if targets is not None:
+            self.targets = targets
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.zeros(1), 0
+
+
+class Stream(IterableDataset):
+    """A data set without a length."""
+
+    def __iter__(self):
+        return iter(())
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12), FRACTIONS, st.integers(-5, 2**62), st.booleans(), st.data()
+)
+def test_splits_are_disjoint_exhaustive_exact_and_stratified(counts, fractions, seed, stratified, data):
+    targets = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    targets = targets[torch.tensor(data.draw(st.permutations(range(len(targets)))))] * 7 - 3
+    n = len(targets)
+    assume(_leaves_some(fractions, n))
+    splits = split_indices(targets, n, fractions, seed, stratified)
+    assert set(splits) == {"train", *fractions}
+    assert torch.equal(torch.cat(list(splits.values())).sort().values, torch.arange(n))
+    for name, indices in splits.items():
+        assert indices.dtype == torch.int64
+        assert torch.equal(indices, indices.sort().values)
+        if name == "train":
+            continue
+        assert len(indices) == round(fractions[name] * n)
+        for label, count in enumerate(counts) if stratified else ():
+            share = fractions[name] * count
+            assert abs(int((targets[indices] == label * 7 - 3).sum()) - share) < 1 + 1e-9
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=30), st.floats(0.3, 0.5), st.floats(0.3, 0.4999))
+@example([3, 1, 1, 3], 0.4815, 0.3326)
+@example([1, 7, 1, 7, 4, 7, 4], 0.63, 0.28)
+def test_tiny_classes_contested_by_both_splits_still_work(counts, val, test):
+    targets = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    fractions, n = {"val": val, "test": test}, len(targets)
+    assume(_leaves_some(fractions, n))
+    splits = split_indices(targets, n, fractions, 0, stratified=True)
+    assert [len(splits["val"]), len(splits["test"])] == [round(val * n), round(test * n)]
+    for name, share in fractions.items():
+        held = torch.bincount(targets[splits[name]], minlength=len(counts))
+        assert (held - share * torch.tensor(counts)).abs().max() < 1 + 1e-6
+
+
+def test_the_split_is_a_function_of_its_arguments_alone():
+    targets = torch.arange(200) % 7
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        before = torch.get_rng_state()
+        first = split_indices(targets, 200, {"val": 0.2, "test": 0.1}, 5, True)
+        assert torch.equal(before, torch.get_rng_state())
+        torch.manual_seed(2)
+        second = split_indices(targets, 200, {"test": 0.1, "val": 0.2}, 5, True)
+    for name in first:
+        assert torch.equal(first[name], second[name])
+
+
+def test_another_seed_gives_another_split():
+    splits = [split_indices(None, 200, {"val": 0.2}, seed, False)["val"] for seed in range(3)]
+    assert not torch.equal(splits[0], splits[1])
+    assert not torch.equal(splits[1], splits[2])
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_asking_for_a_test_split_leaves_the_validation_split_as_it_was(stratified):
+    targets = torch.arange(1000) % 10
+    alone = split_indices(targets, 1000, {"val": 0.15}, 3, stratified)["val"]
+    assert torch.equal(alone, split_indices(targets, 1000, {"val": 0.15, "test": 0.3}, 3, stratified)["val"])
+
+
+def test_a_class_of_one_sample_is_somewhere():
+    targets = torch.tensor([0] * 50 + [1])
+    splits = split_indices(targets, 51, {"val": 0.1, "test": 0.1}, 0, True)
+    assert sum(int((targets[indices] == 1).sum()) for indices in splits.values()) == 1
+
+
+def test_float_targets_are_split_at_random():
+    floats = split_indices(torch.rand(50, generator=torch.Generator()), 50, {"val": 0.2}, 4, True)
+    assert torch.equal(floats["val"], split_indices(None, 50, {"val": 0.2}, 4, False)["val"])
+
+
+@pytest.mark.parametrize(
+    ("fractions", "n", "message"),
+    [
+        ({"val": -0.1}, 10, r"data\.split\.val"),
+        ({"test": 1.0}, 10, r"data\.split\.test"),
+        ({"val": float("nan")}, 10, r"data\.split\.val"),
+        ({"val": 0.5, "test": 0.5}, 10, r"data\.split\.val=0\.5 and data\.split\.test=0\.5"),
+        ({"val": 0.6}, 1, r"no training sample is left of 1: data\.split\.val=0\.6"),
+        ({"val": 0.45, "test": 0.45}, 2, "no training sample"),
+        ({}, 0, "no training sample"),
+    ],
+)
+def test_fractions_that_cannot_be_are_a_sentence_with_the_key(fractions, n, message):
+    with pytest.raises(UserError, match=message):
+        split_indices(None, n, fractions, 0, False)
+
+
+def test_other_splits_or_target_counts_are_refused():
+    with pytest.raises(ValueError, match="extra"):
+        split_indices(None, 10, {"extra": 0.1}, 0, False)
+    with pytest.raises(ValueError, match="9 targets for 10 samples"):
+        split_indices(torch.zeros(9), 10, {"val": 0.1}, 0, False)
+
+
+def test_missing_splits_are_carved_from_train():
+    train = Plain(100, torch.arange(100) % 5)
+    found = carve({"train": train}, 0.2, 0.1, 0, True)
+    assert list(found) == ["train", "val", "test"]
+    assert all(dataset is train for dataset, _ in found.values())
+    assert [len(indices) for _, indices in found.values()] == [70, 20, 10]
+    assert torch.equal(torch.bincount(train.targets[found["val"][1]]), torch.full((5,), 4))
+
+
+def test_given_splits_are_used_whole_and_cost_train_nothing():
+    given_splits = {"train": Plain(100), "test": Plain(30), "val": Plain(7)}
+    found = carve(given_splits, 0.2, 0.1, 0, True)
+    assert list(found) == ["train", "val", "test"]
+    for name, (dataset, indices) in found.items():
+        assert dataset is given_splits[name]
+        assert torch.equal(indices, torch.arange(len(dataset)))
+
+
+def test_a_given_test_split_leaves_only_validation_to_carve():
+    found = carve({"train": Plain(100), "test": Plain(30)}, 0.2, 0.5, 0, False)
+    assert [len(indices) for _, indices in found.values()] == [80, 20, 30]
+
+
+def test_a_fraction_of_zero_makes_no_split():
+    found = carve({"train": Plain(10)}, 0, 0, 0, True)
+    assert list(found) == ["train"]
+    assert torch.equal(found["train"][1], torch.arange(10))
+
+
+def test_fractions_of_given_splits_are_not_judged():
+    assert len(carve({"train": Plain(10), "val": Plain(3)}, 5.0, 0, 0, False)["val"][1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("splits", "val", "message"),
+    [
+        ({}, 0.1, "gives no 'train' split, only nothing"),
+        ({"test": Plain(3)}, 0.1, "gives no 'train' split, only test"),
+        ({"train": Plain(3), "validation": Plain(3)}, 0.1, "'validation'; allowed are train, val and test"),
+        ({"train": Plain(0)}, 0.1, "'train' split is empty"),
+        ({"train": Plain(3), "test": Plain(0)}, 0.1, "'test' split is empty"),
+        ({"train": Plain(100, [0] * 99)}, 0.1, "99 entries for 100"),
+        ({"train": Plain(100)}, 0.001, r"data\.split\.val=0\.001 of 100 .* at least 0\.01"),
+        ({"train": Stream()}, 0.1, "no length"),
+    ],
+)
+def test_data_that_cannot_be_split_is_a_sentence(splits, val, message):
+    with pytest.raises(UserError, match=message):
+        carve(splits, val, 0, 0, True)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 5000))
+def test_the_suggested_smallest_fraction_is_enough(n):
+    with pytest.raises(UserError) as caught:
+        carve({"train": Plain(n)}, 1e-9, 0, 0, False)
+    suggested = float(str(caught.value).split("at least ")[1].split(",")[0])
+    assert len(carve({"train": Plain(n)}, suggested, 0, 0, False)["val"][1]) >= 1
+
+
+def test_targets_are_found_in_any_container():
+    frozen = np.array([0, 1, 2], dtype=np.int32)
+    frozen.setflags(write=False)
+    for raw in (
+        [0, 1, 2],
+        (0, 1, 2),
+        frozen,
+        torch.tensor([0, 1, 2], dtype=torch.int32),
+        [torch.tensor(i) for i in range(3)],
+    ):
+        found = targets_of(Plain(3, raw))
+        assert found.dtype == torch.int64
+        assert found.tolist() == [0, 1, 2]
+    for raw in ([0.5, 1.5], np.array([0.5, 1.5]), torch.tensor([0.5, 1.5], dtype=torch.float64)):
+        found = targets_of(Plain(2, raw))
+        assert found.dtype == torch.float32
+        assert found.tolist() == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("raw", [None, ["cat", "dog"], [[1], [1, 2]], 3, {"boxes": 1}])
+def test_targets_that_are_no_numbers_are_none(raw):
+    assert targets_of(Plain(2, raw)) is None
+
+
+def test_digits_like_arrays_are_stratified():
+    arrays = ImageArrays(torch.zeros(60, 1, 2, 2, dtype=torch.uint8), torch.arange(60) % 3, ("a", "b", "c"))
+    val = carve({"train": arrays}, 0.5, 0, 1, True)["val"][1]
+    assert torch.bincount(arrays.targets[val]).tolist() == [10, 10, 10]

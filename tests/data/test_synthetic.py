@@ -1,0 +1,108 @@
+"""The synthetic data set."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.data.synthetic import synthetic
+
+
+def test_same_arguments_give_the_same_bits():
+    for kind in ("classification", "regression"):
+        first, second = synthetic(40, 8, kind=kind), synthetic(40, 8, kind=kind)
+        for split in ("train", "test"):
+            assert torch.equal(first[split].images, second[split].images)
+            assert torch.equal(first[split].targets, second[split].targets)
+
+
+def test_another_seed_gives_other_images():
+    assert not torch.equal(synthetic(40, 8, seed=0)["train"].images, synthetic(40, 8, seed=1)["train"].images)
+
+
+def test_the_number_of_threads_does_not_change_it():
+    threads = torch.get_num_threads()
+    one = synthetic(300, 32, kind="regression")["train"]
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        other = synthetic(300, 32, kind="regression")["train"]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one.images, other.images)
+    assert torch.equal(one.targets, other.targets)
+
+
+def test_the_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    synthetic(40, 8)
+    synthetic(40, 8, kind="regression")
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_global_seed_has_no_effect():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        first = synthetic(40, 8)["train"].images
+        torch.manual_seed(2)
+        assert torch.equal(first, synthetic(40, 8)["train"].images)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 300), st.integers(1, 12), st.integers(1, 4), st.integers(1, 12), st.sampled_from(["c", "r"]))
+def test_shapes_and_types_are_as_asked(samples, size, channels, classes, kind):
+    names = {"c": "classification", "r": "regression"}
+    splits = synthetic(samples, size, channels, classes, kind=names[kind])
+    assert splits["train"].images.shape == (samples, channels, size, size)
+    assert len(splits["test"]) == max(1, samples // 4)
+    assert splits["train"].targets.dtype == (torch.int64 if kind == "c" else torch.float32)
+    assert len(splits["train"].classes) == (classes if kind == "c" else 0)
+
+
+def test_an_unset_size_means_32_pixels():
+    assert synthetic(4, None)["train"].image_size == (32, 32)
+
+
+def test_classes_are_equally_frequent():
+    counts = torch.bincount(synthetic(103, 4, classes=10)["train"].targets)
+    assert counts.max() - counts.min() <= 1
+
+
+def test_nearest_training_mean_tells_the_test_classes_apart():
+    splits = synthetic(400, 16)
+    train, test = splits["train"], splits["test"]
+    means = torch.stack([train.images[train.targets == c].float().mean(0).flatten() for c in range(10)])
+    nearest = torch.cdist(test.images.float().flatten(1), means).argmin(1)
+    assert (nearest == test.targets).float().mean() > 0.99
+
+
+def test_a_linear_model_of_the_pixels_regresses_the_targets():
+    splits = synthetic(600, 8, channels=1, kind="regression")
+    train, test = splits["train"], splits["test"]
+    inputs = (train.images.double().flatten(1) - 128) / 48
+    weights = torch.linalg.lstsq(inputs, train.targets.double()).solution
+    predicted = ((test.images.double().flatten(1) - 128) / 48) @ weights
+    assert (predicted - test.targets).abs().max() < 1e-4
+    assert 0.5 < test.targets.std() < 2
+
+
+def test_noise_makes_it_harder():
+    spread = [synthetic(200, 8, classes=1, noise=noise)["train"].images.float().std(0).mean() for noise in (0, 0.5, 2)]
+    assert spread[0] == 0
+    assert spread[0] < spread[1] < spread[2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"image_size": 0},
+        {"channels": 0},
+        {"classes": 0},
+        {"noise": -0.1},
+        {"noise": float("nan")},
+        {"kind": "ranking"},
+    ],
+)
+def test_values_out_of_range_are_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        synthetic(**wrong)

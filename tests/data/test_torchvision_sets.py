@@ -1,0 +1,324 @@
+"""The benchmark sets: reading, and what is said about files that are not as they should be. Nothing is fetched."""
+
+import gzip
+import hashlib
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import scipy.io
+import torch
+import torchvision.datasets as tv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.config.errors import UserError
+from runner.data import torchvision_sets as sets
+
+IMAGES = torch.arange(12 * 5 * 4).remainder(256).to(torch.uint8).reshape(12, 5, 4)
+LABELS = torch.arange(12).remainder(10).to(torch.uint8)
+
+
+def _idx(tensor: torch.Tensor) -> bytes:
+    return struct.pack(f">4B{tensor.dim()}I", 0, 0, 8, tensor.dim(), *tensor.shape) + tensor.numpy().tobytes()
+
+
+def _write_family(root: Path, name: str = "MNIST", packed: bool = False) -> Path:
+    folder = root / name / "raw"
+    folder.mkdir(parents=True, exist_ok=True)
+    for prefix, count in (("train", 12), ("t10k", 10)):
+        for kind, tensor in (("images-idx3", IMAGES[:count]), ("labels-idx1", LABELS[:count])):
+            content = _idx(tensor)
+            path = folder / f"{prefix}-{kind}-ubyte{'.gz' if packed else ''}"
+            path.write_bytes(gzip.compress(content) if packed else content)
+    return folder
+
+
+def _no_network(*args, **kwargs):
+    raise URLError("network is unreachable")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    monkeypatch.setattr(tv.mnist, "download_and_extract_archive", _no_network)
+    monkeypatch.setattr(tv.cifar, "download_and_extract_archive", _no_network)
+    monkeypatch.setattr(tv.svhn, "download_url", _no_network)
+
+
+FAMILY = {"MNIST": sets.mnist, "FashionMNIST": sets.fashion_mnist, "KMNIST": sets.kmnist}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("download", [False, True])
+def test_idx_files_that_are_there_are_read_without_the_network_or_a_write(tmp_path, name, packed, download):
+    folder = _write_family(tmp_path, name, packed)
+    before = sorted(folder.iterdir())
+    found = FAMILY[name](str(tmp_path), download)
+    assert torch.equal(found["train"].images, IMAGES.unsqueeze(1))
+    assert torch.equal(found["train"].targets, LABELS.long())
+    assert torch.equal(found["test"].images, IMAGES[:10].unsqueeze(1))
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_result_and_class_names_equal_those_of_torchvision(tmp_path, name):
+    _write_family(tmp_path, name)
+    ours, theirs = FAMILY[name](str(tmp_path), False), getattr(tv, name)(tmp_path, train=False)
+    assert ours["train"].classes == tuple(theirs.classes)
+    assert torch.equal(ours["test"].images.squeeze(1), theirs.data)
+    assert torch.equal(ours["test"].targets, theirs.targets)
+
+
+def test_reading_idx_files_does_not_import_torchvision(tmp_path):
+    _write_family(tmp_path)
+    code = (
+        f"import sys; from runner.data.torchvision_sets import mnist; mnist({str(tmp_path)!r}, False);"
+        "assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_idx_files_are_named_with_the_folder_and_the_remedy(tmp_path):
+    folder = _write_family(tmp_path)
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(UserError) as caught:
+        sets.mnist(str(tmp_path), False)
+    message = str(caught.value)
+    assert str(folder) in message
+    assert "t10k-labels-idx1-ubyte not found" in message
+    assert "t10k-images" not in message
+    assert "data.download=true" in message
+
+
+def test_a_failed_download_says_why_and_what_to_put_where(tmp_path):
+    with pytest.raises(UserError) as caught:
+        sets.fashion_mnist(str(tmp_path), True)
+    message = str(caught.value)
+    assert "network is unreachable" in message
+    assert "by hand" in message
+    assert str(tmp_path / "FashionMNIST" / "raw") in message
+    assert "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte" in message
+    assert "\n" not in message
+
+
+def test_a_root_that_is_a_file_is_a_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"fetching MNIST failed: .*file"):
+        sets.mnist(str(tmp_path / "file"), True)
+
+
+def test_a_download_that_works_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tv.MNIST, "download", lambda self: _write_family(Path(self.root)))
+    assert torch.equal(sets.mnist(str(tmp_path), True)["train"].images, IMAGES.unsqueeze(1))
+
+
+def test_a_damaged_unpacked_file_is_named_even_when_downloading(tmp_path):
+    folder = _write_family(tmp_path)
+    path = folder / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-5])
+    for download in (False, True):
+        with pytest.raises(
+            UserError, match="train-images-idx3-ubyte has 235 bytes of data where its header promises 240"
+        ):
+            sets.mnist(str(tmp_path), download)
+
+
+def _damage(content: bytes, packed: bool) -> dict[str, bytes]:
+    cases = {
+        "no bytes": b"",
+        "half of the magic": content[:2],
+        "half of the header": content[:9],
+        "cut pixels": content[:-1],
+        "too many bytes": content + b"\0",
+        "labels for images": _idx(LABELS),
+        "floats": b"\0\0\x0d\3" + content[4:],
+        "no images": struct.pack(">4B3I", 0, 0, 8, 3, 0, 5, 4),
+        "a page of html": b"<html>404</html>",
+    }
+    if not packed:
+        return cases
+    whole = gzip.compress(content)
+    flipped = bytearray(whole)
+    flipped[-6] ^= 1
+    cut = {"cut gzip": whole[:-9], "wrong checksum": bytes(flipped), "gzip of nothing": whole[:3]}
+    return {name: gzip.compress(case) for name, case in cases.items()} | cut
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", _damage(_idx(IMAGES), True))
+def test_a_malformed_idx_file_is_named(tmp_path, packed, case):
+    cases = _damage(_idx(IMAGES), packed)
+    if case not in cases:
+        packed, cases = True, _damage(_idx(IMAGES), True)
+    path = _write_family(tmp_path, packed=packed) / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
+    path.write_bytes(cases[case])
+    with pytest.raises(UserError, match="train-images-idx3-ubyte") as caught:
+        sets.mnist(str(tmp_path), False)
+    assert str(path) in str(caught.value)
+
+
+def test_an_unreadable_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"gone cannot be read \(.*No such file"):
+        sets.read_idx(tmp_path / "gone", 3)
+
+
+def test_images_and_labels_of_different_number_are_named(tmp_path):
+    folder = _write_family(tmp_path)
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(_idx(LABELS[:7]))
+    with pytest.raises(UserError, match=r"t10k-labels-idx1-ubyte has 7 labels, but .*t10k-images-idx3-ubyte has 10"):
+        sets.mnist(str(tmp_path), False)
+
+
+def test_a_label_without_a_class_is_named(tmp_path):
+    folder = _write_family(tmp_path)
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(_idx(LABELS[:10] + 1))
+    with pytest.raises(UserError, match="has the label 10"):
+        sets.mnist(str(tmp_path), False)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.randoms(use_true_random=False))
+def test_idx_files_round_trip(tmp_path_factory, sizes, packed, random):
+    tensor = torch.tensor([random.randrange(256) for _ in range(int(np.prod(sizes)))], dtype=torch.uint8).reshape(sizes)
+    path = tmp_path_factory.mktemp("idx") / "file"
+    path.write_bytes(gzip.compress(_idx(tensor)) if packed else _idx(tensor))
+    assert torch.equal(sets.read_idx(path, len(sizes)), tensor)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(max_size=40))
+def test_any_bytes_are_read_or_refused_in_a_sentence(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("idx") / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="file"):
+        sets.read_idx(path, 3)
+
+
+def _write_cifar(root: Path, name: str, monkeypatch) -> Path:
+    source = getattr(tv, name)
+    folder = root / source.base_folder
+    folder.mkdir()
+    fine = name == "CIFAR100"
+    classes = [f"class {index}" for index in range(100 if fine else 10)]
+    rng = np.random.default_rng(0)
+
+    def write(filename: str, content: dict) -> list[str]:
+        (folder / filename).write_bytes(pickle.dumps(content, protocol=2))
+        return [filename, hashlib.md5((folder / filename).read_bytes()).hexdigest()]
+
+    def batch(filename: str) -> list[str]:
+        pixels = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
+        return write(filename, {"data": pixels, "fine_labels" if fine else "labels": [3, 1, len(classes) - 1, 0]})
+
+    for files in ("train_list", "test_list"):
+        monkeypatch.setattr(source, files, [batch(filename) for filename, _ in getattr(source, files)])
+    filename, md5 = write(source.meta["filename"], {source.meta["key"]: classes})
+    monkeypatch.setattr(source, "meta", source.meta | {"filename": filename, "md5": md5})
+    return folder
+
+
+CIFAR = {"CIFAR10": (sets.cifar10, 20, 10), "CIFAR100": (sets.cifar100, 4, 100)}
+
+
+@pytest.mark.parametrize("name", CIFAR)
+@pytest.mark.parametrize("download", [False, True])
+def test_cifar_is_read_as_channels_first(tmp_path, monkeypatch, name, download):
+    build, count, classes = CIFAR[name]
+    folder = _write_cifar(tmp_path, name, monkeypatch)
+    found = build(str(tmp_path), download)
+    assert found["train"].images.shape == (count, 3, 32, 32)
+    assert found["test"].targets.tolist() == [3, 1, classes - 1, 0]
+    assert found["train"].classes == tuple(f"class {index}" for index in range(classes))
+    stored = pickle.loads((folder / getattr(tv, name).test_list[0][0]).read_bytes())["data"]
+    assert torch.equal(found["test"].images, torch.from_numpy(stored).reshape(4, 3, 32, 32))
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_missing_cifar_files_are_named_with_the_archive(tmp_path, monkeypatch, name):
+    folder = _write_cifar(tmp_path, name, monkeypatch)
+    first = getattr(tv, name).train_list[0][0]
+    (folder / first).unlink()
+    with pytest.raises(UserError) as caught:
+        CIFAR[name][0](str(tmp_path), False)
+    for part in (str(folder), f"{first} not found", "data.download=true", getattr(tv, name).url):
+        assert part in str(caught.value)
+
+
+def test_a_damaged_cifar_file_is_named_and_never_unpickled(tmp_path, monkeypatch):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    folder = _write_cifar(tmp_path, "CIFAR10", monkeypatch)
+    (folder / "data_batch_3").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(UserError, match="data_batch_3 has another MD5 than the published one"):
+        sets.cifar10(str(tmp_path), False)
+    (folder / "batches.meta").write_bytes(b"")
+    with pytest.raises(UserError, match="and 1 more file"):
+        sets.cifar10(str(tmp_path), False)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_failed_cifar_download_says_what_to_put_where(tmp_path):
+    with pytest.raises(UserError, match=r"fetching CIFAR10 failed: .*unreachable.*data_batch_1") as caught:
+        sets.cifar10(str(tmp_path), True)
+    assert str(tmp_path / "cifar-10-batches-py") in str(caught.value)
+    assert tv.CIFAR10.url in str(caught.value)
+
+
+def _write_svhn(root: Path, monkeypatch) -> None:
+    rng = np.random.default_rng(0)
+    listed = dict(tv.SVHN.split_list)
+    for split, labels in (("train", [10, 1, 2]), ("test", [9, 10])):
+        url, filename, _ = listed[split]
+        pixels = rng.integers(0, 256, (32, 32, 3, len(labels)), dtype=np.uint8)
+        scipy.io.savemat(root / filename, {"X": pixels, "y": np.array(labels, dtype=np.uint8)[:, None]})
+        listed[split] = [url, filename, hashlib.md5((root / filename).read_bytes()).hexdigest()]
+    monkeypatch.setattr(tv.SVHN, "split_list", listed)
+
+
+def test_svhn_is_read_with_zero_as_class_zero(tmp_path, monkeypatch):
+    _write_svhn(tmp_path, monkeypatch)
+    found = sets.svhn(str(tmp_path), False)
+    assert found["train"].targets.tolist() == [0, 1, 2]
+    assert found["test"].targets.tolist() == [9, 0]
+    stored = scipy.io.loadmat(tmp_path / "test_32x32.mat")["X"]
+    assert torch.equal(found["test"].images[1, 2], torch.from_numpy(stored[:, :, 2, 1]))
+
+
+def test_svhn_fetches_both_of_its_files(tmp_path, monkeypatch):
+    fetched = []
+    _write_svhn(tmp_path, monkeypatch)
+    monkeypatch.setattr(tv.svhn, "download_url", lambda url, root, filename, md5: fetched.append(filename))
+    sets.svhn(str(tmp_path), True)
+    assert fetched == ["train_32x32.mat", "test_32x32.mat"]
+
+
+def test_missing_and_damaged_svhn_files_are_told_apart(tmp_path, monkeypatch):
+    _write_svhn(tmp_path, monkeypatch)
+    (tmp_path / "test_32x32.mat").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"test_32x32\.mat has another MD5"):
+        sets.svhn(str(tmp_path), False)
+    (tmp_path / "test_32x32.mat").unlink()
+    with pytest.raises(UserError, match=r"test_32x32\.mat not found"):
+        sets.svhn(str(tmp_path), False)
+    with pytest.raises(UserError, match="fetching SVHN failed"):
+        sets.svhn(str(tmp_path), True)
+
+
+def test_the_real_fashion_mnist_is_read_from_its_gz_files():
+    root = Path(os.environ.get("RUNNER_TEST_DATA") or Path(__file__).parents[2].parent / "shared" / "data")
+    if not (root / "FashionMNIST" / "raw").is_dir():
+        pytest.skip(f"Fashion-MNIST is not in {root}; set RUNNER_TEST_DATA to the folder that holds FashionMNIST/raw")
+    found = sets.fashion_mnist(str(root), False)
+    assert found["train"].images.shape == (60000, 1, 28, 28)
+    assert found["test"].images.shape == (10000, 1, 28, 28)
+    assert torch.bincount(found["train"].targets).tolist() == [6000] * 10
+    assert found["train"].images.double().mean().item() == pytest.approx(72.94, abs=0.01)

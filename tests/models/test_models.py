@@ -1,0 +1,254 @@
+"""The project's own models: shapes, sizes, initialisation, and the ways they are run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.models.mlp import MLP
+from runner.models.resnet_cifar import ResNet18
+from runner.models.small_cnn import SmallCNN
+from runner.models.vit import ViT
+
+Build = Callable[[int, tuple[int, int], int], nn.Module]
+
+BUILDERS: dict[str, Build] = {
+    "mlp": lambda channels, size, classes: MLP(channels, size, classes, hidden=[32, 16]),
+    "small_cnn": lambda channels, size, classes: SmallCNN(channels, classes, width=8),
+    "resnet18_cifar": lambda channels, size, classes: ResNet18(channels, classes, width=8),
+    "vit_tiny": lambda channels, size, classes: ViT(channels, size, classes, dim=24, depth=2, heads=3),
+}
+
+every_model = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def images_of(channels: int, size: tuple[int, int], count: int = 4) -> Tensor:
+    return torch.randn(count, channels, *size, generator=torch.Generator().manual_seed(0))
+
+
+@every_model
+@pytest.mark.parametrize("channels", [1, 3, 5])
+@pytest.mark.parametrize("size", [(8, 8), (28, 28), (32, 48)])
+@pytest.mark.parametrize("classes", [1, 7])
+def test_logits_have_one_row_per_image_and_one_column_per_class(
+    build: Build, channels: int, size: tuple[int, int], classes: int
+) -> None:
+    logits = build(channels, size, classes)(images_of(channels, size))
+    assert logits.shape == (4, classes)
+    assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (9, 7), (13, 31), (65, 2)])
+@pytest.mark.parametrize("build", [BUILDERS["small_cnn"], BUILDERS["resnet18_cifar"]], ids=["small_cnn", "resnet"])
+def test_convolutional_models_take_images_of_any_odd_size(build: Build, size: tuple[int, int]) -> None:
+    assert build(2, size, 4)(images_of(2, size)).shape == (4, 4)
+
+
+def test_mlp_takes_odd_sizes() -> None:
+    assert MLP(2, (5, 3), 4)(images_of(2, (5, 3))).shape == (4, 4)
+
+
+@every_model
+def test_gradients_reach_every_parameter(build: Build) -> None:
+    torch.manual_seed(0)
+    model = build(1, (16, 16), 5)
+    F.cross_entropy(model(images_of(1, (16, 16), 8)), torch.arange(8) % 5).backward()
+    without = [
+        name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.abs().sum() > 0
+    ]
+    assert without == []
+
+
+@every_model
+def test_the_global_seed_alone_decides_the_weights(build: Build) -> None:
+    def weights(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return build(3, (8, 8), 10).state_dict()
+
+    first, again, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@every_model
+def test_the_first_loss_is_that_of_guessing(build: Build) -> None:
+    torch.manual_seed(0)
+    logits = build(3, (16, 16), 10)(images_of(3, (16, 16), 64))
+    loss = F.cross_entropy(logits, torch.arange(64) % 10)
+    assert loss.item() == pytest.approx(math.log(10), rel=0.05)
+
+
+@every_model
+def test_channels_last_images_and_weights_give_the_same_logits(build: Build) -> None:
+    model = build(3, (16, 16), 6).eval()
+    images = images_of(3, (16, 16))
+    plain = model(images)
+    model.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(model(images.contiguous(memory_format=torch.channels_last)), plain)
+
+
+@every_model
+def test_bf16_autocast_trains(build: Build) -> None:
+    model = build(3, (16, 16), 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(images_of(3, (16, 16)))
+    assert logits.dtype == torch.bfloat16
+    logits.float().square().sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@every_model
+def test_an_image_does_not_influence_the_others_while_evaluating(build: Build) -> None:
+    model = build(1, (8, 8), 3).eval()
+    images = images_of(1, (8, 8))
+    changed = images.clone()
+    changed[2] += 1
+    before, after = model(images), model(changed)
+    same = [index for index in range(4) if torch.allclose(before[index], after[index])]
+    assert same == [0, 1, 3]
+
+
+@every_model
+def test_convolutions_before_batchnorm_have_no_bias(build: Build) -> None:
+    modules = list(build(1, (8, 8), 3).modules())
+    convolutions = [
+        before
+        for before, after in itertools.pairwise(modules)
+        if isinstance(before, nn.Conv2d) and isinstance(after, nn.BatchNorm2d)
+    ]
+    assert all(convolution.bias is None for convolution in convolutions)
+
+
+@every_model
+def test_the_model_exports_as_one_graph_with_a_free_batch_size(build: Build) -> None:
+    model = build(1, (8, 8), 3).eval()
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(model, (images_of(1, (8, 8)),), dynamic_shapes=({0: batch},))
+    images = images_of(1, (8, 8), 7)
+    torch.testing.assert_close(program.module()(images), model(images))
+
+
+def test_parameter_counts_are_those_of_the_architectures() -> None:
+    assert parameters(MLP(1, (8, 8), 10)) == 64 * 128 + 128 + 128 * 10 + 10
+    assert parameters(MLP(1, (8, 8), 10, hidden=[])) == 64 * 10 + 10
+    convolutions = 9 * (1 * 32 + 32 * 64 + 64 * 128)
+    assert parameters(SmallCNN(1, 10)) == convolutions + 2 * (32 + 64 + 128) + 128 * 10 + 10
+    assert parameters(ResNet18(3, 10)) == 11_173_962
+    block = 4 * 192 + (192 * 576 + 576) + (192 * 192 + 192) + (192 * 768 + 768) + (768 * 192 + 192)
+    assert parameters(ViT(3, (32, 32), 10)) == (48 * 192 + 192) + 64 * 192 + 6 * block + 2 * 192 + 192 * 10 + 10
+
+
+def test_small_cnn_pools_large_images_only() -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def record(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        sizes.append(tuple(output.shape[1:]))
+
+    model = SmallCNN(1, 10, width=4)
+    for stage in model.stages:
+        stage.register_forward_hook(record)
+    model(images_of(1, (28, 28)))
+    model(images_of(1, (8, 8)))
+    model(images_of(1, (3, 3)))
+    assert sizes == [
+        (4, 28, 28),
+        (8, 14, 14),
+        (16, 7, 7),
+        (4, 8, 8),
+        (8, 4, 4),
+        (16, 2, 2),
+        (4, 3, 3),
+        (8, 3, 3),
+        (16, 3, 3),
+    ]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda rate: MLP(1, (8, 8), 3, dropout=rate),
+        lambda rate: SmallCNN(1, 3, width=8, dropout=rate),
+        lambda rate: ViT(1, (8, 8), 3, dim=12, depth=1, dropout=rate),
+    ],
+    ids=["mlp", "small_cnn", "vit_tiny"],
+)
+def test_dropout_acts_while_training_and_only_then(build: Callable[[float], nn.Module]) -> None:
+    images = images_of(1, (8, 8))
+    model = build(0.5)
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+    plain = build(0.0)
+    assert torch.equal(plain(images), plain(images))
+
+
+def test_vit_knows_where_a_patch_lies() -> None:
+    model = ViT(1, (8, 8), 3, dim=12, depth=1).eval()
+    with torch.no_grad():
+        model.positions.normal_()
+    images = images_of(1, (8, 8))
+    moved = images.roll(4, dims=3)
+    assert not torch.allclose(model(images), model(moved), atol=1e-6)
+    with torch.no_grad():
+        model.positions.zero_()
+    torch.testing.assert_close(model(images), model(moved))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: MLP(1, (8, 8), 10, hidden=[16, 0]), r"hidden\[1\] must be at least 1, got 0"),
+        (lambda: MLP(0, (8, 8), 10), "in_channels must be at least 1, got 0"),
+        (lambda: MLP(1, (8, 0), 10), "image_size must be at least 1, got 0"),
+        (lambda: MLP(1, (8, 8), 10, dropout=1.0), r"dropout must be at least 0 and below 1, got 1\.0"),
+        (lambda: SmallCNN(1, 0), "num_classes must be at least 1, got 0"),
+        (lambda: SmallCNN(1, 10, width=0), "width must be at least 1, got 0"),
+        (lambda: SmallCNN(1, 10, dropout=-0.1), r"dropout must be at least 0 and below 1, got -0\.1"),
+        (lambda: ResNet18(1, 10, width=-1), "width must be at least 1, got -1"),
+        (lambda: ViT(1, (30, 32), 10), "patch_size must divide the image: 30x32 is not a multiple of 4"),
+        (lambda: ViT(1, (2, 2), 10), "patch_size must divide the image"),
+        (lambda: ViT(1, (8, 8), 10, dim=20, heads=3), "heads must divide dim: 20 is not a multiple of 3"),
+        (lambda: ViT(1, (8, 8), 10, depth=0), "depth must be at least 1, got 0"),
+        (lambda: ViT(1, (8, 8), 10, mlp_ratio=0.0), "mlp_ratio must leave at least one hidden unit"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_small_cnn_learns_digits() -> None:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    targets = torch.tensor(digits.target)
+    torch.manual_seed(0)
+    order = torch.randperm(len(images))
+    train, test = order[:1437], order[1437:]
+    model = SmallCNN(1, 10, width=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(4):
+        for batch in train[torch.randperm(len(train))].split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch]), targets[batch]).backward()
+            optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        accuracy = (model(images[test]).argmax(1) == targets[test]).double().mean().item()
+    assert accuracy > 0.95

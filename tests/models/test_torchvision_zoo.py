@@ -1,0 +1,181 @@
+"""Torchvision's models by name: heads and stems that fit the data, weights from a file, refusals in a sentence."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.models.torchvision_zoo import classifier
+
+NAME = "shufflenet_v2_x0_5"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Weights of two models in a folder like torch.hub's, and no network."""
+    from torchvision import models
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError("the network is off in this test")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    for name in ("squeezenet1_1", NAME):
+        torch.manual_seed(5)
+        state = models.get_model(name, weights=None).state_dict()
+        torch.save(state, folder / Path(models.get_model_weights(name).DEFAULT.url).name)
+    return dict(state)
+
+
+def last(model: nn.Module) -> nn.Module:
+    return [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1]
+
+
+def first(model: nn.Module) -> nn.Conv2d:
+    return next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_0", NAME, "mnasnet0_5"])
+def test_models_take_the_data_s_channels_and_give_its_classes(name: str) -> None:
+    model = classifier(name, num_classes=7, in_channels=1)
+    logits = model(torch.randn(2, 1, 64, 64))
+    assert logits.shape == (2, 7)
+    logits.sum().backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "side"), [("googlenet", 64), ("inception_v3", 96)])
+def test_models_with_auxiliary_heads_give_plain_logits_while_training(name: str, side: int) -> None:
+    with torch.device("meta"):
+        model = classifier(name, num_classes=5, in_channels=3)
+        logits = model.train()(torch.empty(2, 3, side, side))
+    assert isinstance(logits, Tensor)
+    assert logits.shape == (2, 5)
+
+
+def test_the_global_seed_alone_decides_the_weights() -> None:
+    def weights(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        return classifier(NAME, num_classes=4, in_channels=2, image_size=(32, 32)).state_dict()
+
+    one, again, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["conv1.0.weight"], other["conv1.0.weight"])
+
+
+def test_a_new_stem_keeps_the_scale_of_the_features() -> None:
+    torch.manual_seed(0)
+    colour, grey = first(classifier("resnet18", 10, 3)), first(classifier("resnet18", 10, 1))
+    with torch.no_grad():
+        scales = [conv(torch.randn(8, conv.in_channels, 32, 32)).std().item() for conv in (colour, grey)]
+    assert scales[0] == pytest.approx(scales[1], rel=0.1)
+
+
+def test_vit_is_built_for_the_size_of_the_images() -> None:
+    with torch.device("meta"):
+        model = classifier("vit_b_16", 10, 3, image_size=(32, 32))
+        assert model(torch.empty(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_trying_the_size_leaves_no_trace() -> None:
+    torch.manual_seed(3)
+    tried = classifier(NAME, 4, 3, image_size=(32, 32))
+    after_trying = torch.rand(())
+    torch.manual_seed(3)
+    untried = classifier(NAME, 4, 3)
+    assert torch.equal(after_trying, torch.rand(()))
+    assert tried.training
+    for name, value in untried.state_dict().items():
+        assert torch.equal(tried.state_dict()[name], value)
+
+
+@pytest.mark.parametrize(("name", "size"), [("alexnet", (8, 8)), ("vit_b_16", (8, 8)), ("vit_b_16", (32, 48))])
+def test_a_size_that_the_model_cannot_take_is_refused_in_a_sentence(name: str, size: tuple[int, int]) -> None:
+    with pytest.raises(UserError, match=rf"model.name: {name} cannot take images of {size[0]}x{size[1]} pixels"):
+        classifier(name, 10, 3, image_size=size)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"model\.name: .*'resnt18'; did you mean resnet18"):
+        classifier("resnt18", 10)
+
+
+def test_a_model_that_does_not_classify_is_unknown() -> None:
+    with pytest.raises(UserError, match="no torchvision classification model 'fcn_resnet50'"):
+        classifier("fcn_resnet50", 10)
+
+
+def test_unknown_weights_are_answered_with_those_there_are() -> None:
+    with pytest.raises(UserError, match=r"model\.weights: resnet18 has no weights 'V7'.*IMAGENET1K_V1.*null"):
+        classifier("resnet18", 10, weights="V7")
+
+
+@pytest.mark.parametrize("weights", ["DEFAULT", "IMAGENET1K_V1", "ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1"])
+def test_weights_fill_all_but_a_head_for_other_classes(stored: dict[str, Tensor], weights: str) -> None:
+    state = classifier(NAME, num_classes=10, weights=weights).state_dict()
+    assert state["fc.weight"].shape == (10, 1024)
+    assert all(torch.equal(state[name], value) for name, value in stored.items() if not name.startswith("fc."))
+
+
+def test_weights_keep_their_head_for_their_own_number_of_classes(stored: dict[str, Tensor]) -> None:
+    state = classifier(NAME, num_classes=1000, weights="DEFAULT").state_dict()
+    assert torch.equal(state["fc.weight"], stored["fc.weight"])
+
+
+def test_a_convolutional_head_is_replaced_too(stored: dict[str, Tensor]) -> None:
+    model = classifier("squeezenet1_1", num_classes=3, weights="DEFAULT")
+    assert isinstance(last(model), nn.Conv2d)
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 3)
+
+
+def test_a_new_head_guesses_evenly(stored: dict[str, Tensor]) -> None:
+    model = classifier(NAME, num_classes=10, weights="DEFAULT").eval()
+    loss = F.cross_entropy(model(torch.randn(4, 3, 64, 64)), torch.arange(4))
+    assert loss.item() == pytest.approx(torch.tensor(10.0).log().item(), rel=0.05)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+def test_pretrained_kernels_see_grey_images_as_they_did_in_colour(stored: dict[str, Tensor], channels: int) -> None:
+    colour = first(classifier(NAME, 10, in_channels=3, weights="DEFAULT"))
+    fitted = first(classifier(NAME, 10, in_channels=channels, weights="DEFAULT"))
+    grey = torch.randn(2, 1, 16, 16)
+    torch.testing.assert_close(fitted(grey.expand(-1, channels, -1, -1)), colour(grey.expand(-1, 3, -1, -1)))
+
+
+def test_weights_that_cannot_be_fetched_say_where_to_put_the_file(stored: dict[str, Tensor], tmp_path: Path) -> None:
+    place = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    with pytest.raises(UserError, match=r"model\.weights: .* could not be loaded") as caught:
+        classifier("resnet18", 10, weights="DEFAULT")
+    assert str(place) in str(caught.value)
+    assert "https://" in str(caught.value)
+
+
+def test_a_damaged_file_of_weights_is_named(stored: dict[str, Tensor], tmp_path: Path) -> None:
+    place = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    place.write_bytes(b"not weights")
+    with pytest.raises(UserError) as caught:
+        classifier("resnet18", 10, weights="DEFAULT")
+    assert str(place) in str(caught.value)
+
+
+def test_torchvision_is_imported_only_when_a_model_is_built() -> None:
+    code = (
+        "import sys, runner.models.torchvision_zoo, runner.models.vit, runner.models.mlp, runner.models.small_cnn;"
+        "import runner.models.resnet_cifar; assert 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,217 @@
+"""Losses against torch's own, their independence of how samples are batched, and the refusal to broadcast."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
+
+WEIGHTS = [1.0, 2.0, 0.5, 4.5]
+
+
+def batch(size: int = 12, classes: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, classes and soft targets in float64."""
+    source = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(size, classes, generator=source, dtype=torch.float64)
+    soft = torch.rand(size, classes, generator=source, dtype=torch.float64).softmax(1)
+    return logits, torch.randint(classes, (size,), generator=source), soft
+
+
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "cross_entropy": CrossEntropy,
+    "cross_entropy-smooth": lambda: CrossEntropy(label_smoothing=0.1),
+    "cross_entropy-weighted": lambda: CrossEntropy(class_weights=WEIGHTS, label_smoothing=0.1),
+    "focal": Focal,
+    "focal-weighted": lambda: Focal(gamma=1.5, class_weights=WEIGHTS),
+    "bce": BinaryCrossEntropy,
+    "mse": MeanSquaredError,
+}
+every_loss = pytest.mark.parametrize("build", LOSSES.values(), ids=LOSSES.keys())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+def test_cross_entropy_is_torch_s(smoothing: float) -> None:
+    logits, classes, soft = batch()
+    loss = CrossEntropy(label_smoothing=smoothing)
+    for targets in (classes, soft):
+        expected = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+        torch.testing.assert_close(loss(logits, targets), expected)
+
+
+def test_class_weights_are_torch_s_but_for_the_denominator() -> None:
+    logits, classes, _ = batch()
+    weight = torch.tensor(WEIGHTS, dtype=torch.float64)
+    expected = F.cross_entropy(logits, classes, weight=weight / weight.mean(), reduction="none").mean()
+    torch.testing.assert_close(CrossEntropy(class_weights=WEIGHTS)(logits, classes), expected)
+    scaled = CrossEntropy(class_weights=[10 * value for value in WEIGHTS])
+    torch.testing.assert_close(scaled(logits, classes), expected)
+
+
+def test_balanced_weights_make_every_class_count_alike() -> None:
+    counts = torch.tensor([8, 3, 1, 4])
+    classes = torch.arange(4).repeat_interleave(counts)
+    losses = torch.zeros(len(classes), 4, dtype=torch.float64)
+    per_class = []
+    loss = CrossEntropy(class_weights="balanced", num_classes=4, class_counts=counts)
+    for index in range(4):
+        mine = classes == index
+        per_class.append(loss(losses[mine], classes[mine]).item() * int(mine.sum()))
+    assert per_class == pytest.approx([per_class[0]] * 4)
+    assert loss.weight is not None
+    assert loss.weight.mean().item() == pytest.approx(1)
+
+
+def test_focal_with_gamma_0_is_cross_entropy() -> None:
+    logits, classes, soft = batch()
+    for weights in (None, WEIGHTS):
+        for targets in (classes, soft):
+            expected = CrossEntropy(class_weights=weights)(logits, targets)
+            torch.testing.assert_close(Focal(gamma=0.0, class_weights=weights)(logits, targets), expected)
+
+
+def test_focal_is_its_formula_and_the_same_for_one_hot_targets() -> None:
+    logits, classes, _ = batch()
+    p = logits.softmax(1)[torch.arange(len(classes)), classes]
+    expected = (-((1 - p) ** 2) * p.log()).mean()
+    torch.testing.assert_close(Focal(gamma=2.0)(logits, classes), expected)
+    one_hot = F.one_hot(classes, 4).double()
+    torch.testing.assert_close(Focal(gamma=2.0)(logits, one_hot), expected)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_focal_has_finite_gradients_where_the_model_is_certain(gamma: float) -> None:
+    logits = torch.tensor([[200.0, -200.0], [-200.0, 200.0]], requires_grad=True)
+    Focal(gamma=gamma)(logits, torch.tensor([0, 0])).backward()
+    assert logits.grad is not None
+    assert logits.grad.isfinite().all()
+
+
+def test_binary_cross_entropy_is_torch_s_on_one_hot_targets() -> None:
+    logits, classes, soft = batch()
+    one_hot = F.one_hot(classes, 4).double()
+    loss = BinaryCrossEntropy(num_classes=4)
+    torch.testing.assert_close(loss(logits, classes), F.binary_cross_entropy_with_logits(logits, one_hot))
+    torch.testing.assert_close(loss(logits, soft), F.binary_cross_entropy_with_logits(logits, soft))
+    column, binary = logits[:, :1], classes % 2
+    expected = F.binary_cross_entropy_with_logits(column[:, 0], binary.double())
+    torch.testing.assert_close(BinaryCrossEntropy()(column, binary), expected)
+
+
+def test_mean_squared_error_takes_vectors_columns_matrices_and_classes() -> None:
+    logits, classes, soft = batch()
+    column, values = logits[:, :1], soft[:, 0]
+    loss = MeanSquaredError()
+    torch.testing.assert_close(loss(column, values), F.mse_loss(column[:, 0], values))
+    torch.testing.assert_close(loss(column, values[:, None]), F.mse_loss(column[:, 0], values))
+    torch.testing.assert_close(loss(logits, soft), F.mse_loss(logits, soft))
+    torch.testing.assert_close(loss(logits, classes), F.mse_loss(logits, F.one_hot(classes, 4).double()))
+
+
+@every_loss
+@given(size=st.integers(2, 20), parts=st.integers(1, 5), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=15)
+def test_parts_of_a_batch_add_up_to_the_whole(build: Callable[[], nn.Module], size: int, parts: int, seed: int) -> None:
+    logits, classes, soft = batch(size, seed=seed)
+    loss = build()
+    for targets in (classes, soft):
+        whole = logits.clone().requires_grad_()
+        loss(whole, targets).backward()
+        split = logits.clone().requires_grad_()
+        for chunk, expected in zip(split.chunk(parts), targets.chunk(parts), strict=True):
+            (loss(chunk, expected) * len(chunk) / size).backward()
+        assert whole.grad is not None
+        assert split.grad is not None
+        torch.testing.assert_close(split.grad, whole.grad)
+
+
+@every_loss
+def test_the_loss_is_a_differentiable_scalar(build: Callable[[], nn.Module]) -> None:
+    logits, classes, _ = batch(5)
+    assert torch.autograd.gradcheck(lambda values: build()(values, classes), (logits.requires_grad_(),))
+
+
+@every_loss
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_summed_in_float32(build: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    logits, classes, soft = batch()
+    rounded = logits.to(dtype)
+    for targets in (classes, soft.float()):
+        loss = build()(rounded, targets)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, build()(rounded.float(), targets))
+
+
+@every_loss
+@pytest.mark.parametrize(
+    ("logits", "targets"),
+    [
+        (torch.zeros(6, 4), torch.zeros(6)),
+        (torch.zeros(6, 4), torch.zeros(6, 1)),
+        (torch.zeros(6, 4), torch.zeros(6, 3)),
+        (torch.zeros(6, 4), torch.zeros(1, 4)),
+        (torch.zeros(6, 4), torch.zeros(5, dtype=torch.int64)),
+        (torch.zeros(6, 4), torch.zeros(6, 1, dtype=torch.int64)),
+        (torch.zeros(6, 4), torch.zeros(6, 4, dtype=torch.int64)),
+        (torch.zeros(6, 4), torch.zeros(6, dtype=torch.int32)),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_and_never_broadcast(
+    build: Callable[[], nn.Module], logits: Tensor, targets: Tensor
+) -> None:
+    shape = re.escape(str(tuple(targets.shape)))
+    with pytest.raises(ValueError, match=rf"targets \w+ {shape} do not fit logits \(6, 4\); allowed: "):
+        build()(logits, targets)
+
+
+@every_loss
+@pytest.mark.parametrize("shape", [(6,), (6, 4, 1), (0, 4)])
+def test_logits_that_are_not_a_matrix_are_refused(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="the model must give logits"):
+        build()(torch.zeros(shape), torch.zeros(shape[:1], dtype=torch.int64))
+
+
+def test_a_column_of_outputs_is_not_broadcast_against_a_vector() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        MeanSquaredError()(torch.zeros(3, 1), torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("kind", [CrossEntropy, Focal, BinaryCrossEntropy, MeanSquaredError])
+def test_a_model_with_another_number_of_outputs_is_refused(kind: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match="the model gives 4 outputs, and the loss is for num_classes=3"):
+        kind(num_classes=3)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+
+
+def test_class_weights_move_with_the_module_and_stay_out_of_its_state() -> None:
+    loss = CrossEntropy(class_weights=WEIGHTS)
+    assert loss.state_dict() == {}
+    assert loss.to("meta").weight.is_meta  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: CrossEntropy(label_smoothing=1.5), "label_smoothing must be from 0 to 1, got 1.5"),
+        (lambda: CrossEntropy(class_weights=[1.0, -1.0]), "class_weights must be a list of numbers that are not negat"),
+        (lambda: CrossEntropy(class_weights=[0.0, 0.0]), "class_weights must not all be 0"),
+        (lambda: CrossEntropy(class_weights=[1.0], num_classes=3), "one weight for each of 3 classes, got 1"),
+        (lambda: Focal(class_weights="even"), "class_weights must be a list of numbers, 'balanced' or null"),  # type: ignore[arg-type]
+        (lambda: Focal(class_weights="balanced"), "balanced needs data with classes"),
+        (
+            lambda: Focal(class_weights="balanced", class_counts=torch.tensor([3, 0, 2, 0])),
+            r"needs training samples of every class; classes without: \[1, 3\]",
+        ),
+        (lambda: Focal(gamma=-1), "gamma must not be negative, got -1"),
+        (lambda: CrossEntropy(num_classes=0), "num_classes must be at least 1, got 0"),
+    ],
+)
+def test_an_argument_out_of_range_is_named(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()

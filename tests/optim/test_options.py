@@ -1,0 +1,73 @@
+"""The option files of model, optimizer, scheduler and loss: they bind, repeat the defaults, and explain every key."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = [
+    path for group in ("model", "optimizer", "scheduler", "loss") for path in sorted((CONF / group).glob("*.yaml"))
+]
+FACTS: dict[str, Any] = {
+    "in_channels": 3,
+    "image_size": (32, 32),
+    "num_classes": 4,
+    "class_counts": torch.tensor([3, 2, 1, 4]),
+    "total_steps": 100,
+    "steps_per_epoch": 10,
+    "mode": "min",
+}
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+
+
+def target(options: dict[str, Any]) -> Any:
+    module, _, name = options["_target_"].rpartition(".")
+    found: Any = __import__(module, fromlist=[name])
+    return getattr(found, name)
+
+
+@every_file
+def test_an_option_file_builds_what_it_names(path: Path) -> None:
+    options = yaml.safe_load(path.read_text())
+    build = target(options)
+    del options["_target_"]
+    for name, value in FACTS.items():
+        if name in inspect.signature(build).parameters and options.get(name) is None:
+            options[name] = value
+    if path.parent.name == "optimizer":
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        optimizer = build(model.parameters(), **options)
+        model(torch.ones(2, 4)).sum().backward()
+        before = model[0].weight.clone()
+        optimizer.step()
+        assert not torch.equal(before, model[0].weight)
+    elif path.parent.name == "model":
+        assert build(**options)(torch.randn(2, 3, 32, 32)).shape == (2, 4)
+    elif path.parent.name == "scheduler":
+        assert 0 < build(**options).factor(0) <= 1
+    else:
+        assert build(**options)(torch.randn(3, 4), torch.arange(3)).isfinite()
+
+
+@every_file
+def test_an_option_file_lists_every_argument_of_the_project_s_own_components(path: Path) -> None:
+    options = yaml.safe_load(path.read_text())
+    if options["_target_"].startswith("runner."):
+        arguments = set(inspect.signature(target(options)).parameters) - {"params"}
+        assert set(options) - {"_target_"} == arguments
+
+
+@every_file
+def test_every_key_is_explained_and_the_file_says_what_it_is_and_how_it_is_run(path: Path) -> None:
+    title, command, *keys = path.read_text().splitlines()
+    assert title.startswith("# ")
+    assert title.endswith(".")
+    assert command.startswith("# python -m runner train ")
+    assert f"{path.parent.name}={path.stem}" in command
+    assert all("  # " in line for line in keys)

@@ -1,0 +1,289 @@
+import errno
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from runner.tracking import console as console_module
+from runner.tracking.console import Console
+
+ESCAPE = "\x1b"
+
+
+class FakeTerminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _a_capable_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def _everything(console):
+    console.header("runner: digits", [("model", "mlp", ""), ("device", "cpu", "no CUDA device was found")])
+    console.line("a \x1b[31mred\x1b[0m line, [bold]not markup[/bold]")
+    console.warn("compile=true has no effect")
+    console.error("it broke\nbadly")
+    console.table("jobs", ["job", "value"], [["0", "0.5"], ["1", "0.25"]])
+    console.start(100, 2, 0)
+    for step in range(1, 101):
+        console.advance(step, 1)
+        if step % 50 == 0:
+            console.metrics("train", {"lr": 0.0031, "loss": 0.412, "samples_per_s": 12_345.0}, step, 1)
+            console.metrics("val", {"accuracy": 0.9733, "loss": float("nan")}, step, 1)
+    console.stop()
+    console.stop()
+    console.line("done")
+
+
+def test_a_pipe_gets_plain_ascii_lines_that_say_what_runs_and_why():
+    stream = io.StringIO()
+    _everything(Console(None, stream=stream))
+    text = stream.getvalue()
+    assert ESCAPE not in text
+    assert text.isascii()
+    lines = text.splitlines()
+    assert lines[:3] == ["runner: digits", "  model   mlp", "  device  cpu  (no CUDA device was found)"]
+    assert "a red line, [bold]not markup[/bold]" in lines
+    assert "warning: compile=true has no effect" in lines
+    assert "error: it broke" in lines
+    train = [line for line in lines if "train" in line]
+    assert re.fullmatch(
+        r"epoch 1/2  step 50/100  train loss 0\.412  lr 0\.0031  12\.3k samples/s  eta \d:\d\d", train[0]
+    )
+    assert "epoch 1/2  step 100/100  [val]  loss nan  accuracy 0.9733" in lines
+
+
+def test_run_log_has_every_line_with_a_time_and_no_escape_codes_in_either_mode(tmp_path):
+    for name, stream in (("plain", io.StringIO()), ("terminal", FakeTerminal())):
+        _everything(Console(tmp_path / name, stream=stream))
+    plain, terminal = ((tmp_path / name).read_text() for name in ("plain", "terminal"))
+    assert ESCAPE not in plain + terminal
+    stamp = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(  |$)")
+    assert all(stamp.match(line) for line in (plain + terminal).splitlines())
+    assert [line[21:] for line in plain.splitlines()] == [line[21:] for line in terminal.splitlines()]
+    assert plain.splitlines()[-1].endswith("  done")
+
+
+def test_run_log_is_appended_to(tmp_path):
+    (tmp_path / "run.log").write_text("before\n")
+    Console(tmp_path / "run.log", stream=io.StringIO()).line("after")
+    assert (tmp_path / "run.log").read_text().startswith("before\n")
+
+
+def test_a_terminal_gets_colours_a_bar_and_permanent_evaluation_lines():
+    stream = FakeTerminal()
+    _everything(Console(None, stream=stream))
+    text = stream.getvalue()
+    assert ESCAPE in text
+    assert "━" in text or "─" in text
+    permanent = [line.rpartition("\r")[2] for line in text.split("\n")]
+    assert sum("[val]" in line for line in permanent) == 2
+    assert not any("train" in line for line in permanent)
+    assert text.endswith("done\n")
+
+
+def test_progress_false_turns_the_bar_off_and_shows_train_metrics_as_lines():
+    stream = FakeTerminal()
+    _everything(Console(None, progress=False, stream=stream))
+    assert "━" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+    assert "train loss 0.412" in stream.getvalue()
+
+
+def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
+    stream = FakeTerminal()
+    console = Console(None, stream=stream)
+    threads = threading.active_count()
+    console.start(1000, 1, 0)
+    drawn = 0
+    for step in range(1, 1001):
+        now[0] += 0.002
+        before = len(stream.getvalue())
+        console.advance(step, 1)
+        drawn += len(stream.getvalue()) > before
+    assert threading.active_count() == threads
+    console.stop()
+    assert 8 <= drawn <= 11
+
+
+def test_the_time_left_follows_the_rate_and_leaves_out_a_slow_first_step(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
+    stream = io.StringIO()
+    console = Console(None, stream=stream)
+    console.start(1000, 1, 500)
+    now[0] = 300.0
+    for step in range(501, 521):
+        console.advance(step, 1)
+        now[0] += 0.5
+    console.metrics("train", {"loss": 1.0}, 520, 1)
+    elapsed_per_step = 10.0 / 19
+    expected = round(480 * elapsed_per_step)
+    assert f"eta {expected // 60}:{expected % 60:02d}" in stream.getvalue()
+
+
+def test_a_step_that_is_not_due_costs_next_to_nothing():
+    console = Console(None, stream=io.StringIO())
+    console.start(10**9, 1, 0)
+    console.advance(1, 1)
+    best = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        for step in range(1000):
+            console.advance(step, 1)
+        best = min(best, (time.perf_counter() - begin) / 1000)
+    console.stop()
+    assert best < 1e-6
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5, 11, 30])
+def test_a_narrow_terminal_still_shows_everything_without_an_error(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = FakeTerminal()
+    console = Console(None, stream=stream)
+    _everything(console)
+    assert "warning: compile=true has no effect" in stream.getvalue()
+    assert console._terminal is not None
+
+
+def test_prints_and_warnings_of_others_appear_above_the_bar_and_stdout_is_given_back(monkeypatch):
+    stream = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    console = Console(None)
+    console.start(10, 1, 0)
+    print("a print of someone else")
+    console.stop()
+    assert sys.stdout is stream
+    assert "\x1b[2Ka print of someone else\n" in stream.getvalue()
+
+
+def test_a_real_terminal_is_recognised_and_a_dumb_one_gets_plain_lines(monkeypatch):
+    for term, coloured in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", term)
+        master, slave = pty.openpty()
+        with open(slave, "w", encoding="utf-8") as stream:  # noqa: PTH123
+            Console(None, stream=stream).warn("careful")
+            text = os.read(master, 1000).decode()
+        os.close(master)
+        assert "warning: careful" in text
+        assert (ESCAPE in text) is coloured
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stream_that_is_not_utf8_gets_what_it_can_express(terminal, encoding):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    stream.isatty = lambda: terminal
+    console = Console(None, stream=stream)
+    console.line("Zürich 犬")
+    _everything(console)
+    stream.flush()
+    assert ("Zürich ?" if encoding == "latin-1" else "Z?rich ?").encode(encoding) in raw.getvalue()
+    assert (console._terminal is not None) is terminal
+
+
+class Broken(FakeTerminal):
+    def __init__(self, terminal, error):
+        super().__init__()
+        self.terminal, self.error, self.calls = terminal, error, 0
+
+    def isatty(self):
+        return self.terminal
+
+    def write(self, text):
+        self.calls += 1
+        raise self.error
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "gone"), ValueError("closed file")])
+def test_a_broken_stream_ends_the_display_but_not_the_run_log(tmp_path, terminal, error):
+    stream = Broken(terminal, error)
+    _everything(Console(tmp_path / "run.log", stream=stream))
+    assert 1 <= stream.calls <= 10
+    log = (tmp_path / "run.log").read_text()
+    assert "[val]" in log
+    assert log.endswith("  done\n")
+
+
+def test_a_terminal_that_breaks_while_the_bar_is_up_gives_stdout_back(monkeypatch):
+    stream = FakeTerminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    console = Console(None)
+    console.start(10, 1, 0)
+
+    def gone(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(stream, "write", gone)
+    console.line("x")
+    assert sys.stdout is stream
+    console.stop()
+
+
+def test_a_terminal_that_cannot_be_drawn_on_falls_back_to_plain_lines(monkeypatch):
+    stream = FakeTerminal()
+    console = Console(None, stream=stream)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("a fault in drawing")
+
+    monkeypatch.setattr(console._terminal, "text", fail)
+    console.line("still here")
+    assert stream.getvalue() == "still here\n"
+
+
+def test_a_process_whose_reader_goes_away_goes_on_and_ends_without_complaint(tmp_path):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from runner.tracking.console import Console\n"
+        f"console = Console(Path({str(tmp_path / 'run.log')!r}))\n"
+        "sys.stdin.readline()\n"
+        "for i in range(100):\n"
+        "    console.line(f'line {i}')\n"
+        "print('a print of someone else', flush=True)\n"
+        "print('and one for the last flush')\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+        complaint = process.stderr.read()
+    assert (process.returncode, complaint) == (0, b"")
+    assert (tmp_path / "run.log").read_text().splitlines()[-1].endswith("line 99")
+
+
+def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_path, monkeypatch):
+    stream = io.StringIO()
+    Console(tmp_path / "none" / "run.log", stream=stream).line("on")
+    assert stream.getvalue().count("warning") == 1
+
+    stream = io.StringIO()
+    console = Console(tmp_path / "run.log", stream=stream)
+
+    class Full:
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    console._log = Full()
+    console.line("on")
+    console.line("and on")
+    assert stream.getvalue().count("warning") == 1
+    assert stream.getvalue().endswith("on\nand on\n")

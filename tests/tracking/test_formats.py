@@ -1,0 +1,60 @@
+import math
+
+import pytest
+
+from runner.tracking.formats import aligned, clean, compact, duration, encodable, in_order, label, metric, number
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1, "1"),
+        (12_345, "12.3k"),
+        (999.6, "1.00k"),
+        (1_234_567, "1.23M"),
+        (99_950, "100k"),
+        (-2500, "-2.50k"),
+        (0, "0"),
+    ],
+)
+def test_large_numbers_get_three_digits_and_a_suffix(value, text):
+    assert compact(value) == text
+
+
+def test_numbers_have_four_digits_and_missing_ones_are_nan():
+    assert [number(x) for x in (0.123456, 3, 1e-7, None, math.nan)] == ["0.1235", "3", "1e-07", "nan", "nan"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (12, "0:12"), (3723, "1:02:03"), (2 * 86400 + 5, "2d 0:00:05"), (None, "?"), (math.inf, "?")],
+)
+def test_durations_read_like_a_clock(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_metrics_are_shown_with_their_unit_and_in_reading_order():
+    assert metric("samples_per_s", 12_345.0) == "12.3k samples/s"
+    assert metric("loss", None) == "loss nan"
+    assert in_order(["samples_per_s", "lr", "accuracy", "loss"]) == ["loss", "accuracy", "lr", "samples_per_s"]
+    names = ["lr", "samples_per_s", "step_ms", "grad_norm"]
+    assert [label(name) for name in names] == ["learning rate", "samples/s", "step (ms)", "grad norm"]
+
+
+def test_colour_codes_and_control_characters_are_removed():
+    assert clean("\x1b[1;31mred\x1b[0m\tx\r\x07\n\x1b]0;title\x07y") == "red    x\ny"
+
+
+def test_text_can_be_reduced_to_any_encoding():
+    assert encodable("Zürich", "ascii") == encodable("Zürich", None) == encodable("Zürich", "no-such") == "Z?rich"
+    assert encodable("Zürich", "utf-8") == "Zürich"
+
+
+def test_a_table_is_aligned_with_numbers_to_the_right():
+    assert aligned(["name", "n"], [["a", "1"], ["bcdef", "100"]]) == [
+        "name     n",
+        "-----  ---",
+        "a        1",
+        "bcdef  100",
+    ]
+    assert aligned(["name"], []) == ["name", "----"]

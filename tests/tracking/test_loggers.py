@@ -1,0 +1,162 @@
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.config.errors import UserError
+from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard
+
+OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
+
+
+def _rows(path):
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_a_json_line_is_on_the_disk_at_once_with_the_fixed_keys_first_and_nan_as_null(tmp_path):
+    logger = JsonLines()
+    logger.open(tmp_path, None)
+    logger.log("train", {"loss": 0.5, "accuracy": math.nan}, 10, 1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    logger.close()
+    assert text == '{"global_step": 10, "epoch": 1, "split": "train", "loss": 0.5, "accuracy": null}\n'
+
+
+def test_json_lines_continue_at_the_step_they_resume_from(tmp_path):
+    first = JsonLines()
+    first.open(tmp_path, None)
+    for step in (10, 20, 30):
+        first.log("train", {"loss": 1.0 / step}, step, 1)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 40, "epo')
+    second = JsonLines()
+    second.open(tmp_path, 20)
+    second.log("train", {"loss": 0.0}, 30, 1)
+    second.flush()
+    second.close()
+    second.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["global_step"], record["loss"]) for record in records] == [(10, 0.1), (20, 0.05), (30, 0.0)]
+
+
+def test_json_lines_without_a_step_to_resume_from_add_to_what_is_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"global_step": 40, "epoch": 1, "split": "val"}\n{"glo')
+    logger = JsonLines()
+    logger.open(tmp_path, None)
+    logger.log("test", {}, 40, 1)
+    logger.close()
+    splits = [json.loads(line)["split"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert splits == ["val", "test"]
+
+
+def test_a_csv_file_grows_a_column_when_a_new_metric_appears(tmp_path):
+    logger = Csv()
+    logger.open(tmp_path, None)
+    logger.log("train", {"loss": 0.5}, 10, 1)
+    logger.log("train", {"loss": 0.25, "lr": math.nan}, 20, 1)
+    logger.log("train", {"lr": 0.1}, 30, 2)
+    logger.log("val", {"loss": 0.125}, 30, 2)
+    logger.flush()
+    assert _rows(tmp_path / "metrics_train.csv") == [
+        ["global_step", "epoch", "loss", "lr"],
+        ["10", "1", "0.5", ""],
+        ["20", "1", "0.25", "nan"],
+        ["30", "2", "", "0.1"],
+    ]
+    assert _rows(tmp_path / "metrics_val.csv") == [["global_step", "epoch", "loss"], ["30", "2", "0.125"]]
+    logger.close()
+
+
+def test_csv_rows_after_the_step_resumed_from_and_a_partial_row_are_dropped(tmp_path):
+    first = Csv()
+    first.open(tmp_path, None)
+    for step in (10, 20, 30):
+        first.log("train", {"loss": 1.0}, step, 1)
+    first.close()
+    path = tmp_path / "metrics_train.csv"
+    path.write_text(path.read_text() + "15,1,0.")
+    foreign = tmp_path / "metrics_of_mine.csv"
+    foreign.write_text("a,b\nx,y")
+    second = Csv()
+    second.open(tmp_path, 20)
+    second.log("train", {"loss": 0.0, "accuracy": 1.0}, 30, 1)
+    second.close()
+    steps_and_losses = [row[:3] for row in _rows(path)]
+    assert steps_and_losses == [
+        ["global_step", "epoch", "loss"],
+        ["10", "1", "1.0"],
+        ["20", "1", "1.0"],
+        ["30", "1", "0.0"],
+    ]
+    assert foreign.read_text() == "a,b\nx,y"
+
+
+def _scalars(folder, tag):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_event_files_read_back_and_resuming_takes_back_later_steps(tmp_path):
+    first = TensorBoard()
+    first.open(tmp_path, None)
+    assert not (tmp_path / "tensorboard").exists()
+    for step in (10, 20, 30):
+        first.log("train", {"loss": step / 4}, step, 1)
+    first.log("val", {"loss": math.nan}, 30, 1)
+    first.flush()
+    assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 7.5)]
+    assert math.isnan(_scalars(tmp_path, "loss/val")[0][1])
+    first.close()
+    second = TensorBoard()
+    second.open(tmp_path, 20)
+    second.log("train", {"loss": 1.0}, 30, 1)
+    second.close()
+    second.close()
+    assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 1.0)]
+
+
+def test_a_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    logger = TensorBoard()
+    logger.open(tmp_path, None)
+    with pytest.raises(UserError, match="logger=none"):
+        logger.log("train", {"loss": 1.0}, 1, 1)
+
+
+def test_a_flush_interval_below_a_second_is_refused():
+    with pytest.raises(ValueError, match="flush_s must be at least 1, got 0"):
+        TensorBoard(flush_s=0)
+
+
+@pytest.mark.parametrize("make", [JsonLines, Csv, TensorBoard])
+def test_a_logger_that_was_never_opened_can_be_flushed_and_closed(make):
+    logger: Logger = make()
+    logger.flush()
+    logger.close()
+    with pytest.raises(RuntimeError, match="before open"):
+        logger.log("train", {"loss": 1.0}, 1, 1)
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_option_builds_its_loggers_and_comments_every_key(option):
+    import importlib
+
+    text = option.read_text()
+    for name, node in yaml.safe_load(text).items():
+        module, _, attribute = node.pop("_target_").rpartition(".")
+        assert name in {"tensorboard", "csv"}
+        assert getattr(importlib.import_module(module), attribute)(**node)
+    lines = text.splitlines()
+    assert lines[0].startswith("# ")
+    assert lines[1] == f"# python -m runner train logger={option.stem}"
+    assert all("  # " in line for line in lines[2:])

@@ -1,0 +1,102 @@
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from runner.tracking.plots import confusion_matrix, learning_curves
+
+
+def _image(path):
+    with Image.open(path) as image:
+        return image.convert("L")
+
+
+def _border_is_white(path):
+    image = _image(path)
+    width, height = image.size
+    edges = [image.crop(box) for box in ((0, 0, width, 3), (0, height - 3, width, height))]
+    edges += [image.crop(box) for box in ((0, 0, 3, height), (width - 3, 0, width, height))]
+    return all(edge.getextrema() == (255, 255) for edge in edges)
+
+
+def _write_metrics(path, steps):
+    with path.open("w") as file:
+        for step in range(1, steps + 1):
+            record = {
+                "global_step": step,
+                "epoch": 1,
+                "split": "train",
+                "loss": math.exp(-step / 10),
+                "lr": 1e-3 / step,
+            }
+            file.write(json.dumps(record) + "\n")
+            if step % 5 == 0:
+                loss = None if step == 10 else 1.0 / step
+                file.write(
+                    json.dumps({"global_step": step, "epoch": 1, "split": "val", "loss": loss, "f$1": 0.5}) + "\n"
+                )
+        file.write('{"global_step": 3')
+
+
+@pytest.mark.parametrize("steps", [0, 1, 20, 300])
+def test_learning_curves_are_drawn_whole_for_any_length(tmp_path, steps):
+    _write_metrics(tmp_path / "metrics.jsonl", steps)
+    learning_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    assert _border_is_white(tmp_path / "curves.png")
+    assert _image(tmp_path / "curves.png").getextrema()[0] < 128
+
+
+def test_learning_curves_without_a_metrics_file_say_so_in_the_picture(tmp_path):
+    learning_curves(tmp_path / "none.jsonl", tmp_path / "curves.png")
+    assert _image(tmp_path / "curves.png").getextrema()[0] < 128
+
+
+def test_the_curves_name_splits_and_metrics_with_units(tmp_path):
+    _write_metrics(tmp_path / "metrics.jsonl", 20)
+    learning_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.svg")
+    text = (tmp_path / "curves.svg").read_text()
+    for word in ("train", "val", "loss", "learning rate", "optimizer step", "f$1"):
+        assert f"<!-- {word} -->" in text
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 26, 100, 130])
+def test_a_confusion_matrix_is_drawn_whole_for_any_number_of_classes(tmp_path, count):
+    matrix = [[1_234_567 if i == j else (i + j) % 3 for j in range(count)] for i in range(count)]
+    confusion_matrix(matrix, [f"class {i}" for i in range(count)], tmp_path / "cm.png", "val")
+    assert _border_is_white(tmp_path / "cm.png")
+    assert max(_image(tmp_path / "cm.png").size) < 3000
+
+
+def test_a_confusion_matrix_takes_odd_names_an_empty_class_and_a_long_title(tmp_path):
+    names = ["a name much longer than anyone would want to read", "$x_犬", ""]
+    confusion_matrix([[1, 2, 3], [0, 0, 0], [4, 5, 6]], names, tmp_path / "cm.png", "words and " * 30)
+    assert _border_is_white(tmp_path / "cm.png")
+
+
+def test_numbers_appear_only_while_they_fit(tmp_path):
+    for count, expected in ((25, True), (26, False)):
+        confusion_matrix([[777] * count] * count, [], tmp_path / "cm.svg", "val")
+        assert ("<!-- 777 -->" in (tmp_path / "cm.svg").read_text()) is expected
+
+
+def test_a_matrix_that_is_not_square_or_has_other_names_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="square"):
+        confusion_matrix([[1, 2]], [], tmp_path / "cm.png", "val")
+    with pytest.raises(ValueError, match="2 classes cannot have 1 names"):
+        confusion_matrix([[1, 2], [3, 4]], ["a"], tmp_path / "cm.png", "val")
+
+
+def test_drawing_needs_no_display_and_leaves_the_backend_alone(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "from runner.tracking.plots import confusion_matrix\n"
+        f"confusion_matrix([[1, 0], [0, 1]], [], pathlib.Path({str(tmp_path / 'cm.png')!r}), 'val')\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert 'tkinter' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "cm.png").stat().st_size > 1000

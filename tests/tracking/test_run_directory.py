@@ -1,0 +1,80 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from runner.config.errors import UserError
+from runner.tracking.run_directory import RunDirectory, claim, timestamp
+
+
+def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):
+    parent = tmp_path / "new" / "parent"
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from runner.tracking.run_directory import claim\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        f"for _ in range(25): print(claim(Path({str(parent)!r}), '2026-11-20_10-31-07').name)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    names = [name for process in processes for name in process.communicate(timeout=20)[0].split()]
+    assert len(names) == len(set(names)) == 100
+    assert set(names) == {path.name for path in parent.iterdir()}
+    assert {"2026-11-20_10-31-07", "2026-11-20_10-31-07_1", "2026-11-20_10-31-07_99"} <= set(names)
+
+
+def test_a_parent_that_is_a_file_is_told_in_a_sentence(tmp_path):
+    (tmp_path / "outputs").touch()
+    with pytest.raises(UserError, match="outputs"):
+        claim(tmp_path / "outputs", "x")
+    with pytest.raises(UserError, match="cannot write"):
+        RunDirectory(tmp_path / "outputs")
+
+
+def test_the_time_stamp_can_be_a_directory_name():
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", timestamp())
+
+
+def test_a_run_directory_has_its_folders_and_reads_back_what_it_wrote(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    assert run.checkpoints.is_dir()
+    assert run.plots.is_dir()
+    assert run.read_summary() is None
+    run.write_config("name: digits\n")
+    run.write_overrides(["optimizer.lr=0.1", "name='a: b'", "seed=1"])
+    run.write_environment({"runner": "0.1.0"})
+    run.write_summary({"status": "finished", "best": {"value": float("nan")}})
+    assert run.config_file.read_text() == "name: digits\n"
+    assert yaml.safe_load(run.overrides_file.read_text()) == ["optimizer.lr=0.1", "name='a: b'", "seed=1"]
+    assert json.loads(run.environment_file.read_text()) == {"runner": "0.1.0"}
+    assert run.read_summary() == {"status": "finished", "best": {"value": None}}
+    run.write_overrides([])
+    assert yaml.safe_load(run.overrides_file.read_text()) == []
+
+
+def test_a_summary_that_is_no_json_object_reads_as_none(tmp_path):
+    run = RunDirectory(tmp_path)
+    for text in ("", "{", "[1]"):
+        run.summary_file.write_text(text)
+        assert run.read_summary() is None
+
+
+def test_truncating_metrics_drops_later_steps_and_a_partial_line(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.truncate_metrics(0)
+    lines = [json.dumps({"global_step": step, "epoch": 1, "split": split}) for step in (10, 20, 30) for split in "tv"]
+    run.metrics_file.write_text("\n".join(lines) + '\n{"global_step": 15, "ep')
+    run.truncate_metrics(20)
+    assert run.metrics_file.read_text() == "\n".join(lines[:4]) + "\n"
+    run.truncate_metrics(-1)
+    assert run.metrics_file.read_text() == ""

@@ -1,0 +1,87 @@
+import io
+import json
+
+import yaml
+
+from runner.tracking.console import Console
+from runner.tracking.sweep import print_table, summarise
+
+
+def _job(folder, overrides, **summary):
+    folder.mkdir(parents=True)
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def _best(value, mode="max", metric="val/accuracy"):
+    return {"metric": metric, "mode": mode, "value": value, "step": 10}
+
+
+def _shown(rows):
+    stream = io.StringIO()
+    failed = print_table(rows, Console(None, stream=stream))
+    return failed, stream.getvalue()
+
+
+def test_a_sweep_shows_what_varied_and_marks_the_best(tmp_path):
+    for job, (lr, value) in enumerate([(0.1, 0.9), (0.01, 0.99), (0.001, 0.95)]):
+        overrides = ["epochs=3", f"optimizer.lr={lr}"]
+        _job(tmp_path / str(job), overrides, status="finished", best=_best(value), wall_s=61)
+    (tmp_path / ".submitit").mkdir()
+    rows = summarise(tmp_path)
+    assert [row.varied for row in rows] == [("optimizer.lr=0.1",), ("optimizer.lr=0.01",), ("optimizer.lr=0.001",)]
+    assert [row.best for row in rows] == [False, True, False]
+    failed, text = _shown(rows)
+    assert not failed
+    (line,) = [line for line in text.splitlines() if "best" in line]
+    assert line.split() == ["1", "optimizer.lr=0.01", "finished", "0.99", "1:01", "<-", "best"]
+    assert "val/accuracy" in text
+    stored = json.loads((tmp_path / "sweep.json").read_text())
+    assert stored["best"] == ["1"]
+    assert [job["value"] for job in stored["jobs"]] == [0.9, 0.99, 0.95]
+
+
+def test_jobs_that_failed_or_died_are_reported_with_their_reason(tmp_path):
+    error = "optimizer.lr must be positive\nTraceback ..."
+    _job(tmp_path / "0", ["a=1"], status="failed", error=error, best=_best(0.999))
+    _job(tmp_path / "1", ["a=2"], status="running", error=None, best=None)
+    _job(tmp_path / "2", ["a=3"])
+    _job(tmp_path / "3", ["a=4"], status="finished", error=None, best=_best(0.5))
+    rows = summarise(tmp_path, [["a=1"], ["a=2"], ["a=3"], ["a=4"], ["a=5"]])
+    assert [row.status for row in rows] == ["failed", "died", "died", "finished", "died"]
+    assert [row.best for row in rows] == [False, False, False, True, False]
+    assert rows[4].varied == ("a=5",)
+    failed, text = _shown(rows)
+    assert failed
+    assert "error: job 0 failed: optimizer.lr must be positive\n" in text
+    assert "error: job 1 died: it is still marked as running" in text
+    assert "error: job 2 died: it left no summary.json" in text
+    assert "error: job 4 died" in text
+    assert "Traceback" not in text
+
+
+def test_a_preempted_job_is_not_a_failed_one(tmp_path):
+    _job(tmp_path / "0", [], status="preempted", error=None, best=None)
+    failed, text = _shown(summarise(tmp_path))
+    assert not failed
+    assert "preempted" in text
+
+
+def test_the_best_is_the_smallest_where_smaller_is_better_and_nan_never_wins(tmp_path):
+    for job, value in enumerate([None, 0.5, 0.25]):
+        _job(tmp_path / str(job), [f"seed={job}"], status="finished", best=_best(value, "min", "val/loss"))
+    assert [row.best for row in summarise(tmp_path)] == [False, False, True]
+
+
+def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
+    for job in (10, 9, 0):
+        _job(tmp_path / str(job), [f"seed={job}"], status="finished")
+    assert [row.job for row in summarise(tmp_path, write=False)] == ["0", "9", "10"]
+    assert not (tmp_path / "sweep.json").exists()
+
+
+def test_a_sweep_without_any_job_is_an_empty_table(tmp_path):
+    failed, text = _shown(summarise(tmp_path / "none", write=False))
+    assert not failed
+    assert "0 of 0 jobs finished" in text
