@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     try:
         return int(modules[verb].main(rest))
+    except BrokenPipeError:
+        # Whoever reads the output has seen enough (`| head`); Python must not complain about it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    print(f"runner: {text}", file=sys.stderr)
+    print(f"error: {text}", file=sys.stderr)
 
 
 def _help(modules: dict[str, ModuleType]) -> str:

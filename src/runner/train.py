@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -15,13 +16,14 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
+from runner.build import build_learner, build_metrics, build_optimizer, monitored, place
 from runner.checkpoint import file as checkpoint_file
-from runner.checkpoint import find, rng
+from runner.checkpoint import find, resume, rng
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.keeper import Keeper
 from runner.config import stored
 from runner.config.app import Composition, current
-from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.errors import ConfigError, UserError
 from runner.config.resolve import checked, merged
 from runner.config.rules import changes_refused
 from runner.config.schema import Train
@@ -34,7 +36,6 @@ from runner.engine.loop import Limits, Loop
 from runner.engine.plan import Plan
 from runner.engine.state import Meter, TrainState, load_weights
 from runner.engine.step import StepParts
-from runner.engine.tasks import Task
 from runner.runtime.device import choose_device, compile_in_place, configure_torch
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.signals import StopSignals
@@ -66,13 +67,15 @@ def run(cfg: DictConfig) -> float | None:
         with signals:
             setup = settle(composition)
             directory = directory or open_directory(setup, composition)
-            console = Console(directory.log_file, None if setup.config.log.progress == "auto" else setup.config.log.progress)
+            console = Console(
+                directory.log_file, None if setup.config.log.progress == "auto" else setup.config.log.progress
+            )
             value = train(setup, composition, directory, console, summary, signals)
         summary["status"] = "finished"
     except UserError as error:
         status = USAGE
         summary |= {"status": "failed", "error": str(error)}
-        console.error(str(error))
+        complain(directory, str(error))
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
     except Preempted as error:
@@ -82,11 +85,12 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        console.error(f"diverged: {error}; lower optimizer.lr, set clip.norm=1.0, or find the operation with debug=anomaly")
+        advice = "lower optimizer.lr, set clip.norm=1.0, or find the operation with debug=anomaly"
+        complain(directory, f"diverged: {error}; {advice}")
     except Exception as error:
         status = FAILED
         summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        console.error(traceback.format_exc().rstrip())
+        complain(directory, traceback.format_exc().rstrip())
     finally:
         console.stop()
         if directory is not None:
@@ -98,6 +102,11 @@ def run(cfg: DictConfig) -> float | None:
     if status == PREEMPTED or (status != OK and not in_sweep):
         raise SystemExit(status)
     return value
+
+
+def complain(directory: RunDirectory | None, text: str) -> None:
+    """Say on standard error, and in the log if there is one, why the run failed."""
+    Console(directory.log_file if directory else None, progress=False, stream=sys.stderr).error(text)
 
 
 @dataclass
@@ -214,8 +223,7 @@ def train(
     # Task, model, loss
     rng.seed_everything(config.seed)
     task, model, loss = build_learner(values, config, splits)
-    model.to(device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
-    loss.to(device)
+    place(model, loss, device, config.channels_last)
     if config.compile:
         compile_in_place(model, device)
 
@@ -223,10 +231,7 @@ def train(
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters)
-    for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+    optimizer = build_optimizer(config, model)
     schedule = build(
         "scheduler",
         config.scheduler,
@@ -241,10 +246,11 @@ def train(
     keeper = Keeper(directory.checkpoints, config.checkpoint.keep)
 
     def save(loop: Loop, is_best: bool) -> None:
-        check_finite(loop.state)
+        if name := loop.state.not_finite():
+            raise Diverged(f"{name} is not finite after step {loop.state.position.global_step}; it was not saved")
         for logger in loggers:
             logger.flush()
-        contents = checkpoint_contents(loop.state, extra, stored.dump(values), list(splits.classes))
+        contents = resume.contents(loop.state, extra, stored.dump(values), list(splits.classes), versions())
         keeper.save(contents, loop.state.position.global_step, is_best)
         record(summary, loop.state, monitor)
         directory.write_summary(summary)
@@ -300,9 +306,12 @@ def train(
 
     # Resume
     if setup.found:
-        restore(setup.found, state, extra)
+        resume.restore(setup.found, state, extra)
+        if not continued and state.best is not None and not resume.carry_best(setup.found.path, keeper):
+            warnings.append("the checkpoint's run has no valid best.pt: which evaluation is best is decided anew")
+            state.best = None
         if not continued:
-            carry_over(setup.found.path, directory, keeper, state, resumed_step, warnings)
+            directory.copy_metrics(setup.found.path.parents[1], resumed_step)
     directory.write_config(stored.dump(values))
     for logger in loggers:
         logger.open(directory.path, resumed_step if setup.found else None)
@@ -344,139 +353,6 @@ def train(
     return state.best.value if state.best else None
 
 
-def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss; what they took from the data is written into `values`.
-
-    Raises:
-        UserError: if what the config says does not fit the data.
-    """
-    count = len(splits.classes)
-    facts: dict[str, Any] = {"num_classes": count or None}
-    _check_against_data("task", config.task, facts)
-    task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
-    facts = {
-        "in_channels": splits.channels,
-        "image_size": splits.image_size,
-        "num_classes": task.outputs(splits.classes),
-    }
-    _check_against_data("model", config.model, facts)
-    model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
-    facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
-    loss: nn.Module = build("loss", config.loss, facts=facts)
-    return task, model, loss
-
-
-def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
-    for name, fact in facts.items():
-        given = node.get(name)
-        if given is not None and fact is not None and _plain(given) != _plain(fact):
-            raise UserError(
-                f"{key}.{name}: is {given}, but the data says {fact}\n"
-                f"    allowed: {key}.{name}=null to take it from the data, or other data"
-            )
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value
-
-
-def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Write facts into a component's stored arguments where it lists them as null, so that a checkpoint has them."""
-    node: dict[str, Any] = values[key]
-    for name, fact in facts.items():
-        if name in node and node[name] is None:
-            node[name] = _plain(fact)
-    return node
-
-
-def monitored(config: Train, task: Task, splits: Splits) -> tuple[str, str]:
-    """The metric that says which evaluation is best, and whether the `min` or the `max` is.
-
-    Raises:
-        UserError: if there will be no such metric.
-    """
-    monitor = config.checkpoint.monitor or task.monitor
-    names = ["loss", *(config.metrics or task.metric_names())]
-    allowed = [f"val/{name}" for name in names]
-    if "/" not in monitor:
-        monitor = f"val/{monitor}"
-    if monitor not in allowed:
-        close = nearest(monitor, allowed)
-        hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"checkpoint.monitor: there is no metric '{monitor}'{hint}\n    allowed: {', '.join(allowed)}")
-    usual = "min" if monitor.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
-    return monitor, config.checkpoint.mode or (task.mode if monitor == task.monitor else usual)
-
-
-def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:
-    """Fresh metrics: those of the config, or of the task."""
-    if config.metrics is None:
-        return task.metrics(device)
-    facts = {"num_classes": getattr(task, "num_classes", None), "task": "multiclass"}
-    return {name: build(f"metrics.{name}", node, facts=facts).to(device) for name, node in config.metrics.items()}
-
-
-def check_finite(state: TrainState) -> None:
-    """Refuse to save weights that are not finite.
-
-    Raises:
-        Diverged: naming the first such tensor.
-    """
-    tensors = {name: tensor for name, tensor in state.model.state_dict().items() if tensor.is_floating_point()}
-    if tensors and not bool(torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).all()):
-        name = next(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
-        raise Diverged(f"{name} is not finite after step {state.position.global_step}; no checkpoint of this was written")
-
-
-def checkpoint_contents(state: TrainState, extra: dict[str, Any], config: str, classes: list[str]) -> dict[str, Any]:
-    """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`."""
-    contents = state.state_dict()
-    contents["metrics"]["callbacks"] = {
-        name: callback.state_dict() for name, callback in extra.items() if hasattr(callback, "state_dict")
-    }
-    return contents | {
-        "format": checkpoint_file.FORMAT,
-        "rng": rng.capture(),
-        "config": config,
-        "classes": classes,
-        "versions": versions(),
-    }
-
-
-def restore(found: find.Found, state: TrainState, extra: dict[str, Any]) -> None:
-    """Put a run back to where a checkpoint was written.
-
-    Raises:
-        UserError: if the checkpoint is of another model or optimizer.
-    """
-    try:
-        state.load_state_dict(found.contents)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{found.path}: {error}") from error
-    for name, saved in found.contents["metrics"]["callbacks"].items():
-        if hasattr(extra.get(name), "load_state_dict"):
-            extra[name].load_state_dict(saved)
-    rng.restore(found.contents["rng"])
-
-
-def carry_over(
-    source: Path, directory: RunDirectory, keeper: Keeper, state: TrainState, step: int, warnings: list[str]
-) -> None:
-    """Bring what belongs to the past of a resumed run into its new directory: the best checkpoint, the metrics."""
-    best = source.parent / "best.pt"
-    if state.best is not None:
-        if best.is_file():
-            checkpoint_file.verify(best)
-            checkpoint_file.link(best, keeper.best)
-        else:
-            warnings.append(f"there is no {best}: which evaluation is best is decided anew")
-            state.best = None
-    metrics = source.parents[1] / "metrics.jsonl"
-    if metrics.is_file():
-        directory.metrics_file.write_bytes(metrics.read_bytes())
-        directory.truncate_metrics(step)
-
-
 def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
     """Bring the summary up to date."""
     best = state.best
@@ -515,14 +391,28 @@ def describe(
     shape = f"{splits.channels}x{splits.image_size[0]}x{splits.image_size[1]}"
     classes = f"{len(splits.classes)} classes, " if splits.classes else ""
     target = str(config.model["_target_"]).rsplit(".", 1)[1]
-    settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay")
+    settings = ", ".join(
+        f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay"
+    )
     rows = [
-        ("model", f"{target}, {parameters:,} parameters", "" if trainable == parameters else f"{trainable:,} trainable"),
+        (
+            "model",
+            f"{target}, {parameters:,} parameters",
+            "" if trainable == parameters else f"{trainable:,} trainable",
+        ),
         ("data", f"{config.data.name}, {shape}, {classes}" + ", ".join(f"{n:,} {name}" for name, n in counts), ""),
         *splits.choices,
-        ("device", f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device), device_reason),
+        (
+            "device",
+            f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+            device_reason,
+        ),
         ("precision", precision.name, precision.reason),
-        ("optimizer", f"{type(optimizer).__name__}, {settings}", f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}"),
+        (
+            "optimizer",
+            f"{type(optimizer).__name__}, {settings}",
+            f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
+        ),
         ("steps", f"{total_steps:,}", f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each"),
     ]
     if config.deterministic:

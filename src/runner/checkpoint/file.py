@@ -160,7 +160,9 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict) or set(contents) != set(KEYS):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
     if not isinstance(contents["format"], int) or contents["format"] > FORMAT:
-        raise UserError(f"{path}: has format {contents['format']}, and this version reads up to {FORMAT}: update runner")
+        raise UserError(
+            f"{path}: has format {contents['format']}, and this version reads up to {FORMAT}: update runner"
+        )
     return contents
 
 

@@ -56,7 +56,9 @@ def newest_run(runs: Path) -> Path:
     """
     found = [*runs.glob("*/checkpoints/last.pt"), *runs.glob("sweeps/*/*/checkpoints/last.pt")]
     if not found:
-        raise UserError(f"ckpt_path: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory")
+        raise UserError(
+            f"ckpt_path: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory"
+        )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
 

@@ -18,13 +18,13 @@ def seed_everything(seed: int) -> None:
 
 def capture() -> dict[str, Any]:
     """States of Python's, NumPy's and torch's generators, of every device that is in use."""
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": [str(kind), np.asarray(keys).tolist(), *(float(v) if isinstance(v, float) else int(v) for v in rest)],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()

@@ -159,7 +159,9 @@ def launch(
             folder = sweep_root(composition.values)
             extra = [f"hydra.sweep.dir='{folder}'"]
         elif multirun:
-            folder = Path(next(w for w in known.accepted if w.startswith("hydra.sweep.dir=")).split("=", 1)[1].strip("'"))
+            folder = Path(
+                next(w for w in known.accepted if w.startswith("hydra.sweep.dir=")).split("=", 1)[1].strip("'")
+            )
         _call_hydra(task, primary, [*flag_words, *known.accepted, *extra])
         return folder if multirun else None
     words = known.accepted if not known.problems and not known.unknown else request.words
@@ -204,7 +206,9 @@ def _compose(
     if sources.primary(request.primary) is None:
         names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
         close = nearest(request.primary, names)
-        raise ConfigError([Problem("--config-name", f"there is no config '{request.primary}'", ", ".join(names), close)])
+        raise ConfigError(
+            [Problem("--config-name", f"there is no config '{request.primary}'", ", ".join(names), close)]
+        )
     searchpath = [f"file://{folder}" for folder in sources.extra]
     words = overrides.first_of_sweeps(known.accepted)
     words = [word for word in words if not word.startswith("hydra.searchpath=")]
@@ -215,14 +219,16 @@ def _compose(
             cfg = hydra.compose(request.primary, words, return_hydra_config=True)
         values = _plain(cfg)
     except (HydraException, OmegaConfBaseException) as error:
-        problems += [
-            overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown
-        ]
+        problems += [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
         raise ConfigError([*problems, _as_problem(error)]) from error
     names = list(flatten(values))
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in known.unknown]
     composition = Composition(
-        values, overrides.canonical(w for w in words if not w.startswith("hydra")), _choices(cfg.hydra), sources, request.primary
+        values,
+        overrides.canonical(w for w in words if not w.startswith("hydra")),
+        _choices(cfg.hydra),
+        sources,
+        request.primary,
     )
     if problems:
         raise ConfigError([*problems, *also(composition)])

@@ -54,8 +54,11 @@ class ConfigError(UserError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """The choice spelled most like `word`, or an empty string if none comes close."""
+    """The choice spelled most like `word`, or the only one that begins with it; an empty string if none comes close."""
     pool = list(choices)
+    longer = [choice for choice in pool if len(word) > 1 and choice.lower().startswith(word.lower())]
+    if len(longer) == 1:
+        return longer[0]
     by_lower = {choice.lower(): choice for choice in pool}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else ""

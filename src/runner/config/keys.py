@@ -80,7 +80,8 @@ def describe(annotation: Any) -> str:
 
 
 def _words(member: Any) -> list[str]:
-    inner, limits = member, ()
+    inner: Any = member
+    limits: tuple[Any, ...] = ()
     if get_origin(member) is Annotated:
         inner, *rest = get_args(member)
         limits = tuple(rest)

@@ -7,7 +7,8 @@ before Hydra sees them; a key inside an open section (an argument of a component
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -49,12 +50,12 @@ def _examine_one(
     override: Override, word: str, schema: type, groups: dict[str, list[str]], multirun: bool, result: Words
 ) -> None:
     key = override.key_or_group
-    if key.startswith("hydra/") or key.startswith("hydra."):
+    if key.startswith(("hydra/", "hydra.")):
         result.accepted.append(word)
         return
     if override.is_sweep_override() and not multirun:
         problem = Problem(key, "has several values, which needs the flag --multirun", "one value, or quotes around it")
-        result.problems.append(Problem(**{**problem.__dict__, "origin": _origin(word)}))
+        result.problems.append(replace(problem, origin=_origin(word)))
         return
     if key in groups:
         problem_of_group = None if override.is_delete() else _wrong_option(override, word, groups[key])
@@ -72,7 +73,7 @@ def _examine_one(
     elif override.is_delete():
         result.accepted.append(word)
     else:
-        inside_component = annotation is keys.Any
+        inside_component = annotation is Any
         result.accepted.append(("++" if inside_component else "") + word.lstrip("+"))
 
 

@@ -60,9 +60,7 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
         ConfigError: if the file names something to build that is neither allowed nor trusted.
     """
     original = stored.load(text, where)
-    values = stored.overlay(
-        original, composition.values, composition.words, composition.choices, composition.sources
-    )
+    values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
     # Whom to trust and where to read and write is said by the user at hand, never by a file.
     for key in ("trust", "output_root", "ckpt_path"):
         values[key] = composition.values[key]
@@ -77,4 +75,5 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
             problems.append(Problem(f"{key}._target_", f"'{path}' {reason}", fix, origin=where))
     if problems:
         raise ConfigError(problems)
-    return values, stored.differences(original, values)
+    changed = stored.differences(original, values)
+    return values, [difference for difference in changed if difference[0] != "ckpt_path"]

@@ -99,6 +99,7 @@ def conflicts(config: Train) -> list[Problem]:
     )
     return found
 
+
 # What a resumed run cannot change, because its saved state would mean something else afterwards.
 _FIXED = ("model", "data.dataset", "data.split", "data.image_size", "task", "optimizer._target_")
 # What it cannot change inside an epoch, where the position counts batches of a given order.

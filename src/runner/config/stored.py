@@ -132,5 +132,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     changed = []
     for key in dict.fromkeys([*old, *new]):
         if old.get(key, _MISSING) != new.get(key, _MISSING):
-            changed.append((key, *(shown(side[key]) if key in side else "-" for side in (old, new))))
+            before_text, after_text = (shown(side[key]) if key in side else "-" for side in (old, new))
+            changed.append((key, before_text, after_text))
     return changed

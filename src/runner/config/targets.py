@@ -76,7 +76,9 @@ def refusal(path: str, trust: Iterable[str]) -> str:
         found = resolve(path)
     except UserError as error:
         return str(error)
-    home = getattr(found, "__module__", None) or ""
+    home = str(getattr(found, "__module__", None) or "")
+    if path.rpartition(".")[2].startswith("_"):
+        return "comes from a file and names something private"
     if _within(home, trusted):
         return ""
     if _within(home, _COMPONENT_ROOMS):
@@ -104,8 +106,7 @@ def _builds_a_part(found: Any) -> bool:
         )
         if issubclass(found, kinds):
             return True
-        home = found.__module__
-        return _within(home, ("torchvision.transforms",)) and callable(getattr(found, "__call__", None))
+        return _within(found.__module__, ("torchvision.transforms",)) and hasattr(found, "forward")
     if inspect.isfunction(found) and _within(found.__module__, ("torchvision.models",)):
         import torchvision
 

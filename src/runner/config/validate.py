@@ -21,7 +21,7 @@ _STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
 
 
 @functools.cache
-def _adapter(section: type[T]) -> TypeAdapter[T]:
+def _adapter(section: type) -> TypeAdapter[Any]:
     """A validator of a dataclass and of all sections below it."""
     _forbid_extras(section)
     return TypeAdapter(section)
@@ -117,7 +117,9 @@ def nodes(section: type, values: dict[str, Any], prefix: str = "") -> list[tuple
             if _is_node(member):
                 found.append((key, value))
             elif arguments and _is_node(arguments[-1]):
-                pairs = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
+                pairs = (
+                    value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else [])
+                )
                 found += [(f"{key}.{index}", item) for index, item in pairs if item is not None]
     return found
 
@@ -131,7 +133,9 @@ def with_origins(
 ) -> list[Problem]:
     """Each problem with the override or the file that its value came from, where that can be told."""
     return [
-        problem if problem.origin else dataclasses.replace(problem, origin=origin(problem.key, words, choices, sources, primary))
+        problem
+        if problem.origin
+        else dataclasses.replace(problem, origin=origin(problem.key, words, choices, sources, primary))
         for problem in problems
     ]
 
@@ -151,8 +155,8 @@ def origin(key: str, words: Sequence[str], choices: dict[str, str], sources: Sou
             for path in (option.path, option.path.with_name("_base.yaml")):
                 if path.is_file() and (_defines(path, inside) or (key == group and path == option.path)):
                     return str(path)
-    path = sources.primary(primary)
-    return str(path) if path is not None and _defines(path, key) else ""
+    file = sources.primary(primary)
+    return str(file) if file is not None and _defines(file, key) else ""
 
 
 def _defines(path: Any, key: str) -> bool:

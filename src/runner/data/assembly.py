@@ -142,7 +142,8 @@ def assemble(
         return SplitData(loader(name, training), pipeline, len(parts[name][1]))
 
     train, again = part("train", True), part("train", False)
-    assert train is not None and again is not None
+    assert train is not None
+    assert again is not None
     counts = None
     if targets is not None and not targets.is_floating_point() and classes:
         counts = torch.bincount(targets[train_indices].long(), minlength=len(classes))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -157,19 +158,24 @@ def as_tensor(image: Any) -> Tensor:
     Raises:
         UserError: for anything else, or another number of dimensions.
     """
-    if not isinstance(image, Tensor):
-        import numpy as np
-
+    tensor: Tensor
+    if isinstance(image, Tensor):
+        tensor = image
+    else:
         array = np.asarray(image)
         if array.dtype == object or array.ndim not in (2, 3):
-            raise UserError(f"a data set gave {type(image).__name__} where an image was expected (tensor, array or PIL)")
+            kind = type(image).__name__
+            raise UserError(
+                f"data.dataset: gave {kind} where an image was expected (a tensor, an array or a PIL image)"
+            )
         tensor = torch.from_numpy(array.copy())
-        image = tensor[None] if tensor.ndim == 2 else tensor.permute(2, 0, 1).contiguous()
-    if image.ndim == 2:
-        image = image[None]
-    if image.ndim != 3:
-        raise UserError(f"an image has shape {tuple(image.shape)}; expected (channels, height, width)")
-    return image if image.dtype == torch.uint8 or image.is_floating_point() else image.float()
+        if tensor.ndim == 3:
+            tensor = tensor.permute(2, 0, 1).contiguous()
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    if tensor.ndim != 3:
+        raise UserError(f"data.dataset: an image has shape {tuple(tensor.shape)}; expected (channels, height, width)")
+    return tensor if tensor.dtype == torch.uint8 or tensor.is_floating_point() else tensor.float()
 
 
 def _start_worker(_: int) -> None:

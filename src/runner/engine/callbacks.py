@@ -36,9 +36,7 @@ class EarlyStopping:
         min_delta: smallest change that counts as an improvement.
     """
 
-    def __init__(
-        self, monitor: str, mode: Literal["min", "max"], patience: int = 5, min_delta: float = 0.0
-    ) -> None:
+    def __init__(self, monitor: str, mode: Literal["min", "max"], patience: int = 5, min_delta: float = 0.0) -> None:
         if patience < 1:
             raise ValueError(f"patience must be at least 1, got {patience}")
         if min_delta < 0:
@@ -142,9 +140,7 @@ class Checkpointing:
         save: called with the loop and whether the state is the best so far.
     """
 
-    def __init__(
-        self, every_steps: int | None, every_epochs: int | None, save: Callable[[Loop, bool], None]
-    ) -> None:
+    def __init__(self, every_steps: int | None, every_epochs: int | None, save: Callable[[Loop, bool], None]) -> None:
         self.every_steps, self.every_epochs, self._save = every_steps, every_epochs, save
 
     def on_boundary(self, loop: Loop) -> None:

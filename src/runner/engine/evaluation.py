@@ -44,7 +44,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and inference mode; afterwards each module's mode and the random generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode():
             yield

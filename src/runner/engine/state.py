@@ -59,8 +59,8 @@ class Best:
     epoch: int
 
     def beaten_by(self, value: float) -> bool:
-        """Whether `value` is better; a value that is not finite never is."""
-        return value > self.value if self.mode == "max" else value < self.value
+        """Whether `value` is better or as good: of equals, the later one has been trained for longer."""
+        return value >= self.value if self.mode == "max" else value <= self.value
 
 
 class Meter:
@@ -139,6 +139,13 @@ class TrainState:
         self.best = Best(**best) if best else None
         self.last_metrics = dict(state["metrics"]["last"])
         self.meter.load_state_dict(state["metrics"]["train"])
+
+    def not_finite(self) -> str:
+        """Name of the first tensor of the model that is not finite, or an empty string; waits for the device."""
+        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()}
+        if not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).all()):
+            return ""
+        return next(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
 
     def set_learning_rate(self) -> None:
         """Set each group's rate for the step that comes next."""

@@ -78,7 +78,7 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
         loss = loss * weight
     if scaler is not None:
         loss = scaler.scale(loss)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     if not update:
         return
     if parts.clip_norm is not None or parts.clip_value is not None:

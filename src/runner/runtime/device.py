@@ -41,7 +41,9 @@ def choose_device(name: str) -> tuple[torch.device, str]:
             built = "torch finds no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
             raise UserError(f"device: '{name}' is not there: {built}\n    allowed: device=auto or device=cpu")
         if (device.index or 0) >= count:
-            raise UserError(f"device: '{name}' is not there: torch sees {count}\n    allowed: cuda:0 to cuda:{count - 1}")
+            raise UserError(
+                f"device: '{name}' is not there: torch sees {count}\n    allowed: cuda:0 to cuda:{count - 1}"
+            )
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     elif device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError(f"device: '{name}' is not there\n    allowed: device=auto or device=cpu")

@@ -110,3 +110,18 @@ class RunDirectory:
     def truncate_metrics(self, global_step: int) -> None:
         """Drop the metrics of steps after `global_step`, which a run continued here will write again."""
         drop_after(self.metrics_file, global_step)
+
+    def copy_metrics(self, source: Path, global_step: int) -> None:
+        """Take over the metrics of another run up to a step, where there are any.
+
+        Args:
+            source: directory of the other run.
+            global_step: last step to take.
+
+        Raises:
+            UserError: if they cannot be written.
+        """
+        other = source / self.metrics_file.name
+        if other.is_file():
+            write_atomically(self.metrics_file, other.read_bytes())
+            self.truncate_metrics(global_step)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from runner.build import build_learner, build_metrics, place
 from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition, current
@@ -28,7 +29,7 @@ from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_json
 from runner.tracking.run_directory import claim, timestamp
-from runner.train import FAILED, USAGE, build_learner, build_metrics
+from runner.train import FAILED, USAGE
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -46,7 +47,7 @@ def run(cfg: DictConfig) -> float | None:
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        print(f"runner: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(USAGE) from None
     except Exception:
         traceback.print_exc()
@@ -97,8 +98,7 @@ def _evaluate(composition: Composition) -> float:
         if split is None:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
         task, model, loss = build_learner(values, config, splits)
-        model.to(device, memory_format=torch.channels_last if config.channels_last else torch.preserve_format)
-        loss.to(device)
+        place(model, loss, device, config.channels_last)
         try:
             load_weights(model, found.contents["model"])
         except ValueError as error:

@@ -1,0 +1,109 @@
+"""The parts of a run that come from the config and the data together, for `train` and every verb that has a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.config.errors import UserError, nearest
+from runner.config.schema import Train
+from runner.config.targets import build
+from runner.data.assembly import Splits
+from runner.engine.tasks import Task
+
+
+def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
+    """Build task, model and loss; what they took from the data is written into `values`.
+
+    Raises:
+        UserError: if what the config says does not fit the data.
+    """
+    count = len(splits.classes)
+    facts: dict[str, Any] = {"num_classes": count or None}
+    _check_against_data("task", config.task, facts)
+    task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
+    facts = {
+        "in_channels": splits.channels,
+        "image_size": splits.image_size,
+        "num_classes": task.outputs(splits.classes),
+    }
+    _check_against_data("model", config.model, facts)
+    model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
+    facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
+    loss: nn.Module = build("loss", config.loss, facts=facts)
+    return task, model, loss
+
+
+def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
+    for name, fact in facts.items():
+        given = node.get(name)
+        if given is not None and fact is not None and _plain(given) != _plain(fact):
+            raise UserError(
+                f"{key}.{name}: is {given}, but the data says {fact}\n"
+                f"    allowed: {key}.{name}=null to take it from the data, or other data"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Write facts into a component's stored arguments where it lists them as null, so that a checkpoint has them."""
+    node: dict[str, Any] = values[key]
+    for name, fact in facts.items():
+        if name in node and node[name] is None:
+            node[name] = _plain(fact)
+    return node
+
+
+def monitored(config: Train, task: Task, splits: Splits) -> tuple[str, str]:
+    """The metric that says which evaluation is best, and whether the `min` or the `max` is.
+
+    Raises:
+        UserError: if there will be no such metric.
+    """
+    monitor = config.checkpoint.monitor or task.monitor
+    names = ["loss", *(config.metrics or task.metric_names())]
+    allowed = [f"val/{name}" for name in names]
+    if "/" not in monitor:
+        monitor = f"val/{monitor}"
+    if monitor not in allowed:
+        close = nearest(monitor, allowed)
+        hint = f"; did you mean '{close}'?" if close else ""
+        raise UserError(f"checkpoint.monitor: there is no metric '{monitor}'{hint}\n    allowed: {', '.join(allowed)}")
+    usual = "min" if monitor.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
+    return monitor, config.checkpoint.mode or (task.mode if monitor == task.monitor else usual)
+
+
+def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:
+    """Fresh metrics: those of the config, or of the task."""
+    if config.metrics is None:
+        return task.metrics(device)
+    facts = {"num_classes": getattr(task, "num_classes", None), "task": "multiclass"}
+    return {name: build(f"metrics.{name}", node, facts=facts).to(device) for name, node in config.metrics.items()}
+
+
+def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:
+    """Move model and loss to the device, weights in the memory layout that the images come in."""
+    model.to(device)
+    loss.to(device)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+
+
+def build_optimizer(config: Train, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
+
+    Raises:
+        UserError: if there is nothing to train, or the optimizer refuses its arguments.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
+    optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters)
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer

@@ -1,0 +1,83 @@
+"""From the objects of a run to the contents of a checkpoint, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from runner.checkpoint import file, rng
+from runner.checkpoint.find import Found
+from runner.checkpoint.keeper import Keeper
+from runner.config.errors import UserError
+
+
+class Stateful(Protocol):
+    """Anything whose state goes into a checkpoint, see `runner.engine.state.TrainState`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain containers."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        ...
+
+
+def contents(
+    state: Stateful, callbacks: dict[str, Any], config: str, classes: list[str], versions: dict[str, str]
+) -> dict[str, Any]:
+    """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`.
+
+    Args:
+        state: model, optimizer, schedule, scaler, position and metrics.
+        callbacks: by name; those with a `state_dict` are saved.
+        config: the resolved config as YAML text.
+        classes: names of the classes.
+        versions: versions of packages.
+    """
+    saved = state.state_dict()
+    saved["metrics"]["callbacks"] = {
+        name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
+    }
+    return saved | {
+        "format": file.FORMAT,
+        "rng": rng.capture(),
+        "config": config,
+        "classes": classes,
+        "versions": versions,
+    }
+
+
+def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
+    """Put a run back to where a checkpoint was written.
+
+    Raises:
+        UserError: if the checkpoint is of another model or optimizer.
+    """
+    try:
+        state.load_state_dict(found.contents)
+        for name, saved in found.contents["metrics"]["callbacks"].items():
+            if hasattr(callbacks.get(name), "load_state_dict"):
+                callbacks[name].load_state_dict(saved)
+        rng.restore(found.contents["rng"])
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(f"{found.path}: does not fit this run: {error}") from error
+
+
+def carry_best(source: Path, keeper: Keeper) -> bool:
+    """Bring the best checkpoint of a resumed run into the new run's folder.
+
+    Args:
+        source: checkpoint that is resumed from; the best one lies beside it.
+        keeper: of the new run.
+
+    Returns:
+        Whether there was a valid one.
+    """
+    best = source.with_name("best.pt")
+    try:
+        file.verify(best)
+    except UserError:
+        return False
+    file.link(best, keeper.best)
+    return True
