@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runner.config.errors import UserError, nearest
 from runner.config.schema import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits
+from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
 
 
@@ -84,6 +85,42 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
         return task.metrics(device)
     facts = {"num_classes": getattr(task, "num_classes", None), "task": "multiclass"}
     return {name: build(f"metrics.{name}", node, facts=facts).to(device) for name, node in config.metrics.items()}
+
+
+def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None:
+    """Send one sample through model and loss, so that what does not fit is said before training starts.
+
+    Weights, buffers, modes and random generators are left as they are.
+
+    Raises:
+        UserError: if the model cannot take the images, or the loss cannot take its outputs and the targets.
+    """
+    image, target = splits.example
+    outputs = task.outputs(splits.classes)
+    with untouched(model):
+        inputs = splits.train_for_eval.prepare(image, torch.zeros(1, dtype=torch.int64, device=image.device), 0)
+        shape = tuple(inputs.shape)
+        try:
+            logits = model(inputs)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(f"model: cannot take images of shape {shape}: {_first_line(error)}") from error
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UserError(
+                f"model: gives {got} for one image\n    allowed: a tensor of shape (1, {outputs}), one output a class or number"
+            )
+        try:
+            value = loss(logits, task.targets(target))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(
+                f"loss: {_first_line(error)}\n    allowed: a loss that fits the task and its targets"
+            ) from error
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:

@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from runner.build import build_learner, build_metrics, build_optimizer, monitored, place
+from runner.build import build_learner, build_metrics, build_optimizer, monitored, place, probe
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import find, resume, rng
 from runner.checkpoint.digest import weights_sha256
@@ -224,6 +224,7 @@ def train(
     rng.seed_everything(config.seed)
     task, model, loss = build_learner(values, config, splits)
     place(model, loss, device, config.channels_last)
+    probe(task, model, loss, splits)
     if config.compile:
         compile_in_place(model, device)
 

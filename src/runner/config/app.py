@@ -117,6 +117,8 @@ def parse(argv: Sequence[str], primary: str) -> Request:
         raise UserError(reason + (f"; did you mean '{close}'?" if close else "")) from None
     if flags.experimental_rerun:
         raise UserError("--experimental-rerun reads a pickle, which could run anything; use ckpt_path= instead")
+    if flags.config_path:
+        raise UserError("--config-path would replace the configs that come with the program; add yours with --config-dir")
     shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
     name = (flags.config_name or primary).removesuffix(".yaml")
     return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
@@ -164,8 +166,10 @@ def launch(
             )
         _call_hydra(task, primary, [*flag_words, *known.accepted, *extra])
         return folder if multirun else None
-    words = known.accepted if not known.problems and not known.unknown else request.words
-    _call_hydra(task, primary, [*flag_words, *words])
+    unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
+    if known.problems or unknown:
+        raise ConfigError([*known.problems, *unknown])
+    _call_hydra(task, primary, [*flag_words, *known.accepted])
     return None
 
 

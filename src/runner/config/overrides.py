@@ -61,13 +61,15 @@ def _examine_one(
         problem_of_group = None if override.is_delete() else _wrong_option(override, word, groups[key])
         if problem_of_group:
             result.problems.append(problem_of_group)
+        elif not override.is_delete() and selected(override) == ["null"]:
+            result.accepted.append(f"~{key}")  # Hydra takes null in files only
         else:
             result.accepted.append(("~" if override.is_delete() else "") + word.lstrip("+~"))
         return
     annotation = keys.find(schema, key)
     if annotation is None:
         result.unknown.append((key, word))
-    elif override.is_delete() and "." not in key:
+    elif override.is_delete() and annotation is not Any:
         message = "cannot be deleted, as the schema has it"
         result.problems.append(Problem(key, message, f"set it to {keys.describe(annotation)}", origin=_origin(word)))
     elif override.is_delete():

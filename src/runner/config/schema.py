@@ -52,6 +52,7 @@ class Data:
     download: bool = False
     batch_size: Count = 64
     image_size: Annotated[int, Ge(1)] | None = None
+    shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
     shuffle: bool = True
     drop_last: bool = False

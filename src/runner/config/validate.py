@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -43,7 +43,7 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
     """
     problems = _booleans_as_numbers(section, values) + _without_target(section, values)
     try:
-        config = _adapter(section).validate_python(values)
+        config = _adapter(section).validate_python(values)  # type: ignore[arg-type]
     except ValidationError as error:
         config = None
         seen = {problem.key for problem in problems}
@@ -60,6 +60,11 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
     annotation: Any = section
     for part in location:
         if not dataclasses.is_dataclass(annotation):
+            nodes_of = [args[-1] for member in keys.members(annotation) if (args := get_args(keys.bare(member)))]
+            if not keys.is_open(annotation) or not nodes_of or not _is_node(nodes_of[0]):
+                break
+            path.append(str(part))
+            annotation = nodes_of[0]
             break
         fields = keys.hints(annotation)  # type: ignore[arg-type]
         path.append(str(part))

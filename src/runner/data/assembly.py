@@ -16,7 +16,7 @@ from runner.config.schema import Data, Transform
 from runner.config.targets import build
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline
-from runner.data.loaders import Loader, MemoryLoader, SampleTransform, WorkerLoader, as_tensor
+from runner.data.loaders import Loader, MemoryLoader, SampleTransform, WorkerLoader, as_target, as_tensor
 from runner.data.splits import carve, targets_of
 
 _MEASURED = 2048  # images that statistics are measured on where they are read one by one
@@ -43,6 +43,7 @@ class Splits:
         channels: colour channels of an image.
         image_size: height and width.
         mean, std: statistics that images are normalised with.
+        example: the first training sample, image (1, C, H, W) and target (1, ...), on the device.
         choices: rows of (label, value, reason) for people.
         warnings: settings without effect.
     """
@@ -57,6 +58,7 @@ class Splits:
     image_size: tuple[int, int]
     mean: list[float]
     std: list[float]
+    example: tuple[Tensor, Tensor]
     choices: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -97,7 +99,7 @@ def assemble(
     workers = _workers(data, in_memory, choices)
 
     train_set, train_indices = parts["train"]
-    first = _first_image(train_set, int(train_indices[0]), sample_eval)
+    first, target = _sample(train_set, int(train_indices[0]), sample_eval)
     classes = _classes(train_set)
     targets = targets_of(train_set)
     mean, std = data.normalize.mean, data.normalize.std
@@ -158,6 +160,7 @@ def assemble(
         image_size=(height, width),
         mean=mean,
         std=std,
+        example=(first[None].to(device), target[None].to(device)),
         choices=choices,
         warnings=warnings,
     )
@@ -228,14 +231,14 @@ def _workers(data: Data, in_memory: torch.device | None, choices: list[tuple[str
     return workers
 
 
-def _first_image(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> Tensor:
+def _sample(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:
     item = dataset[index]
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UserError("data.dataset: a sample must be a pair (image, target)")
     image = item[0]
     for transform in transforms:
         image = transform(image)
-    return as_tensor(image)
+    return as_tensor(image), as_target(item[1])
 
 
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
@@ -264,7 +267,7 @@ def _measure(
         chunks = (dataset.images[part] for part in torch.split(indices, 4096))
     else:
         step = max(1, len(indices) // _MEASURED)
-        chunks = (_first_image(dataset, index, transforms)[None] for index in indices[::step].tolist())
+        chunks = (_sample(dataset, index, transforms)[0][None] for index in indices[::step].tolist())
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for chunk in chunks:
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)

@@ -146,10 +146,21 @@ def _collate(items: list[tuple[Any, Any, int]]) -> tuple[Tensor, Tensor, Tensor]
             f"images of one batch have different shapes, such as {first} and {second}; "
             "set data.image_size, or add a transform that makes them equal (transform.sample_train, sample_eval)"
         )
-    targets = torch.stack([torch.as_tensor(target) for _, target, _ in items])
-    if targets.dtype == torch.float64:
-        targets = targets.float()
+    targets = torch.stack([as_target(target) for _, target, _ in items])
     return torch.stack(images), targets, torch.tensor([index for _, _, index in items])
+
+
+def as_target(target: Any) -> Tensor:
+    """One target as a tensor; Python's and NumPy's floats become float32.
+
+    Raises:
+        UserError: if it is no number.
+    """
+    try:
+        tensor = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"data.dataset: a target is {target!r}, which is not a number") from error
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def as_tensor(image: Any) -> Tensor:

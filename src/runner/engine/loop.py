@@ -191,8 +191,9 @@ class Loop:
         state.last_metrics = metrics
         name, mode = self.monitor
         value = metrics[name]
-        if math.isfinite(value) and (state.best is None or state.best.beaten_by(value)):
-            state.best = Best(name, mode, value, state.position.global_step, state.position.epoch)
+        loss = metrics["val/loss"]
+        if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
+            state.best = Best(name, mode, value, loss, state.position.global_step, state.position.epoch)
             self.improved = True
         state.schedule.observe(value)
         state.set_learning_rate()

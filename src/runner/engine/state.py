@@ -55,12 +55,15 @@ class Best:
     metric: str
     mode: str
     value: float
+    loss: float
     global_step: int
     epoch: int
 
-    def beaten_by(self, value: float) -> bool:
-        """Whether `value` is better or as good: of equals, the later one has been trained for longer."""
-        return value >= self.value if self.mode == "max" else value <= self.value
+    def beaten_by(self, value: float, loss: float) -> bool:
+        """Whether another evaluation is better; of equal values, the one with the lower loss is."""
+        if value == self.value:
+            return loss < self.loss
+        return value > self.value if self.mode == "max" else value < self.value
 
 
 class Meter:

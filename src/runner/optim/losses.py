@@ -29,6 +29,9 @@ class _ClassLoss(nn.Module):
         super().__init__()
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes must be at least 1, got {num_classes}")
+        if num_classes == 1:
+            # The softmax of a single output is 1 whatever the model says, so nothing would be learned.
+            raise ValueError("num_classes must be at least 2 to choose between, got 1; for one number use loss=mse")
         self.num_classes = num_classes
         # Not persistent: it follows from the config and the data, and a checkpoint holds the model's tensors only.
         self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)

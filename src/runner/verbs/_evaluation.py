@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from runner.build import build_learner, build_metrics, place
+from runner.build import build_learner, build_metrics, place, probe
 from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition, current
@@ -99,6 +99,7 @@ def _evaluate(composition: Composition) -> float:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
         task, model, loss = build_learner(values, config, splits)
         place(model, loss, device, config.channels_last)
+        probe(task, model, loss, splits)
         try:
             load_weights(model, found.contents["model"])
         except ValueError as error:

@@ -1,0 +1,95 @@
+"""What all tests share: a scratch folder, and ways to call the program."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# One thread a process: the tests run in as many processes as there are cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+FAST = ("threads=1", "logger=none", "log.progress=false")
+
+
+@dataclass
+class Result:
+    """A call of the program that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def directory(self) -> Path:
+        """The run directory: the last line printed."""
+        return Path(self.out.strip().splitlines()[-1])
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scratch folder that the test runs in."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RUNNER_TRUST", "HYDRA_FULL_ERROR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(workdir: Path) -> Iterator[Callable[..., Result]]:
+    """Call the program in this process: `run("train", "epochs=1")`."""
+    import torch
+
+    from runner.cli import main
+
+    def call(*words: str) -> Result:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(list(words))
+        return Result(status, out.getvalue(), err.getvalue())
+
+    yield call
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.fixture
+def train(run: Callable[..., Result]) -> Callable[..., Result]:
+    """A quick training in this process, which must succeed: `train("epochs=1", "amp=true")`."""
+
+    def call(*words: str) -> Result:
+        result = run("train", *FAST, *words)
+        assert result.status == 0, result.err + result.out
+        return result
+
+    return call
+
+
+@pytest.fixture
+def spawn(workdir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Call the program in a process of its own, and wait for it."""
+
+    def call(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "runner", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+
+    return call

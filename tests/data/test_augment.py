@@ -1,0 +1,199 @@
+"""Batch transforms treat each sample by its own draws alone, and do what their arguments say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from runner.config.errors import UserError
+from runner.data.augment import Pipeline, RandomBrightnessContrast, RandomErasing, RandomFlip, RandomShift
+from runner.data.keyed import Draws
+
+CPU = torch.device("cpu")
+TRANSFORMS: dict[str, Callable[[], Callable[[Tensor, Draws], Tensor]]] = {
+    "shift": lambda: RandomShift(0.25),
+    "flip": lambda: RandomFlip(0.5),
+    "light": lambda: RandomBrightnessContrast(0.3, 0.4),
+    "erase": lambda: RandomErasing(0.7, 0.5),
+}
+
+
+def pictures(count: int, channels: int = 3, height: int = 8, width: int = 6, low: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(low, 256, (count, channels, height, width), generator=generator, dtype=torch.uint8)
+
+
+def draws(count: int, epoch: int = 0) -> Draws:
+    return Draws(11, epoch, torch.arange(count) * 3)
+
+
+@pytest.mark.parametrize("as_float", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_sample_comes_out_the_same_alone_and_in_a_batch(name: str, as_float: bool) -> None:
+    images = pictures(24)
+    images = images.float() / 255 if as_float else images
+    transform = TRANSFORMS[name]()
+    together = transform(images, draws(24))
+    apart = torch.cat([transform(images[i : i + 1], Draws(11, 0, torch.tensor([3 * i]))) for i in range(24)])
+    assert torch.equal(together, apart)
+    assert not torch.equal(together, images), "nothing was changed, so nothing was tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_dtype_shape_and_range_are_kept(name: str, dtype: torch.dtype) -> None:
+    images = pictures(64, low=0)
+    images = images if dtype == torch.uint8 else images.to(dtype) / 255
+    before = images.clone()
+    out = TRANSFORMS[name]()(images, draws(64))
+    assert out.dtype == dtype
+    assert out.shape == images.shape
+    assert out.min() >= 0
+    assert out.max() <= (255 if dtype == torch.uint8 else 1)
+    assert torch.equal(images, before), "the input was overwritten"
+
+
+@pytest.mark.parametrize("transform", [RandomShift(0), RandomFlip(0), RandomBrightnessContrast(0, 0), RandomErasing(0)])
+def test_a_chance_or_strength_of_zero_changes_nothing(transform: Callable[[Tensor, Draws], Tensor]) -> None:
+    images = pictures(32)
+    assert torch.equal(transform(images, draws(32)), images)
+
+
+@given(share=st.floats(0.01, 0.5), height=st.integers(2, 12), width=st.integers(2, 12), epoch=st.integers(0, 99))
+def test_a_shift_moves_the_image_by_no_more_than_its_share_and_leaves_zeros(
+    share: float, height: int, width: int, epoch: int
+) -> None:
+    images = pictures(6, 2, height, width)
+    down, across = max(1, round(share * height)), max(1, round(share * width))
+    for before, after in zip(images, RandomShift(share)(images, draws(6, epoch)), strict=True):
+        found = False
+        for dy in range(-down, down + 1):
+            for dx in range(-across, across + 1):
+                expected = torch.zeros_like(before)
+                rows, columns = slice(max(0, dy), height + min(0, dy)), slice(max(0, dx), width + min(0, dx))
+                if rows.stop > rows.start and columns.stop > columns.start:
+                    source = before[:, max(0, -dy) : height - max(0, dy), max(0, -dx) : width - max(0, dx)]
+                    expected[:, rows, columns] = source
+                found |= torch.equal(after, expected)
+        assert found
+
+
+def test_all_shifts_occur_equally_often() -> None:
+    image = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    image[..., 4, 4] = 1
+    out = RandomShift(0.125)(image.expand(9000, -1, -1, -1), draws(9000))
+    places = out.sum((0, 1))[3:6, 3:6]
+    assert int(places.sum()) == 9000
+    assert (places - 1000).abs().max() < 150
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_flips_happen_as_often_as_asked_and_mirror_left_to_right(p: float) -> None:
+    images = pictures(8000, 1, 2, 3)
+    out = RandomFlip(p)(images, draws(8000))
+    flipped = (out == images.flip(-1)).flatten(1).all(1)
+    same = (out == images).flatten(1).all(1)
+    assert (flipped | same).all()
+    assert abs(float((flipped & ~same).float().mean()) - p) < 0.03
+
+
+def test_flips_with_certainty_flip_everything() -> None:
+    images = pictures(50)
+    assert torch.equal(RandomFlip(1)(images, draws(50)), images.flip(-1))
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_erased_is_one_rectangle_no_larger_than_its_share(share: float) -> None:
+    images = pictures(600, 3, 8, 12)
+    out = RandomErasing(1.0, share)(images, draws(600))
+    gone = out == 0
+    assert torch.equal(out[~gone], images[~gone])
+    assert (gone == gone[:, :1]).all(), "all channels lose the same pixels"
+    rows, columns = gone[:, 0].any(2).sum(1), gone[:, 0].any(1).sum(1)
+    assert (gone[:, 0].sum((1, 2)) == rows * columns).all(), "not a rectangle"
+    assert rows.min() == columns.min() == 1
+    assert rows.max() == round(share * 8)
+    assert columns.max() == round(share * 12)
+    assert gone[:, 0].any(0).all(), "some pixels are never erased"
+
+
+def test_erasing_happens_as_often_as_asked() -> None:
+    out = RandomErasing(0.3)(pictures(5000, 1, 4, 4), draws(5000))
+    assert abs(float((out == 0).flatten(1).any(1).float().mean()) - 0.3) < 0.03
+
+
+def test_light_and_contrast_stay_within_their_bounds() -> None:
+    images = torch.full((4000, 1, 1, 2), 0.5)
+    images[..., 1] = 0.6
+    out = RandomBrightnessContrast(0.1, 0.5)(images, draws(4000))
+    shift, scale = out[..., 0] - 0.5, (out[..., 1] - out[..., 0]) / 0.1
+    assert 0.095 < shift.max() <= 0.1 + 1e-6
+    assert -0.1 - 1e-6 <= shift.min() < -0.095
+    assert 1.49 < scale.max() <= 1.5 + 1e-5
+    assert 0.5 - 1e-5 <= scale.min() < 0.51
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RandomShift(0.6), "share"),
+        (lambda: RandomFlip(1.1), "p must be from 0 to 1"),
+        (lambda: RandomErasing(0.5, 0), "share above 0"),
+        (lambda: RandomBrightnessContrast(-0.1), "brightness"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_the_pipeline_normalises_uint8_and_float_alike() -> None:
+    images = pictures(5, 3)
+    mean, std = [0.1, 0.5, 0.9], [0.2, 0.3, 0.4]
+    pipeline = Pipeline([], mean, std, 0, CPU)
+    expected = (images.double() / 255 - torch.tensor(mean).view(3, 1, 1).double()) / torch.tensor(std).view(3, 1, 1)
+    for given_images in (images, images.float() / 255):
+        before = given_images.clone()
+        out = pipeline(given_images, torch.arange(5), 0)
+        assert out.dtype == torch.float32
+        assert torch.allclose(out.double(), expected, atol=1e-6)
+        assert torch.equal(given_images, before), "the data set's own pixels were overwritten"
+
+
+def test_one_statistic_serves_all_channels() -> None:
+    out = Pipeline([], [0.5], [0.25], 0, CPU)(torch.full((2, 3, 4, 4), 255, dtype=torch.uint8), torch.arange(2), 0)
+    assert torch.allclose(out, torch.full((2, 3, 4, 4), 2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_channels_last_changes_the_layout_and_no_value(dtype: torch.dtype) -> None:
+    images = pictures(4).to(dtype)
+    plain = Pipeline([RandomFlip(0.5)], [0.5], [0.5], 0, CPU)(images, torch.arange(4), 1)
+    last = Pipeline([RandomFlip(0.5)], [0.5], [0.5], 0, CPU, channels_last=True)(images, torch.arange(4), 1)
+    assert plain.is_contiguous()
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(plain, last)
+
+
+def test_statistics_for_other_channels_are_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"data.normalize: 3 values, but the images have 1 channels"):
+        Pipeline([], [0.1, 0.2, 0.3], [1.0, 1.0, 1.0], 0, CPU)(pictures(2, 1), torch.arange(2), 0)
+
+
+def test_equal_transforms_at_two_places_draw_apart() -> None:
+    seen: list[Tensor] = []
+
+    def spy(images: Tensor, draws: Draws) -> Tensor:
+        seen.append(draws.uniform())
+        return images
+
+    pipeline = Pipeline([spy, spy], [0.0], [1.0], 5, CPU)
+    pipeline(pictures(50), torch.arange(50), 0)
+    pipeline(pictures(50), torch.arange(50), 1)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
