@@ -23,6 +23,11 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
     """
     count = len(splits.classes)
     facts: dict[str, Any] = {"num_classes": count or None}
+    if not count and config.task.get("num_classes", count) is None:
+        raise UserError(
+            "task.num_classes: is not known, as the data has no classes\n"
+            "    allowed: task=regression loss=mse for numbers, or the number of classes"
+        )
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
     facts = {

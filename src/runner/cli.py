@@ -106,7 +106,7 @@ def _complete(words: list[str]) -> int:
         verb = match[2]
         if verb not in modules or not hasattr(modules[verb], "complete"):
             return 0
-        os.environ["COMP_LINE"] = match[1] + match[4]
+        os.environ["COMP_LINE"] = f"runner {match[4]}"
     elif words[0] in modules:
         verb, words = words[0], words[1:]
     complete: Any = modules[verb].complete

@@ -118,7 +118,9 @@ def parse(argv: Sequence[str], primary: str) -> Request:
     if flags.experimental_rerun:
         raise UserError("--experimental-rerun reads a pickle, which could run anything; use ckpt_path= instead")
     if flags.config_path:
-        raise UserError("--config-path would replace the configs that come with the program; add yours with --config-dir")
+        raise UserError(
+            "--config-path would replace the configs that come with the program; add yours with --config-dir"
+        )
     shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
     name = (flags.config_name or primary).removesuffix(".yaml")
     return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
@@ -206,7 +208,7 @@ def _compose(
     also: Callable[[Composition], list[Problem]],
 ) -> tuple[Composition, bool]:
     """Compose once to find every problem before anything starts; also tells whether a preset asks for a sweep."""
-    problems = list(known.problems)
+    problems = [*known.problems, *_not_folders(known.accepted)]
     if sources.primary(request.primary) is None:
         names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
         close = nearest(request.primary, names)
@@ -237,6 +239,22 @@ def _compose(
     if problems:
         raise ConfigError([*problems, *also(composition)])
     return composition, str(cfg.hydra.mode or "").endswith("MULTIRUN")
+
+
+def _not_folders(words: Sequence[str]) -> list[Problem]:
+    """Folders that cannot be made because a file is in the way; Hydra makes them before any job starts."""
+    problems = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            path = Path(value.strip("'\""))
+            blocked = next((file for file in (path, *path.parents) if file.is_file()), None)
+            if blocked is not None:
+                message = f"cannot be {path}: {blocked} is a file"
+                problems.append(
+                    Problem(key, message, "a folder, or one that can be made", origin=f"the override {word}")
+                )
+    return problems
 
 
 def _as_problem(error: Exception) -> Problem:

@@ -60,11 +60,11 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
     annotation: Any = section
     for part in location:
         if not dataclasses.is_dataclass(annotation):
-            nodes_of = [args[-1] for member in keys.members(annotation) if (args := get_args(keys.bare(member)))]
-            if not keys.is_open(annotation) or not nodes_of or not _is_node(nodes_of[0]):
-                break
-            path.append(str(part))
-            annotation = nodes_of[0]
+            insides = [get_args(keys.bare(member)) for member in keys.members(annotation)]
+            components = [inside[-1] for inside in insides if inside and _is_node(inside[-1])]
+            if components:  # one of a list or mapping of them
+                path.append(str(part))
+                annotation = components[0]
             break
         fields = keys.hints(annotation)  # type: ignore[arg-type]
         path.append(str(part))

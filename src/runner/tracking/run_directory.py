@@ -29,8 +29,11 @@ def claim(parent: Path, stamp: str) -> Path:
     Raises:
         UserError: the directory cannot be created.
     """
-    with writing(parent):
-        parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with writing(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+    except UserError as error:
+        raise UserError(f"output_root: {error}") from error
     for count in itertools.count():
         path = parent / (stamp if count == 0 else f"{stamp}_{count}")
         try:
@@ -38,7 +41,7 @@ def claim(parent: Path, stamp: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"cannot create {path}: {(error.strerror or str(error)).lower()}") from error
+            raise UserError(f"output_root: cannot create {path}: {(error.strerror or str(error)).lower()}") from error
         return path
     raise AssertionError("itertools.count() has no end")
 

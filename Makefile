@@ -1,0 +1,30 @@
+.PHONY: install test lint format types check kill benchmark clean
+
+install:  ## install with everything that development needs
+	python -m pip install -e ".[dev]"
+	pre-commit install
+
+test:  ## the whole test suite
+	pytest
+
+lint:  ## linter and format check
+	ruff check .
+	ruff format --check .
+
+format:  ## format, and mend what the linter can mend
+	ruff check --fix .
+	ruff format .
+
+types:  ## static types
+	mypy
+
+check: lint types test  ## what a change has to pass
+
+kill:  ## 30 kills of two configurations, each resumed and compared
+	python scripts/kill_and_resume.py
+
+benchmark:  ## start-up time against the bare imports
+	python scripts/benchmark_startup.py
+
+clean:  ## remove caches and build products, never outputs
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .coverage .coverage.* htmlcov .hypothesis

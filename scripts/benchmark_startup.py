@@ -1,0 +1,97 @@
+"""Time from the start of the process to the first optimizer step, against the bare imports.
+
+    python scripts/benchmark_startup.py --runs 7
+
+In alternation: `python -c "import torch, torchvision"`, and `runner train` on digits until the first step is done. The
+time that reading the data takes is measured inside each run and subtracted. Prints the median of each and of the ratios
+of neighbouring runs. The commands that must never import torch are timed as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+IMPORTS = "import torch, torchvision"
+# Stops the process right after the first step and prints how long reading the data took.
+FIRST_STEP = """
+import os, sys, time
+import runner.cli
+import runner.verbs.train
+
+def stop_after_first_step():
+    import runner.train as train
+    assemble, seconds = train.assemble, []
+
+    def timed(*args):
+        began = time.perf_counter()
+        splits = assemble(*args)
+        seconds.append(time.perf_counter() - began)
+        return splits
+
+    class Stop:
+        def on_step(self, loop):
+            print(f"data {seconds[0]}", file=sys.__stdout__, flush=True)
+            os._exit(0)
+
+    train.assemble, train._Progress = timed, lambda console: Stop()
+
+job = runner.verbs.train.job
+
+def patched(cfg):
+    stop_after_first_step()
+    return job(cfg)
+
+patched.__module__ = job.__module__
+runner.cli.verb_modules()["train"].job = patched
+runner.cli.main(["train", "log.progress=false"])
+"""
+
+
+def timed(command: list[str], folder: Path) -> tuple[float, str]:
+    """Wall time of a command in seconds, and what it printed."""
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=True)
+    return time.perf_counter() - began, done.stdout
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7)
+    runs = parser.parse_args().runs
+    bare, first, ratios = [], [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        script = folder / "first_step.py"
+        script.write_text(FIRST_STEP)
+        for number in range(runs + 1):
+            bare_s, _ = timed([sys.executable, "-c", IMPORTS], folder)
+            first_s, out = timed([sys.executable, str(script)], folder)
+            data_s = next(float(line.split()[1]) for line in out.splitlines() if line.startswith("data "))
+            if number:  # the first pair warms the disk cache
+                bare.append(bare_s)
+                first.append(first_s - data_s)
+                ratios.append((first_s - data_s) / bare_s)
+        light = {
+            verb: statistics.median(
+                timed([sys.executable, "-m", "runner", *verb.split()], folder)[0] for _ in range(runs)
+            )
+            for verb in ("--help", "list", "show model=vit_tiny", "train --help")
+        }
+    print(f"Python {platform.python_version()}, {platform.machine()}, median of {runs} alternating runs")
+    print(f"{IMPORTS:<40} {statistics.median(bare):6.2f} s")
+    print(f"{'start to first step, less reading data':<40} {statistics.median(first):6.2f} s")
+    print(f"{'ratio':<40} {statistics.median(ratios):6.2f}")
+    for verb, seconds in light.items():
+        print(f"{'runner ' + verb:<40} {seconds:6.2f} s")
+
+
+if __name__ == "__main__":
+    main()
