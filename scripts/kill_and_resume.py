@@ -5,8 +5,8 @@
 
 Two thirds of the kills come at a uniformly random moment of the run, start-up included; one third is aimed inside the
 writing of a checkpoint: between any two bytes, before or after fsync, rename and link. A run that is killed before its
-first checkpoint is started anew. Every second resumed run is killed once more before it may finish. Each training is a forked process, so the imports
-are paid once. Exit status 1 if any run ends with other bits.
+first checkpoint is started anew. Every second resumed run is killed once more before it may finish. Each training is a
+forked process, so the imports are paid once. Exit status 1 if any run ends with other bits.
 """
 
 from __future__ import annotations

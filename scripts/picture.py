@@ -1,6 +1,6 @@
 """Draw `docs/run.svg`: a real training on digits, as a terminal shows it.
 
-    python scripts/picture.py
+python scripts/picture.py
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from runner.config.schema import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
+from runner.engine.plan import Plan
 from runner.engine.tasks import Task
+from runner.runtime.precision import Precision
 
 
 def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
@@ -149,3 +151,50 @@ def build_optimizer(config: Train, model: nn.Module) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return optimizer
+
+
+def describe(
+    config: Train,
+    device: torch.device,
+    device_reason: str,
+    precision: Precision,
+    splits: Splits,
+    plan: Plan,
+    model: nn.Module,
+    total_steps: int,
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[str, str, str]]:
+    """What runs, and every choice that was made for the user, with its reason."""
+    counts = [(name, split.samples) for name in ("train", "val", "test") if (split := getattr(splits, name))]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    shape = f"{splits.channels}x{splits.image_size[0]}x{splits.image_size[1]}"
+    classes = f"{len(splits.classes)} classes, " if splits.classes else ""
+    target = str(config.model["_target_"]).rsplit(".", 1)[1]
+    settings = ", ".join(
+        f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay"
+    )
+    rows = [
+        (
+            "model",
+            f"{target}, {parameters:,} parameters",
+            "" if trainable == parameters else f"{trainable:,} trainable",
+        ),
+        ("data", f"{config.data.name}, {shape}, {classes}" + ", ".join(f"{n:,} {name}" for name, n in counts), ""),
+        *splits.choices,
+        (
+            "device",
+            f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+            device_reason,
+        ),
+        ("precision", precision.name, precision.reason),
+        (
+            "optimizer",
+            f"{type(optimizer).__name__}, {settings}",
+            f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
+        ),
+        ("steps", f"{total_steps:,}", f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each"),
+    ]
+    if config.deterministic:
+        rows.append(("algorithms", "deterministic", f"deterministic={str(config.deterministic).lower()}"))
+    return rows

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
-from torch import nn
 
-from runner.build import build_learner, build_metrics, build_optimizer, monitored, place, probe
+from runner.build import build_learner, build_metrics, build_optimizer, describe, monitored, place, probe
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import find, resume, rng
 from runner.checkpoint.digest import weights_sha256
@@ -28,7 +26,7 @@ from runner.config.resolve import checked, merged
 from runner.config.rules import changes_refused
 from runner.config.schema import Train
 from runner.config.targets import build
-from runner.data.assembly import Splits, assemble
+from runner.data.assembly import assemble
 from runner.engine.callbacks import Checkpointing, Log
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
@@ -37,7 +35,7 @@ from runner.engine.plan import Plan
 from runner.engine.state import Meter, TrainState, load_weights
 from runner.engine.step import StepParts
 from runner.runtime.device import choose_device, compile_in_place, configure_torch
-from runner.runtime.precision import Precision, choose_precision
+from runner.runtime.precision import choose_precision
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment, versions
@@ -95,7 +93,11 @@ def run(cfg: DictConfig) -> float | None:
         console.stop()
         if directory is not None:
             summary["wall_s"] = round(time.perf_counter() - began, 3)
-            directory.write_summary(summary)
+            try:
+                directory.write_summary(summary)
+            except UserError as error:
+                status = status or FAILED
+                complain(directory, str(error))
     if directory is not None:
         print(directory.path, flush=True)
     in_sweep = composition.job_dir is not None
@@ -372,53 +374,6 @@ class _Progress:
     def on_step(self, loop: Loop) -> None:
         position = loop.state.position
         self._console.advance(position.global_step, position.epoch + (position.batch > 0))
-
-
-def describe(
-    config: Train,
-    device: torch.device,
-    device_reason: str,
-    precision: Precision,
-    splits: Splits,
-    plan: Plan,
-    model: nn.Module,
-    total_steps: int,
-    optimizer: torch.optim.Optimizer,
-) -> list[tuple[str, str, str]]:
-    """What runs, and every choice that was made for the user, with its reason."""
-    counts = [(name, split.samples) for name in ("train", "val", "test") if (split := getattr(splits, name))]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    shape = f"{splits.channels}x{splits.image_size[0]}x{splits.image_size[1]}"
-    classes = f"{len(splits.classes)} classes, " if splits.classes else ""
-    target = str(config.model["_target_"]).rsplit(".", 1)[1]
-    settings = ", ".join(
-        f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay"
-    )
-    rows = [
-        (
-            "model",
-            f"{target}, {parameters:,} parameters",
-            "" if trainable == parameters else f"{trainable:,} trainable",
-        ),
-        ("data", f"{config.data.name}, {shape}, {classes}" + ", ".join(f"{n:,} {name}" for name, n in counts), ""),
-        *splits.choices,
-        (
-            "device",
-            f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
-            device_reason,
-        ),
-        ("precision", precision.name, precision.reason),
-        (
-            "optimizer",
-            f"{type(optimizer).__name__}, {settings}",
-            f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
-        ),
-        ("steps", f"{total_steps:,}", f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each"),
-    ]
-    if config.deterministic:
-        rows.append(("algorithms", "deterministic", f"deterministic={str(config.deterministic).lower()}"))
-    return rows
 
 
 def _plot(directory: RunDirectory, console: Console) -> None:

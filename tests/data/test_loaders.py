@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.data.arrays import ImageArrays
 from runner.data.loaders import Batch, MemoryLoader, WorkerLoader, as_target, as_tensor
 from runner.data.synthetic import synthetic
 
@@ -258,4 +257,3 @@ def test_samples_read_one_by_one_equal_those_of_arrays() -> None:
     listed = Listed([ARRAYS[index] for index in range(len(ARRAYS))])
     loaded = list(through_workers(listed).batches(3, 0, BATCHES))
     assert same(loaded, list(in_memory().batches(3, 0, BATCHES)))
-    assert isinstance(ARRAYS, ImageArrays)

@@ -106,7 +106,9 @@ def _builds_a_part(found: Any) -> bool:
         )
         if issubclass(found, kinds):
             return True
-        return _within(found.__module__, ("torchvision.transforms",)) and hasattr(found, "forward")
+        # The older transforms are plain classes with a __call__; a class's own comes before that of `type`.
+        can_be_called = any("__call__" in vars(base) for base in found.__mro__)
+        return _within(found.__module__, ("torchvision.transforms",)) and can_be_called
     if inspect.isfunction(found) and _within(found.__module__, ("torchvision.models",)):
         import torchvision
 

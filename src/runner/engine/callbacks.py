@@ -149,7 +149,7 @@ class Checkpointing:
         if (
             loop.improved
             or loop.finished
-            or bool(loop.interrupted())
+            or bool(loop.stopping)
             or (self.every_steps is not None and position.global_step % self.every_steps == 0)
             or (self.every_epochs is not None and loop.epoch_ended and position.epoch % self.every_epochs == 0)
         ):

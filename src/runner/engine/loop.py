@@ -93,6 +93,7 @@ class Loop:
         self.samples_seen = 0  # since this process started
         self.epoch_ended = False  # whether this boundary is the end of an epoch
         self.stop_reason = ""
+        self.stopping = ""  # the signal that ends the run at this boundary
         self._evaluate = evaluate
         self._on_step = self._methods("on_step")
         self._on_boundary = self._methods("on_boundary")
@@ -179,10 +180,12 @@ class Loop:
                 position.evaluation_due = False
             except Interrupted:
                 pass  # the evaluation stays due, and is made after resuming
+        # Asked once, so that what the callbacks save and what is done next agree whenever the signal comes.
+        self.stopping = self.interrupted()
         for method in self._on_boundary:
             method(self)
-        if name := self.interrupted():
-            raise Preempted(name)
+        if self.stopping:
+            raise Preempted(self.stopping)
 
     def _run_evaluation(self) -> None:
         assert self._evaluate is not None, "an evaluation is due without a validation split"

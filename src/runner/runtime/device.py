@@ -10,6 +10,8 @@ import torch
 
 from runner.config.errors import UserError, nearest
 
+_USUAL_THREADS = torch.get_num_threads()
+
 
 def choose_device(name: str) -> tuple[torch.device, str]:
     """The device that `device=` asks for.
@@ -65,8 +67,7 @@ def configure_torch(
     Returns:
         Warnings about settings that have no effect here.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or _USUAL_THREADS)
     if deterministic:
         # cuBLAS reads this when it is first used, which is before any of our own code on the device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,109 @@
+"""Small runs of the engine by itself: no config, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.data.loaders import Batch, MemoryLoader
+from runner.engine.evaluation import evaluate
+from runner.engine.loop import Limits, Loop
+from runner.engine.plan import Plan
+from runner.engine.state import Meter, TrainState
+from runner.engine.step import StepParts
+from runner.optim.schedules import Constant
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Bench:
+    """What a test needs to train a few samples."""
+
+    images: Tensor
+    targets: Tensor
+    batch_size: int = 4
+    accumulate: int = 1
+    seed: int = 0
+    lr: float = 0.1
+    parts: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=lambda: {"epochs": 2, "max_steps": None})
+    build: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    validate: bool = True
+    scaler: Any = None
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+
+    def state(self) -> TrainState:
+        torch.manual_seed(self.seed)
+        model = self.build()
+        optimizer = self.optimizer(model.parameters(), lr=self.lr)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return TrainState(model, optimizer, Constant(1000), self.scaler, Meter(CPU))
+
+    def step_parts(self) -> StepParts:
+        defaults: dict[str, Any] = {
+            "prepare": lambda images, indices, epoch: images,
+            "targets": lambda targets: targets,
+            "loss": nn.CrossEntropyLoss(),
+        }
+        return StepParts(**defaults | self.parts)
+
+    @property
+    def source(self) -> MemoryLoader:
+        return MemoryLoader(
+            self.images, self.targets, torch.arange(len(self.images)), self.batch_size, self.seed, True, CPU
+        )
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(len(self.images), self.batch_size, self.accumulate)
+
+    def evaluate(self, model: nn.Module, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        parts = self.step_parts()
+        found = evaluate(
+            model, self.source, parts.prepare, parts.targets, nn.CrossEntropyLoss(), {}, interrupted=interrupted
+        )
+        return {f"val/{name}": value for name, value in found.items()}
+
+    def loop(self, *callbacks: Any, state: TrainState | None = None, signals: Callable[[], str] = lambda: "") -> Loop:
+        state = state or self.state()
+        return Loop(
+            state,
+            self.source,
+            self.plan,
+            self.step_parts(),
+            Limits(**self.limits),
+            (lambda interrupted: self.evaluate(state.model, interrupted)) if self.validate else None,
+            callbacks,
+            ("val/loss", "min"),
+            signals,
+        )
+
+
+@pytest.fixture
+def bench() -> Callable[..., Bench]:
+    def make(samples: int = 10, **keys: Any) -> Bench:
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(samples, 3, 2, 2, generator=generator)
+        return Bench(images, torch.arange(samples) % 3, **keys)
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def first_batch() -> Callable[[Bench], Batch]:
+    return lambda bench: next(iter(bench.source.batches(0, 0, 1)))

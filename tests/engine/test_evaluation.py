@@ -1,0 +1,167 @@
+"""Evaluation gives exact numbers and leaves training as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.data.loaders import Batch
+from runner.engine.errors import Interrupted
+from runner.engine.evaluation import evaluate, untouched
+from runner.engine.tasks import Classification, Regression
+
+
+class Model(nn.Module):
+    """BatchNorm that trains, BatchNorm that is frozen, dropout, and a linear head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(12, 3)
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.seen.append((torch.is_inference_mode_enabled(), self.drop.training))
+        return self.head(self.drop(self.frozen(self.first(images)).flatten(1)))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    made = Model().train()
+    made.frozen.eval()
+    return made
+
+
+def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Callable[..., Any], model: Model) -> None:
+    one = bench()
+    model(one.images).sum().backward()
+    modes = {name: module.training for name, module in model.named_modules()}
+    buffers = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    metric = Classification(3).metrics(torch.device("cpu"))
+    evaluate(model, one.source, lambda i, *_: i, lambda t: t, nn.CrossEntropyLoss(), metric)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert modes["first"]
+    assert not modes["frozen"]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in buffers.items())
+    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(gradients, after, strict=True))
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert np.random.get_state()[1].tolist() == generators[2]  # type: ignore[index,union-attr]
+
+
+def test_the_model_is_in_evaluation_and_inference_mode(bench: Callable[..., Any], model: Model) -> None:
+    bench().evaluate(model)
+    assert set(model.seen) == {(True, False)}
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_modes_and_generators_come_back_after_an_error(model: Model) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="on purpose"), untouched(model):
+        torch.rand(3)
+        assert not model.first.training
+        raise RuntimeError("on purpose")
+    assert model.first.training
+    assert not model.frozen.training
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("samples", "size"), [(10, 4), (9, 2), (8, 4), (3, 100)])
+def test_the_loss_is_the_mean_over_samples_whatever_the_batches(
+    bench: Callable[..., Any], model: Model, samples: int, size: int
+) -> None:
+    one = bench(samples, batch_size=size)
+    found = one.evaluate(model)["val/loss"]
+    model.eval()
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model(one.images).double(), one.targets)
+    assert found == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Callable[..., Any], model: Model) -> None:
+    one, task = bench(31), Classification(3)
+    tables, metrics = task.tables(torch.device("cpu")), task.metrics(torch.device("cpu"))
+    found = evaluate(model, one.source, lambda i, *_: i, task.targets, nn.CrossEntropyLoss(), metrics | tables)
+    model.eval()
+    guesses = model(one.images).argmax(1)
+    assert found["accuracy"] == pytest.approx(int((guesses == one.targets).sum()) / 31, abs=1e-6)
+    assert set(found) == {"loss", "accuracy"}, "tables are no scalars"
+    by_hand = torch.zeros(3, 3, dtype=torch.int64)
+    for truth, guess in zip(one.targets.tolist(), guesses.tolist(), strict=True):
+        by_hand[truth, guess] += 1
+    with torch.inference_mode():
+        assert tables["confusion"].compute().tolist() == by_hand.tolist()
+        per_class = tables["per_class"].compute().tolist()
+    assert per_class == pytest.approx((by_hand.diag() / by_hand.sum(1)).tolist(), abs=1e-6)
+
+
+def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Callable[..., Any]) -> None:
+    one, task = bench(13, batch_size=5), Regression()
+    one.targets = torch.linspace(-2, 3, 13)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1))
+    found = evaluate(
+        model, one.source, lambda i, *_: i, task.targets, nn.MSELoss(), task.metrics(torch.device("cpu"))
+    )
+    error = model(one.images).detach().double().squeeze(1) - one.targets.double()
+    assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
+    assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
+    assert found["loss"] == pytest.approx(float(error.square().mean()), rel=1e-5)
+
+
+def test_a_limit_uses_the_first_batches_alone(bench: Callable[..., Any], model: Model) -> None:
+    one = bench(10)
+    limited = evaluate(model, one.source, lambda i, *_: i, lambda t: t, nn.CrossEntropyLoss(), {}, limit=2)
+    chosen = torch.cat([batch.indices for batch in one.source.batches(0, 0, 2)])
+    model.eval()
+    expected = nn.functional.cross_entropy(model(one.images[chosen]).detach().double(), one.targets[chosen])
+    assert limited["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Callable[..., Any], model: Model) -> None:
+    one, asked = bench(20), []
+    read: list[int] = []
+    original = Tensor.__float__
+
+    class Source:
+        samples, batch_size = 20, 4
+
+        def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+            for number, batch in enumerate(one.source.batches(epoch, start, stop)):
+                asked.append(len(read))
+                yield batch
+            assert number == 4
+
+    def noting(tensor: Tensor) -> float:
+        read.append(1)
+        return original(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "__float__", noting)
+        evaluate(model, Source(), lambda i, *_: i, lambda t: t, nn.CrossEntropyLoss(), {})
+    assert asked == [0, 0, 0, 0, 0]
+    assert len(read) == 1
+
+
+def test_an_interrupted_evaluation_ends_before_the_next_batch(bench: Callable[..., Any], model: Model) -> None:
+    answers = iter([False, True])
+    with pytest.raises(Interrupted):
+        bench(20).evaluate(model, lambda: next(answers))
+    assert len(model.seen) == 1
+    assert model.first.training
+
+
+def test_nothing_to_evaluate_is_an_error_and_no_number(bench: Callable[..., Any], model: Model) -> None:
+    one = bench(4)
+    one.images, one.targets = one.images[:0], one.targets[:0]
+    with pytest.raises(ValueError, match="no sample"):
+        one.evaluate(model)

@@ -1,0 +1,78 @@
+"""An epoch divides into batches, and batches into optimizer steps, with no sample lost or counted twice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.engine.loop import Limits
+from runner.engine.plan import Plan
+
+plans = st.builds(
+    Plan,
+    samples=st.integers(1, 300),
+    batch_size=st.integers(1, 40),
+    accumulate=st.integers(1, 9),
+    drop_last=st.booleans(),
+    limit=st.none() | st.integers(1, 20),
+)
+
+
+def windows(plan: Plan) -> list[list[int]]:
+    found: list[list[int]] = [[]]
+    for batch in range(plan.batches):
+        found[-1].append(batch)
+        if plan.ends_window(batch):
+            found.append([])
+    assert found[-1] == [], "batches are left over after the last optimizer step"
+    return found[:-1]
+
+
+@given(plans)
+def test_the_weights_of_a_window_sum_to_1(plan: Plan) -> None:
+    for window in windows(plan):
+        assert sum(plan.weight(batch) for batch in window) == pytest.approx(1, abs=1e-12)
+
+
+@given(plans)
+def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: Plan) -> None:
+    found = windows(plan)
+    assert len(found) == plan.steps
+    assert [batch for window in found for batch in window] == list(range(plan.batches))
+    assert all(len(window) == plan.accumulate for window in found[:-1])
+    assert not found or 1 <= len(found[-1]) <= plan.accumulate
+
+
+@given(plans)
+def test_a_batch_weighs_as_much_as_its_samples(plan: Plan) -> None:
+    for window in windows(plan):
+        total = sum(plan.size(batch) for batch in window)
+        assert all(plan.weight(batch) == pytest.approx(plan.size(batch) / total) for batch in window)
+
+
+@given(plans)
+def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: Plan) -> None:
+    sizes = [plan.size(batch) for batch in range(plan.batches)]
+    assert all(1 <= size <= plan.batch_size for size in sizes)
+    assert all(size == plan.batch_size for size in sizes[:-1])
+    if plan.limit is None:
+        assert sum(sizes) == (
+            plan.samples - plan.samples % plan.batch_size if plan.drop_last else plan.samples
+        )
+    if plan.drop_last:
+        assert all(size == plan.batch_size for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"), [(3, None, 9), (None, 7, 7), (3, 7, 7), (3, 20, 9), (1, 1, 1)]
+)
+def test_training_ends_at_whichever_limit_comes_first(
+    epochs: int | None, max_steps: int | None, expected: int
+) -> None:
+    assert Limits(epochs, max_steps).total_steps(Plan(10, 4)) == expected
+
+
+def test_no_limit_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="epochs or max_steps must be given"):
+        Limits(None, None).total_steps(Plan(10, 4))

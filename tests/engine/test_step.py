@@ -1,0 +1,210 @@
+"""One step: the right gradient, bounded as asked, in the documented order, without waiting for the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runner.data.loaders import Batch
+from runner.engine.plan import Plan
+from runner.engine.state import TrainState
+from runner.engine.step import StepParts, clip_gradients, train_step
+from runner.runtime.precision import choose_precision
+
+CPU = torch.device("cpu")
+
+
+def gradients(state: TrainState) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in state.model.parameters() if parameter.grad is not None]
+
+
+class Spy(torch.optim.SGD):
+    """Keeps the gradients that it steps with."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("samples", "size", "accumulate"), [(10, 4, 3), (9, 2, 5), (8, 4, 2), (7, 3, 4)])
+def test_an_accumulated_gradient_is_that_of_one_big_batch(
+    bench: Callable[..., Any], samples: int, size: int, accumulate: int
+) -> None:
+    one = bench(samples, optimizer=Spy, batch_size=samples)
+    big = one.state()
+    train_step(big, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, samples, True)
+
+    many = bench(samples, optimizer=Spy)
+    small, plan = many.state(), Plan(samples, size, accumulate)
+    assert plan.steps == 1, "the case must fit one window"
+    many.batch_size = size
+    for number, batch in enumerate(many.source.batches(0, 0, plan.batches)):
+        weight, update = plan.weight(number), plan.ends_window(number)
+        train_step(small, many.step_parts(), batch, weight, plan.size(number), update)
+    for a, b in zip(big.optimizer.seen, small.optimizer.seen, strict=True):  # type: ignore[attr-defined]
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    for a, b in zip(big.model.parameters(), small.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_a_window_updates_once_and_leaves_no_gradient_behind(
+    bench: Callable[..., Any], first_batch: Callable[..., Batch]
+) -> None:
+    one = bench()
+    state, parts, batch = one.state(), one.step_parts(), first_batch(one)
+    before = [parameter.clone() for parameter in state.model.parameters()]
+    train_step(state, parts, batch, 0.5, 4, update=False)
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
+    assert len(gradients(state)) == 2
+    train_step(state, parts, batch, 0.5, 4, update=True)
+    assert not any(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
+    assert gradients(state) == []
+
+
+@pytest.mark.parametrize("limit", [0.001, 0.1])
+def test_clipping_bounds_the_norm_of_all_gradients_together(bench: Callable[..., Any], limit: float) -> None:
+    one = bench(optimizer=Spy, parts={"clip_norm": limit}, batch_size=10)
+    state = one.state()
+    train_step(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 10, True)
+    norm = torch.cat([gradient.flatten() for gradient in state.optimizer.seen]).norm()
+    assert limit * 0.99 < float(norm) <= limit * 1.0001
+
+
+def test_clipping_bounds_each_element_and_keeps_the_others(bench: Callable[..., Any]) -> None:
+    free, bounded = bench(optimizer=Spy), bench(optimizer=Spy, parts={"clip_value": 0.02})
+    seen = []
+    for one in (free, bounded):
+        state = one.state()
+        train_step(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, True)
+        seen.append(state.optimizer.seen)
+    for a, b in zip(*seen, strict=True):
+        assert torch.equal(a.clamp(-0.02, 0.02), b)
+    assert any(bool((a.abs() > 0.02).any()) for a in seen[0])
+
+
+def test_the_value_is_clipped_before_the_norm() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[100.0, 3.0]])
+    clip_gradients(model, norm=1.0, value=4.0)
+    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.8, 0.6]]))
+
+
+class Scaler:
+    """A gradient scaler that writes down what is asked of it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.inner = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            return getattr(self.inner, name)(*args)
+
+        return call
+
+
+def test_a_step_does_everything_in_the_documented_order(
+    bench: Callable[..., Any], first_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    inside: list[bool] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append("optimizer.step")
+            return super().step(closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append(f"zero_grad({set_to_none})")
+            super().zero_grad(set_to_none)
+
+    @contextlib.contextmanager
+    def autocast() -> Any:
+        calls.append("autocast")
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        calls.append(f"loss inside={bool(inside)}")
+        return nn.functional.cross_entropy(logits, targets)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", lambda *_: calls.append("clip value"))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: calls.append("clip norm"))
+    prepare = lambda images, indices, epoch: (calls.append("prepare"), images)[1]  # noqa: E731
+    parts = {"prepare": prepare, "autocast": autocast, "loss": loss, "clip_norm": 1.0, "clip_value": 1.0}
+    one = bench(optimizer=Noting, scaler=Scaler(calls), parts=parts)
+    state = one.state()
+    state.model.register_full_backward_hook(lambda *_: calls.append(f"backward inside={bool(inside)}"))
+    train_step(state, one.step_parts(), first_batch(one), 1.0, 4, True)
+    forward = ["prepare", "autocast", "loss inside=True", "scale", "backward inside=False"]
+    update = ["unscale_", "clip value", "clip norm", "step", "optimizer.step", "update", "zero_grad(True)"]
+    assert calls == forward + update
+
+
+def test_a_scaled_fp16_step_equals_the_plain_one(bench: Callable[..., Any], first_batch: Callable[..., Batch]) -> None:
+    plain, scaled = bench(optimizer=Spy), bench(optimizer=Spy)
+    precision = choose_precision("fp16", CPU)
+    scaled.scaler, scaled.parts = precision.scaler, {"autocast": precision.autocast, "clip_norm": 100.0}
+    seen = []
+    for one in (plain, scaled):
+        state = one.state()
+        train_step(state, one.step_parts(), first_batch(one), 1.0, 4, True)
+        seen.append(state.optimizer.seen)
+    for a, b in zip(*seen, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+        assert not torch.equal(a, b), "half precision was not used"
+
+
+def test_an_overflowing_fp16_step_changes_no_weight_and_lowers_the_scale(
+    bench: Callable[..., Any], first_batch: Callable[..., Batch]
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    huge = lambda logits, targets: (logits * 1e38).sum() * 1e38  # noqa: E731
+    one = bench(scaler=scaler, parts={"loss": huge})
+    state = one.state()
+    before = [parameter.clone() for parameter in state.model.parameters()]
+    train_step(state, one.step_parts(), first_batch(one), 1.0, 4, True)
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
+    assert scaler.get_scale() == 512.0
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that make the host wait for the device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).rpartition(".")[2]
+        if name in self.NAMES:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_never_waits_for_the_device(bench: Callable[..., Any], accumulate: int) -> None:
+    one = bench(parts={"clip_norm": 1.0, "clip_value": 0.5})
+    state, parts = one.state(), one.step_parts()
+    with Waits() as waits:
+        for number, batch in enumerate(one.source.batches(0, 0, 2)):
+            train_step(state, parts, batch, 1 / accumulate, 4, (number + 1) % accumulate == 0)
+        assert waits.found == []
+        state.meter.read()
+        assert waits.found == ["_local_scalar_dense"], "the counter does not see what it should"
+
+
+def test_parts_have_no_clipping_unless_asked() -> None:
+    parts = StepParts(lambda a, b, c: a, lambda t: t, nn.CrossEntropyLoss())
+    assert parts.clip_norm is None
+    assert parts.clip_value is None

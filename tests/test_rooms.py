@@ -1,0 +1,66 @@
+"""The walls of the house: which folder may import which."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "runner"
+ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking")
+MAY_IMPORT = {
+    **{room: {room, "config"} for room in ROOMS},
+    "config": {"config"},
+    "build": {"config", *ROOMS},
+    "train": {"build", "config", *ROOMS},
+}
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Names right below `runner` that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "runner" else [f"runner.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        found |= {name.split(".")[1] for name in names if re.match(r"runner\.\w", name)}
+    return {name for name in found if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
+
+
+def owners() -> list[tuple[Path, str]]:
+    files = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        owner = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if owner in MAY_IMPORT:
+            files.append((path, owner))
+    return files
+
+
+@pytest.mark.parametrize(("path", "owner"), owners(), ids=lambda value: getattr(value, "name", value))
+def test_imports_point_one_way(path: Path, owner: str) -> None:
+    assert imported_rooms(path) <= MAY_IMPORT[owner]
+
+
+def test_engine_knows_no_config_and_no_hydra() -> None:
+    for path in (SOURCE / "engine").glob("*.py"):
+        text = path.read_text()
+        assert "hydra" not in text.lower().replace("neither config nor hydra", "")
+        assert "omegaconf" not in text.lower()
+        assert "config" not in imported_rooms(path)
+
+
+def test_no_file_is_long() -> None:
+    long = [path.name for path in SOURCE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
+    assert not long
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, runner.cli; runner.cli.verb_modules(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())
