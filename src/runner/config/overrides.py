@@ -57,7 +57,7 @@ def _examine_one(
         problem = Problem(key, "has several values, which needs the flag --multirun", "one value, or quotes around it")
         result.problems.append(replace(problem, origin=_origin(word)))
         return
-    if key in groups:
+    if key in groups and not isinstance(override.value(), dict):
         problem_of_group = None if override.is_delete() else _wrong_option(override, word, groups[key])
         if problem_of_group:
             result.problems.append(problem_of_group)
@@ -75,8 +75,8 @@ def _examine_one(
     elif override.is_delete():
         result.accepted.append(word)
     else:
-        inside_component = annotation is Any
-        result.accepted.append(("++" if inside_component else "") + word.lstrip("+"))
+        may_be_new = annotation is Any or keys.is_open(annotation)
+        result.accepted.append(("++" if may_be_new else "") + word.lstrip("+"))
 
 
 def _wrong_option(override: Override, word: str, options: list[str]) -> Problem | None:

@@ -62,18 +62,16 @@ def overlay(
     overrides = [(word, parser.parse_override(word)) for word in words]
     for _, override in overrides:
         group = override.key_or_group
-        if group in groups:
+        if group in groups and not isinstance(override.value(), dict):
             for key in _keys_of_choice(group, choices.get(group), sources):
                 _set(merged, key, _get(composed, key))
     for _, override in overrides:
-        key = override.key_or_group
-        if key in groups:
-            continue
-        value = _get(composed, key)
-        if value is _MISSING:
-            _delete(merged, key)
-        else:
-            _set(merged, key, value)
+        key, given = override.key_or_group, override.value()
+        if isinstance(given, dict) and given:
+            for inner in flatten(given):
+                _set(merged, f"{key}.{inner}", _get(composed, f"{key}.{inner}"))
+        elif key not in groups:
+            _set(merged, key, _get(composed, key))
     return merged
 
 

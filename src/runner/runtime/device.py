@@ -71,7 +71,10 @@ def configure_torch(
     if deterministic:
         # cuBLAS reads this when it is first used, which is before any of our own code on the device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+    wanted = (bool(deterministic), deterministic == "warn")
+    # Setting it loads torch's compiler, a second that most runs need not spend.
+    if wanted != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
+        torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
     torch.autograd.set_detect_anomaly(detect_anomaly)
     torch.backends.cudnn.deterministic = bool(deterministic)
     torch.backends.cudnn.benchmark = cudnn_benchmark

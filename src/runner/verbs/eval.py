@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.verbs._help import asks_for_help, print_help
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
+    if asks_for_help(argv):
+        return print_help("eval", __doc__, argv)
     from runner.config.app import launch
     from runner.config.resolve import problems_in
     from runner.config.schema import Eval

@@ -1,0 +1,182 @@
+"""Callbacks: stopping early, logging, saving; and how they are restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.engine.callbacks import Checkpointing, EarlyStopping, LearningRateMonitor, Log
+from runner.engine.errors import Diverged
+from runner.engine.loop import Loop
+
+
+class FakeLoop:
+    """The part of a loop that `EarlyStopping` uses."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def request_stop(self, reason: str) -> None:
+        self.reason = reason
+
+
+def stops_at(callback: EarlyStopping, values: list[float]) -> int | None:
+    loop: Any = FakeLoop()
+    for number, value in enumerate(values):
+        callback.on_evaluation(loop, {"val/loss": value})
+        if loop.reason:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("mode", "patience", "min_delta", "values", "expected"),
+    [
+        ("min", 2, 0.0, [3, 2, 2, 2, 2], 3),
+        ("min", 1, 0.0, [3, 2, 2], 2),
+        ("min", 2, 0.0, [3, 2, 2.5, 1, 1.5, 1.5], 5),
+        ("max", 2, 0.0, [1, 2, 3, 3, 2], 4),
+        ("max", 3, 0.0, [1, 2, 3, 4, 5], None),
+        ("min", 2, 0.5, [3, 2.8, 2.6, 1], 2),
+        ("min", 2, 0.0, [3, float("nan"), float("nan"), 1], 2),
+        ("min", 2, 0.0, [float("nan"), 3, 3, 3], 3),
+    ],
+)
+def test_training_stops_after_as_many_evaluations_without_improvement_as_asked(
+    mode: Any, patience: int, min_delta: float, values: list[float], expected: int | None
+) -> None:
+    assert stops_at(EarlyStopping("val/loss", mode, patience, min_delta), values) == expected
+
+
+@given(
+    st.lists(st.floats(-5, 5) | st.just(float("nan")), min_size=1, max_size=20), st.integers(0, 19), st.integers(1, 5)
+)
+def test_an_interruption_anywhere_changes_nothing_about_when_it_stops(
+    values: list[float], cut: int, patience: int
+) -> None:
+    whole = stops_at(EarlyStopping("val/loss", "min", patience), values)
+    first, second = EarlyStopping("val/loss", "min", patience), EarlyStopping("val/loss", "min", patience)
+    before = stops_at(first, values[:cut])
+    second.load_state_dict(first.state_dict())
+    after = stops_at(second, values[cut:]) if before is None else None
+    assert (before if before is not None else None if after is None else after + min(cut, len(values))) == whole
+
+
+def test_a_run_that_had_stopped_stops_again_when_resumed(bench: Callable[..., Any]) -> None:
+    waited = EarlyStopping("val/loss", "min", 1)
+    waited.load_state_dict({"best": -1.0, "waited": 1})
+    loop = bench().loop(waited)
+    loop.run()
+    assert loop.state.position.global_step == 0
+    assert "has not improved on -1.0" in loop.stop_reason
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="patience must be at least 1"):
+        EarlyStopping("val/loss", "min", 0)
+    with pytest.raises(ValueError, match="min_delta must be at least 0"):
+        EarlyStopping("val/loss", "min", 1, -0.1)
+
+
+class Records:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.train: list[tuple[int, int, dict[str, float]]] = []
+        self.val: list[tuple[int, int, dict[str, float]]] = []
+
+    def __call__(self, split: str, metrics: dict[str, float], step: int, epoch: int) -> None:
+        getattr(self, split).append((step, epoch, metrics))
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(1, [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]), (4, [(4, 2), (6, 2)]), (100, [(6, 2)])],
+)
+def test_training_is_logged_as_often_as_asked_and_at_the_end(
+    bench: Callable[..., Any], every: int, expected: list[tuple[int, int]]
+) -> None:
+    records = Records()
+    bench(10).loop(Log(every, [records])).run()
+    assert [(step, epoch) for step, epoch, _ in records.train] == expected
+    assert [(step, epoch) for step, epoch, _ in records.val] == [(3, 1), (6, 2)]
+    assert all(set(metrics) == {"loss", "samples_per_s"} for _, _, metrics in records.train)
+
+
+def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_time(bench: Callable[..., Any]) -> None:
+    often, seldom = Records(), Records()
+    bench(10).loop(Log(1, [often])).run()
+    bench(10).loop(Log(3, [seldom])).run()
+    sizes = [4, 4, 2]
+    losses = [metrics["loss"] for _, _, metrics in often.train]
+    for epoch in (0, 1):
+        expected = sum(size * loss for size, loss in zip(sizes, losses[3 * epoch :], strict=False)) / 10
+        assert seldom.train[epoch][2]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_nothing_waits_for_the_device_between_two_log_points(bench: Callable[..., Any], waits: Any) -> None:
+    counts: list[int] = []
+
+    class Count:
+        def on_step(self, loop: Loop) -> None:
+            counts.append(len(waits.found))
+
+    one = bench(40, parts={"clip_norm": 1.0}, validate=False, limits={"epochs": 2, "max_steps": None})
+    with waits:
+        one.loop(LearningRateMonitor(), Log(5, [Records()]), Checkpointing(None, 9, lambda *_: None), Count()).run()
+    assert len(counts) == 20
+    assert counts == [step // 5 for step in range(1, 21)], "one reading at each log point, and none besides"
+
+
+def test_learning_rates_are_logged_beside_the_loss(bench: Callable[..., Any]) -> None:
+    records, one = Records(), bench(10)
+    one.loop(LearningRateMonitor(), Log(3, [records])).run()
+    assert records.train[0][2]["lr"] == 0.1
+    state = one.state()
+    weight, bias = state.model.parameters()
+    groups = [{"params": [weight], "lr": 0.1, "initial_lr": 0.1}, {"params": [bias], "lr": 0.2, "initial_lr": 0.2}]
+    state.optimizer = torch.optim.SGD(groups)
+    records = Records()
+    one.loop(LearningRateMonitor(), Log(3, [records]), state=state).run()
+    assert (records.train[0][2]["lr_0"], records.train[0][2]["lr_1"]) == (0.1, 0.2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_training_when_it_is_read(bench: Callable[..., Any], value: float) -> None:
+    one = bench(10, parts={"loss": lambda logits, targets: logits.sum() * value})
+    with pytest.raises(Diverged, match=r"the training loss is (nan|-?inf) at step 2"):
+        one.loop(Log(2, [Records()])).run()
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "expected"),
+    [
+        (None, 1, [3, 6, 9, 12]),
+        (None, 2, [6, 12]),
+        (5, None, [5, 10, 12]),
+        (4, 2, [4, 6, 8, 12]),
+        (None, None, [12]),
+    ],
+)
+def test_states_are_saved_as_often_as_asked_and_at_the_end(
+    bench: Callable[..., Any], steps: int | None, epochs: int | None, expected: list[int]
+) -> None:
+    saved: list[int] = []
+    one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
+    one.loop(Checkpointing(steps, epochs, lambda loop, _: saved.append(loop.state.position.global_step))).run()
+    assert saved == expected
+
+
+def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any]) -> None:
+    saved: list[tuple[int, bool]] = []
+    values = iter([3.0, 1.0, 2.0, 0.5])
+    one = bench(4, limits={"epochs": 4, "max_steps": None})
+    loop = one.loop(Checkpointing(None, None, lambda loop, b: saved.append((loop.state.position.global_step, b))))
+    loop._evaluate = lambda interrupted: {"val/loss": next(values)}
+    loop.run()
+    assert saved == [(1, True), (2, True), (4, True)]

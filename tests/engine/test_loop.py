@@ -1,0 +1,278 @@
+"""The loop stops where it should, evaluates when it should, and tells callbacks in order."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.checkpoint.digest import weights_sha256
+from runner.engine.callbacks import Checkpointing
+from runner.engine.errors import Preempted
+from runner.engine.loop import Loop
+
+
+class Diary:
+    """Writes down every call with the step it came at."""
+
+    def __init__(self, name: str = "", book: list[str] | None = None) -> None:
+        self.name, self.book = name, [] if book is None else book
+
+    def _note(self, event: str, loop: Loop) -> None:
+        position = loop.state.position
+        place = f"{position.global_step}:{position.epoch}.{position.batch}"
+        self.book.append(" ".join(filter(None, [self.name, event, place])))
+
+    def on_start(self, loop: Loop) -> None:
+        self._note("start", loop)
+
+    def on_step(self, loop: Loop) -> None:
+        self._note("step", loop)
+
+    def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
+        assert set(metrics) == {"val/loss"}
+        self._note("evaluation", loop)
+
+    def on_boundary(self, loop: Loop) -> None:
+        self._note("boundary", loop)
+
+    def on_end(self, loop: Loop) -> None:
+        self._note("end", loop)
+
+
+def limits(**keys: Any) -> dict[str, Any]:
+    return {"epochs": 2, "max_steps": None, **keys}
+
+
+def evaluations(one: Any) -> list[int]:
+    diary = Diary()
+    one.loop(diary).run()
+    return [int(entry.split()[1].split(":")[0]) for entry in diary.book if entry.startswith("evaluation")]
+
+
+def test_events_come_in_the_documented_order(bench: Callable[..., Any]) -> None:
+    diary = Diary()
+    bench(10, accumulate=2).loop(diary).run()  # three batches an epoch: a window of two and one of one
+    assert diary.book == [
+        "start 0:0.0",
+        "step 1:0.2",
+        "boundary 1:0.2",
+        "step 2:1.0",
+        "evaluation 2:1.0",
+        "boundary 2:1.0",
+        "step 3:1.2",
+        "boundary 3:1.2",
+        "step 4:2.0",
+        "evaluation 4:2.0",
+        "boundary 4:2.0",
+        "end 4:2.0",
+    ]
+
+
+def test_callbacks_are_called_in_the_order_of_their_list(bench: Callable[..., Any]) -> None:
+    book: list[str] = []
+    bench(4, limits=limits(epochs=1)).loop(Diary("first", book), Diary("second", book)).run()
+    assert [entry.split()[0] for entry in book] == ["first", "second"] * 5
+
+
+def test_callbacks_with_few_methods_or_none_train_the_same_weights(bench: Callable[..., Any]) -> None:
+    class OnlyEnd:
+        def on_end(self, loop: Loop) -> None:
+            self.steps = loop.state.position.global_step
+
+    only, plain, mixed = OnlyEnd(), bench().loop(), None
+    plain.run()
+    mixed = bench().loop(object(), only, Diary())
+    mixed.run()
+    assert only.steps == 6
+    assert weights_sha256(plain.state.model.state_dict()) == weights_sha256(mixed.state.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps", "position"),
+    [
+        ({"epochs": 2}, 6, (2, 0)),
+        ({"epochs": None, "max_steps": 4}, 4, (1, 1)),
+        ({"epochs": 2, "max_steps": 3}, 3, (1, 0)),
+        ({"epochs": 1, "max_steps": 50}, 3, (1, 0)),
+    ],
+    ids=str,
+)
+def test_training_ends_exactly_at_its_limit(
+    bench: Callable[..., Any], keys: dict[str, Any], steps: int, position: tuple[int, int]
+) -> None:
+    loop = bench(10, limits=limits(**keys)).loop()
+    loop.run()
+    assert loop.state.position.global_step == steps
+    assert (loop.state.position.epoch, loop.state.position.batch) == position
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [3, 6, 9, 12]),
+        ({"evaluate_every_epochs": 2}, [6, 12]),
+        ({"evaluate_every_epochs": 3}, [9, 12]),
+        ({"evaluate_every_epochs": None, "evaluate_every_steps": 5}, [5, 10, 12]),
+        ({"evaluate_every_epochs": 2, "evaluate_every_steps": 4}, [4, 6, 8, 12]),
+        ({"evaluate_every_epochs": None}, []),
+        ({"max_steps": 5}, [3, 5]),
+    ],
+    ids=str,
+)
+def test_evaluations_come_as_often_as_asked_and_at_the_end(
+    bench: Callable[..., Any], keys: dict[str, Any], expected: list[int]
+) -> None:
+    assert evaluations(bench(10, limits=limits(**{"epochs": 4, **keys}))) == expected
+
+
+def test_without_a_validation_split_nothing_is_evaluated(bench: Callable[..., Any]) -> None:
+    assert evaluations(bench(10, validate=False)) == []
+
+
+def test_a_callback_ends_training_at_the_boundary_it_asks_at(bench: Callable[..., Any]) -> None:
+    class Enough(Diary):
+        def on_step(self, loop: Loop) -> None:
+            super().on_step(loop)
+            if loop.state.position.global_step == 2:
+                loop.request_stop("it is enough")
+
+    diary = Enough()
+    loop = bench(10).loop(diary)
+    loop.run()
+    assert diary.book[-3:] == ["step 2:0.2", "boundary 2:0.2", "end 2:0.2"]
+    assert loop.stop_reason == "it is enough"
+    assert loop.finished
+
+
+def test_the_best_evaluation_is_remembered_with_its_step(bench: Callable[..., Any]) -> None:
+    values = iter([3.0, 1.0, float("nan"), 2.0, 1.5])
+    improved: list[bool] = []
+
+    class Watch:
+        def on_boundary(self, loop: Loop) -> None:
+            improved.append(loop.improved)
+
+    one = bench(4, limits=limits(epochs=5))
+    loop = one.loop(Watch())
+    loop._evaluate = lambda interrupted: {"val/loss": next(values)}
+    loop.run()
+    assert improved == [True, True, False, False, False]
+    assert loop.state.best is not None
+    assert (loop.state.best.value, loop.state.best.global_step, loop.state.best.epoch) == (1.0, 2, 2)
+
+
+def test_the_learning_rate_of_a_step_is_that_of_its_number(bench: Callable[..., Any]) -> None:
+    class Halving:
+        def factor(self, step: int) -> float:
+            return 0.5**step
+
+        def observe(self, metric: float) -> None: ...
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    used: list[float] = []
+
+    class Noting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            used.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    one = bench(10, optimizer=Noting, lr=0.8)
+    state = one.state()
+    state.schedule = Halving()
+    one.loop(state=state).run()
+    assert used == [0.8 * 0.5**step for step in range(6)]
+
+
+def test_augmentation_is_told_the_epoch_and_the_samples(bench: Callable[..., Any]) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def prepare(images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        seen.extend((epoch, index) for index in indices.tolist())
+        return images
+
+    bench(10, parts={"prepare": prepare}, validate=False).loop().run()
+    assert sorted(seen) == [(epoch, index) for epoch in (0, 1) for index in range(10)]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: Callable[..., Any], at: int) -> None:
+    one, received = bench(10), [""]
+    saved: list[Any] = []
+
+    class Signal:
+        def on_step(self, loop: Loop) -> None:
+            if loop.state.position.global_step == at:
+                received[0] = "SIGTERM"
+
+    save = Checkpointing(None, None, lambda loop, best: saved.append(copy.deepcopy(loop.state.state_dict())))
+    with pytest.raises(Preempted, match="SIGTERM"):
+        one.loop(Signal(), save, signals=lambda: received[0]).run()
+    assert saved[-1]["position"]["global_step"] == at
+    assert saved[-1]["position"]["evaluation_due"] == (at == 3), "an evaluation that was due is made after resuming"
+
+    whole, rest = bench(10).loop(), one.state()
+    whole.run()
+    rest.load_state_dict(saved[-1])
+    one.loop(state=rest).run()
+    assert weights_sha256(rest.model.state_dict()) == weights_sha256(whole.state.model.state_dict())
+    assert rest.best == whole.state.best
+
+
+def test_a_signal_that_comes_while_callbacks_run_is_not_obeyed_before_the_state_is_saved(
+    bench: Callable[..., Any],
+) -> None:
+    received, saved = [""], []
+
+    class Late:
+        """Stands behind the callback that saves, as a signal that comes just after it has looked."""
+
+        def on_boundary(self, loop: Loop) -> None:
+            if loop.state.position.global_step == 1:
+                received[0] = "SIGTERM"
+
+    save = Checkpointing(None, None, lambda loop, best: saved.append(loop.state.position.global_step))
+    loop = bench(10).loop(save, Late(), signals=lambda: received[0])
+    with pytest.raises(Preempted):
+        loop.run()
+    assert saved[-1:] == [loop.state.position.global_step], "stopped at a step that was not saved"
+
+
+def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Callable[..., Any]) -> None:
+    one, asked = bench(10, limits=limits(epochs=1)), []
+
+    def signals() -> str:
+        # The third question is the one before the second batch of the evaluation.
+        asked.append(1)
+        return "SIGTERM" if one_is_evaluating and len(asked) > 2 else ""
+
+    one_is_evaluating = False
+    saved: list[Any] = []
+    save = Checkpointing(None, None, lambda loop, best: saved.append(copy.deepcopy(loop.state.state_dict())))
+    loop = one.loop(save, signals=signals)
+    original = loop._evaluate
+
+    def evaluate(interrupted: Callable[[], bool]) -> dict[str, float]:
+        nonlocal one_is_evaluating
+        one_is_evaluating = True
+        asked.clear()
+        return original(interrupted)  # type: ignore[misc]
+
+    loop._evaluate = evaluate
+    with pytest.raises(Preempted):
+        loop.run()
+    assert saved[-1]["position"] == {
+        "epoch": 1, "batch": 0, "micro_batch": 0, "global_step": 3, "evaluation_due": True,
+    }  # fmt: skip
+    assert saved[-1]["metrics"]["best"] is None
+    rest, diary = one.state(), Diary()
+    rest.load_state_dict(saved[-1])
+    one.loop(diary, state=rest).run()
+    assert diary.book == ["start 3:1.0", "evaluation 3:1.0", "boundary 3:1.0", "end 3:1.0"]
+    assert rest.best is not None

@@ -1,0 +1,99 @@
+"""The state of a run: saved, restored, and checked against what it is restored into."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from runner.engine.state import Best, Meter, load_optimizer, load_weights
+
+
+def test_the_better_of_two_evaluations_is_told_by_the_mode() -> None:
+    best = Best(metric="val/accuracy", mode="max", value=0.5, loss=1.0, global_step=1, epoch=1)
+    assert best.beaten_by(0.6, 2.0)
+    assert not best.beaten_by(0.4, 0.1)
+    low = Best(metric="val/loss", mode="min", value=0.5, loss=0.5, global_step=1, epoch=1)
+    assert low.beaten_by(0.4, 0.4)
+    assert not low.beaten_by(0.6, 0.6)
+
+
+def test_of_equal_values_the_one_with_the_lower_loss_is_better() -> None:
+    best = Best(metric="val/accuracy", mode="max", value=0.5, loss=1.0, global_step=1, epoch=1)
+    assert best.beaten_by(0.5, 0.9)
+    assert not best.beaten_by(0.5, 1.0)
+
+
+def test_the_meter_weighs_by_samples_and_survives_saving() -> None:
+    meter = Meter(torch.device("cpu"))
+    meter.add(torch.tensor(2.0), 3)
+    saved = copy.deepcopy(meter.state_dict())
+    meter.add(torch.tensor(4.0), 1)
+    assert meter.read() == pytest.approx(2.5)
+    other = Meter(torch.device("cpu"))
+    other.load_state_dict(saved)
+    other.add(torch.tensor(4.0), 1)
+    assert other.read() == meter.read()
+    meter.reset()
+    assert meter.read() == 0
+
+
+def test_a_saved_meter_does_not_change_with_the_one_it_came_from() -> None:
+    meter = Meter(torch.device("cpu"))
+    meter.add(torch.tensor(2.0), 3)
+    saved = meter.state_dict()
+    meter.add(torch.tensor(9.0), 3)
+    assert float(saved["sum"]) == 6.0
+
+
+def test_weights_of_another_model_are_refused_and_all_differences_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    weights = {"0.weight": torch.zeros(3, 4), "0.bias": torch.zeros(3), "1.bias": torch.zeros(1), "x": torch.zeros(1)}
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="are not those of this model") as caught:
+        load_weights(model, weights)
+    text = str(caught.value)
+    assert "1 missing (1.weight)" in text
+    assert "1 unexpected (x)" in text
+    assert "0.weight (3, 4) for (3, 2)" in text
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_an_optimizer_takes_over_moments_and_keeps_its_own_settings() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    old = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
+    weight.grad = torch.ones(3)
+    old.step()
+    new = torch.optim.AdamW([weight], lr=0.2, weight_decay=0.0)
+    load_optimizer(new, old.state_dict())
+    assert new.param_groups[0]["lr"] == 0.2
+    assert new.param_groups[0]["weight_decay"] == 0.0
+    assert torch.equal(new.state[weight]["exp_avg"], old.state[weight]["exp_avg"])
+    assert int(new.state[weight]["step"]) == 1
+
+
+def test_an_optimizer_of_other_groups_is_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    old = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.1)
+    with pytest.raises(ValueError, match="parameter group"):
+        load_optimizer(torch.optim.SGD(parameters, lr=0.1), old.state_dict())
+
+
+def test_the_first_tensor_that_is_not_finite_is_named(bench: Callable[..., Any]) -> None:
+    state = bench().state()
+    assert state.not_finite() == ""
+    with torch.no_grad():
+        state.model[1].bias[1] = float("nan")
+    assert state.not_finite() == "1.bias"
+
+
+def test_whole_numbers_among_the_buffers_are_no_obstacle(bench: Callable[..., Any]) -> None:
+    build = lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))  # noqa: E731
+    state = bench(build=build).state()
+    assert state.not_finite() == ""
+    state.model[0].running_var[0] = float("inf")
+    assert state.not_finite() == "0.running_var"

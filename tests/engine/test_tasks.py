@@ -1,0 +1,91 @@
+"""Tasks: what data, outputs and metrics mean; shipped ones and one's own, through the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.engine.tasks import Classification, Regression
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2",
+    "model=small_cnn", "model.width=4", "transform=none",
+)  # fmt: skip
+
+
+def test_classification_needs_two_classes() -> None:
+    with pytest.raises(ValueError, match="task=regression"):
+        Classification(1)
+
+
+def test_targets_come_in_the_form_of_the_loss() -> None:
+    assert Classification(3).targets(torch.tensor([1, 2], dtype=torch.int32)).dtype == torch.int64
+    out = Regression().targets(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    assert (out.dtype, out.shape) == (torch.float32, (2, 1))
+
+
+def test_a_regression_trains_and_is_judged_by_its_error(train: Callable[..., Any]) -> None:
+    words = ("data.dataset.kind=regression", "task=regression", "loss=mse", "optimizer.lr=0.01", "epochs=10")
+    result = train(*SMALL, *words)
+    assert set(result.summary["last"]) == {"loss", "mae", "rmse"}
+    assert set(result.summary["test"]) == {"loss", "mae", "rmse"}
+    assert result.summary["best"]["metric"] == "val/mae"
+    assert result.summary["best"]["mode"] == "min"
+    errors = [record["mae"] for record in result.metrics if record["split"] == "val"]
+    assert result.summary["best"]["value"] == min(errors)
+    assert errors[-1] < 0.8 * errors[0], "nothing was learned"
+    for record in result.metrics:
+        if record["split"] == "val":
+            assert record["rmse"] ** 2 == pytest.approx(record["loss"], rel=1e-4)
+
+
+def test_a_task_of_ones_own_needs_no_change_here(
+    train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "my_task.py").write_text(
+        """
+import torch
+
+class WrongShare:
+    def __init__(self): self.wrong = self.count = 0
+    def update(self, logits, targets):
+        self.wrong += (logits.squeeze(1).sign() != targets.squeeze(1) * 2 - 1).sum()
+        self.count += len(targets)
+    def compute(self): return self.wrong / self.count
+
+class EvenOrOdd:
+    monitor, mode = "val/wrong", "min"
+    def outputs(self, classes): return 1
+    def targets(self, targets): return (targets % 2).float().view(-1, 1)
+    def metric_names(self): return ["wrong"]
+    def metrics(self, device): return {"wrong": WrongShare()}
+    def tables(self, device): return {}
+""",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(workdir))
+    result = train(*SMALL, "task._target_=my_task.EvenOrOdd", "loss=mse")
+    assert set(result.summary["last"]) == {"loss", "wrong"}
+    assert result.summary["best"]["metric"] == "val/wrong"
+    assert 0 <= result.summary["test"]["wrong"] <= 1
+    config = (result.directory / "config.yaml").read_text()
+    assert "my_task.EvenOrOdd" in config
+
+
+def test_metrics_can_be_chosen_in_the_config(train: Callable[..., Any]) -> None:
+    words = (
+        "+metrics.top2._target_=torchmetrics.classification.MulticlassAccuracy",
+        "+metrics.top2.top_k=2",
+        "+metrics.top2.average=micro",
+        "+metrics.accuracy._target_=torchmetrics.classification.MulticlassAccuracy",
+        "+metrics.accuracy.average=micro",
+        "checkpoint.monitor=top2",
+    )
+    result = train(*SMALL, *words, "data.dataset.classes=4")
+    assert set(result.summary["last"]) == {"loss", "accuracy", "top2"}
+    assert result.summary["last"]["top2"] >= result.summary["last"]["accuracy"]
+    assert result.summary["best"]["metric"] == "val/top2"
