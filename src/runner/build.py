@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -73,17 +73,37 @@ def monitored(config: Train, task: Task, splits: Splits) -> tuple[str, str]:
     Raises:
         UserError: if there will be no such metric.
     """
-    monitor = config.checkpoint.monitor or task.monitor
-    names = ["loss", *(config.metrics or task.metric_names())]
-    allowed = [f"val/{name}" for name in names]
-    if "/" not in monitor:
-        monitor = f"val/{monitor}"
-    if monitor not in allowed:
-        close = nearest(monitor, allowed)
+    monitor, mode = _metric("checkpoint.monitor", config.checkpoint.monitor or task.monitor, config, task)
+    return monitor, config.checkpoint.mode or mode
+
+
+def _metric(key: str, name: str, config: Train, task: Task) -> tuple[str, Literal["min", "max"]]:
+    """The full name of a metric of the validation split, and which of its values are usually better."""
+    allowed = [f"val/{metric}" for metric in ("loss", *(config.metrics or task.metric_names()))]
+    name = name if "/" in name else f"val/{name}"
+    if name not in allowed:
+        close = nearest(name, allowed)
         hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"checkpoint.monitor: there is no metric '{monitor}'{hint}\n    allowed: {', '.join(allowed)}")
-    usual = "min" if monitor.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
-    return monitor, config.checkpoint.mode or (task.mode if monitor == task.monitor else usual)
+        raise UserError(f"{key}: there is no metric '{name}'{hint}\n    allowed: {', '.join(allowed)}")
+    usual: Literal["min", "max"] = "min" if name.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
+    return name, task.mode if name == task.monitor else usual
+
+
+def build_callbacks(config: Train, task: Task, monitor: str, mode: str) -> dict[str, Any]:
+    """Build the callbacks of the config by name; what they leave open about a metric is that of the best evaluation.
+
+    Raises:
+        UserError: if early stopping watches a metric that there will not be.
+    """
+    built = {}
+    for name, node in config.callbacks.items():
+        facts = {"monitor": monitor, "mode": mode}
+        if node.get("monitor") is not None and str(node["_target_"]).endswith("EarlyStopping"):
+            watched, usual = _metric(f"callbacks.{name}.monitor", str(node["monitor"]), config, task)
+            # Another metric may be better in the other direction.
+            node, facts = node | {"monitor": watched}, {"mode": mode if watched == monitor else usual}
+        built[name] = build(f"callbacks.{name}", node, facts=facts)
+    return built
 
 
 def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, Any]:

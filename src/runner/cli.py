@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"; did you mean '{close}'?" if close else ""
         _complain(f"'{verb}' is not a verb{hint}\n    allowed: {', '.join(modules)} (python -m runner --help)")
         return USAGE_ERROR
+    if ("-h" in rest or "--help" in rest) and not hasattr(modules[verb], "complete"):
+        print(f"{(modules[verb].__doc__ or '').strip()}\n\n{modules[verb].main.__doc__}")
+        return 0
     try:
         return int(modules[verb].main(rest))
     except BrokenPipeError:

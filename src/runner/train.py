@@ -14,7 +14,16 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build import build_learner, build_metrics, build_optimizer, describe, monitored, place, probe
+from runner.build import (
+    build_callbacks,
+    build_learner,
+    build_metrics,
+    build_optimizer,
+    describe,
+    monitored,
+    place,
+    probe,
+)
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import find, resume, rng
 from runner.checkpoint.digest import weights_sha256
@@ -244,8 +253,7 @@ def train(
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
-    facts = {"monitor": monitor, "mode": mode}
-    extra = {name: build(f"callbacks.{name}", node, facts=facts) for name, node in config.callbacks.items()}
+    extra = build_callbacks(config, task, monitor, mode)
     keeper = Keeper(directory.checkpoints, config.checkpoint.keep)
 
     def save(loop: Loop, is_best: bool) -> None:
@@ -310,11 +318,13 @@ def train(
     # Resume
     if setup.found:
         resume.restore(setup.found, state, extra)
-        if not continued and state.best is not None and not resume.carry_best(setup.found.path, keeper):
-            warnings.append("the checkpoint's run has no valid best.pt: which evaluation is best is decided anew")
+        path = setup.found.path.resolve()
+        if state.best is not None and not resume.carry_best(path, keeper, state.best.global_step):
+            warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
-        if not continued:
-            directory.copy_metrics(setup.found.path.parents[1], resumed_step)
+        # A checkpoint that was moved away from its run has no metrics beside it.
+        if not continued and path.parent.name == directory.checkpoints.name:
+            directory.copy_metrics(path.parents[1], resumed_step)
     directory.write_config(stored.dump(values))
     for logger in loggers:
         logger.open(directory.path, resumed_step if setup.found else None)

@@ -123,7 +123,12 @@ def test_preserved_generators_go_on_as_if_nothing_had_been_drawn() -> None:
     seed_generators(0, 0, 0)
     expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     seed_generators(0, 0, 0)
-    with pytest.raises(ValueError, match="on the way"), preserved_rng():
-        random.random(), np.random.rand(3), torch.rand(3)
-        raise ValueError("on the way")
+
+    def fails_on_the_way() -> None:
+        with preserved_rng():
+            random.random(), np.random.rand(3), torch.rand(3)
+            raise ValueError("on the way")
+
+    with pytest.raises(ValueError, match="on the way"):
+        fails_on_the_way()
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected

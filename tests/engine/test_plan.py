@@ -57,9 +57,7 @@ def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: Plan) -> None:
     assert all(1 <= size <= plan.batch_size for size in sizes)
     assert all(size == plan.batch_size for size in sizes[:-1])
     if plan.limit is None:
-        assert sum(sizes) == (
-            plan.samples - plan.samples % plan.batch_size if plan.drop_last else plan.samples
-        )
+        assert sum(sizes) == (plan.samples - plan.samples % plan.batch_size if plan.drop_last else plan.samples)
     if plan.drop_last:
         assert all(size == plan.batch_size for size in sizes)
 
@@ -67,9 +65,7 @@ def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("epochs", "max_steps", "expected"), [(3, None, 9), (None, 7, 7), (3, 7, 7), (3, 20, 9), (1, 1, 1)]
 )
-def test_training_ends_at_whichever_limit_comes_first(
-    epochs: int | None, max_steps: int | None, expected: int
-) -> None:
+def test_training_ends_at_whichever_limit_comes_first(epochs: int | None, max_steps: int | None, expected: int) -> None:
     assert Limits(epochs, max_steps).total_steps(Plan(10, 4)) == expected
 
 

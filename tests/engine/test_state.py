@@ -97,3 +97,12 @@ def test_whole_numbers_among_the_buffers_are_no_obstacle(bench: Callable[..., An
     assert state.not_finite() == ""
     state.model[0].running_var[0] = float("inf")
     assert state.not_finite() == "0.running_var"
+
+
+def test_moments_count_as_well(bench: Callable[..., Any]) -> None:
+    one = bench(optimizer=torch.optim.Adam)
+    state = one.state()
+    one.loop(state=state).run()
+    assert state.not_finite() == ""
+    state.optimizer.state[state.model[1].bias]["exp_avg"][0] = float("nan")
+    assert state.not_finite() == "optimizer.state.1.exp_avg"

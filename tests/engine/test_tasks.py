@@ -68,7 +68,9 @@ class EvenOrOdd:
         encoding="utf-8",
     )
     monkeypatch.syspath_prepend(str(workdir))
-    result = train(*SMALL, "task._target_=my_task.EvenOrOdd", "loss=mse")
+    (workdir / "mine" / "task").mkdir(parents=True)
+    (workdir / "mine" / "task" / "parity.yaml").write_text("_target_: my_task.EvenOrOdd\n", encoding="utf-8")
+    result = train("--config-dir", "mine", *SMALL, "task=parity", "loss=mse")
     assert set(result.summary["last"]) == {"loss", "wrong"}
     assert result.summary["best"]["metric"] == "val/wrong"
     assert 0 <= result.summary["test"]["wrong"] <= 1

@@ -11,6 +11,8 @@ import contextlib
 import hashlib
 import os
 import pickle
+import warnings
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,6 +38,9 @@ KEYS = (
 _MARK = b"runner-sha256:"
 _TRAILER = len(_MARK) + 64
 _BLOCK = 1 << 20
+# What the restricted loader takes back; exact types, since a subclass such as np.float64 is refused.
+_CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
 
 class DamagedCheckpoint(UserError):
@@ -65,9 +70,16 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         contents: tensors and plain containers under `KEYS`.
 
     Raises:
-        UserError: if it cannot be written; nothing is left behind and the older file is untouched.
+        UserError: if it cannot be written, or holds what could not be read back; nothing is left behind and the older
+            file is untouched.
     """
     assert set(contents) == set(KEYS), f"a checkpoint has exactly the keys {KEYS}"
+    for key, value in contents.items():
+        if place := _foreign(value, key):
+            raise UserError(
+                f"checkpoint: {place}, which could not be read back; {path} was not written\n"
+                "    allowed: tensors, numbers, texts, and lists and mappings of them, as what a state_dict() gives"
+            )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -85,6 +97,16 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise UserError(f"checkpoint: cannot write {path}: {error}; earlier checkpoints are untouched") from error
+
+
+def _foreign(value: Any, place: str) -> str:
+    """Where something lies that the restricted loader refuses, and what it is; an empty string if there is nothing."""
+    if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+        return ""
+    if type(value) not in _CONTAINERS:
+        return f"{place} is a {type(value).__name__}"
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return next(filter(None, (_foreign(item, f"{place}.{key}") for key, item in items)), "")
 
 
 def link(source: Path, target: Path) -> None:
@@ -149,14 +171,17 @@ def read(path: Path) -> dict[str, Any]:
         _verify(file, path)
         file.seek(0)
         try:
-            contents = torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                contents = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             reason = _reason(str(error))
             raise DamagedCheckpoint(
                 f"{path}: refused, as it holds more than tensors and plain containers ({reason}); nothing in it was run"
             ) from error
-        except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
-            raise DamagedCheckpoint(f"{path}: cannot be read: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # what a file made by hand can raise in the unpickler has no end
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from error
     if not isinstance(contents, dict) or set(contents) != set(KEYS):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
     if not isinstance(contents["format"], int) or contents["format"] > FORMAT:

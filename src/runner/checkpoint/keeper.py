@@ -10,6 +10,11 @@ from runner.checkpoint import file
 from runner.checkpoint.find import step_files
 
 
+def step_name(global_step: int) -> str:
+    """File name of the checkpoint of a step."""
+    return f"step_{global_step:010d}.pt"
+
+
 class Keeper:
     """Writes checkpoints into a folder and deletes those that are no longer wanted.
 
@@ -38,7 +43,7 @@ class Keeper:
 
     def save(self, contents: dict[str, Any], global_step: int, is_best: bool) -> Path:
         """Write the state after `global_step` steps, point `last` (and `best`) at it, then delete what is too old."""
-        path = self.folder / f"step_{global_step:010d}.pt"
+        path = self.folder / step_name(global_step)
         file.write(path, contents)
         file.link(path, self.last)
         if is_best:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from runner.checkpoint import file, rng
 from runner.checkpoint.find import Found
-from runner.checkpoint.keeper import Keeper
+from runner.checkpoint.keeper import Keeper, step_name
 from runner.config.errors import UserError
 
 
@@ -64,20 +64,25 @@ def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
         raise UserError(f"{found.path}: does not fit this run: {error}") from error
 
 
-def carry_best(source: Path, keeper: Keeper) -> bool:
-    """Bring the best checkpoint of a resumed run into the new run's folder.
+def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:
+    """Make the checkpoint of the best evaluation `best.pt` of a resumed run.
+
+    The `best.pt` beside an older checkpoint may be of a later evaluation, which the resumed run does not know of.
 
     Args:
-        source: checkpoint that is resumed from; the best one lies beside it.
-        keeper: of the new run.
+        source: checkpoint that is resumed from; the others of its run lie beside it.
+        keeper: of the resumed run.
+        global_step: step of the best evaluation.
 
     Returns:
         Whether there was a valid one.
     """
-    best = source.with_name("best.pt")
-    try:
-        file.verify(best)
-    except UserError:
-        return False
-    file.link(best, keeper.best)
-    return True
+    for path in (source.with_name("best.pt"), source, source.with_name(step_name(global_step))):
+        try:
+            found = file.read(path)
+        except UserError:
+            continue
+        if found["position"]["global_step"] == global_step:
+            file.link(path, keeper.best)
+            return True
+    return False

@@ -8,9 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from runner.config.errors import UserError
+
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch on all devices."""
+    """Seed Python, NumPy and torch on all devices.
+
+    Raises:
+        UserError: if torch has no such seed.
+    """
+    if not 0 <= seed < 2**64:
+        raise UserError(f"seed: cannot be {seed}\n    allowed: a whole number from 0 to {2**64 - 1}")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -215,13 +216,11 @@ def _compose(
         raise ConfigError(
             [Problem("--config-name", f"there is no config '{request.primary}'", ", ".join(names), close)]
         )
-    searchpath = [f"file://{folder}" for folder in sources.extra]
     words = overrides.first_of_sweeps(known.accepted)
     words = [word for word in words if not word.startswith("hydra.searchpath=")]
-    if searchpath:
-        words.append("hydra.searchpath=[" + ",".join(f"'{entry}'" for entry in searchpath) + "]")
     try:
         with hydra.initialize_config_dir(config_dir=str(shipped()), **_VERSION_BASE):
+            _search_also(sources.extra)
             cfg = hydra.compose(request.primary, words, return_hydra_config=True)
         values = _plain(cfg)
     except (HydraException, OmegaConfBaseException) as error:
@@ -239,6 +238,17 @@ def _compose(
     if problems:
         raise ConfigError([*problems, *also(composition)])
     return composition, str(cfg.hydra.mode or "").endswith("MULTIRUN")
+
+
+def _search_also(folders: Sequence[Path]) -> None:
+    """Search `folders` as `--config-dir` does; an override of `hydra.searchpath` would not find a primary config."""
+    loader: Any = GlobalHydra.instance().config_loader()
+    path = loader.get_search_path()
+    schema = path.get_path().pop()  # has to stay the last
+    for folder in folders:
+        path.append("command-line", f"file://{folder}")
+    path.append(schema.provider, schema.path)
+    loader.repository.initialize_sources(path)
 
 
 def _not_folders(words: Sequence[str]) -> list[Problem]:

@@ -61,6 +61,7 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     """
     original = stored.load(text, where)
     values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
+    _keep_facts(original, values)
     # Whom to trust and where to read and write is said by the user at hand, never by a file.
     for key in ("trust", "output_root", "ckpt_path"):
         values[key] = composition.values[key]
@@ -77,3 +78,13 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
         raise ConfigError(problems)
     changed = stored.differences(original, values)
     return values, [difference for difference in changed if difference[0] != "ckpt_path"]
+
+
+def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
+    """Fill in what the data once said, where the line selects the file's own component anew and leaves it open."""
+    for section, names in FACTS.items():
+        before, after = original.get(section), values.get(section)
+        if not isinstance(before, dict) or not isinstance(after, dict):
+            continue
+        if before.get("_target_") == after.get("_target_"):
+            after |= {name: before.get(name) for name in names if name in after and after[name] is None}

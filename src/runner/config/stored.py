@@ -23,7 +23,14 @@ _MISSING = object()
 
 def dump(values: dict[str, Any]) -> str:
     """Plain containers as YAML text, in the order of the mapping."""
-    return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120)
+    return yaml.dump(values, Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=120)
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    """Writes a value that occurs twice twice, as aliases are refused when reading."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def load(text: str, where: str) -> dict[str, Any]:
@@ -33,6 +40,9 @@ def load(text: str, where: str) -> dict[str, Any]:
         UserError: if `text` is no YAML mapping or asks for objects.
     """
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            # A few lines of aliases of aliases stand for more values than fit into memory.
+            raise UserError(f"{where}: its config uses YAML aliases, which a stored config never does")
         values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where}: its config is not plain YAML: {str(error).splitlines()[0]}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -144,17 +145,30 @@ class TrainState:
         self.meter.load_state_dict(state["metrics"]["train"])
 
     def not_finite(self) -> str:
-        """Name of the first tensor of the model that is not finite, or an empty string; waits for the device."""
-        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()}
-        if not tensors or bool(torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).all()):
+        """Name of the first tensor of model or optimizer that is not finite, or an empty string; waits for the device."""
+        found = [*_tensors("", self.model.state_dict()), *_tensors("optimizer", self.optimizer.state_dict())]
+        named = [(name, tensor) for name, tensor in found if tensor.is_floating_point()]
+        if not named:
             return ""
-        return next(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+        # One answer for all, since each one costs a wait.
+        flags = torch.stack([tensor.isfinite().all().to(named[0][1].device) for _, tensor in named])
+        return "" if bool(flags.all()) else named[int(flags.int().argmin())][0]
 
     def set_learning_rate(self) -> None:
         """Set each group's rate for the step that comes next."""
         factor = self.schedule.factor(self.position.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested mappings and lists, with its dotted place."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(f"{name}.{key}" if name else str(key), item)
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:

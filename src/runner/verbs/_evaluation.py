@@ -67,7 +67,8 @@ def settle(composition: Composition) -> tuple[find.Found, Eval, dict[str, Any]]:
     found = find.load(str(values["ckpt_path"]), runs, prefer="best")
     combined, _ = merged(found.contents["config"], str(found.path), composition)
     combined |= {key: values[key] for key in EVAL_ONLY}
-    if not any(word.startswith("data.normalize") for word in composition.words):
+    statistics_given = any(word.startswith("data.normalize") for word in composition.words)
+    if not statistics_given and isinstance(combined.get("data"), dict):
         # Other data still has to look to the model like the data that it was trained on.
         combined["data"]["normalize"] = _stored_statistics(found)
     return found, checked(combined, composition, Eval), combined

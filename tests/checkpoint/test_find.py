@@ -1,0 +1,107 @@
+"""What `ckpt_path=` finds, what it falls back to, and how it says so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.checkpoint.file import DamagedCheckpoint
+from runner.checkpoint.find import load, newest_run
+from runner.checkpoint.keeper import Keeper
+from runner.config.errors import UserError
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, contents: Make) -> Path:
+    """Two runs: `old` with steps 10 (best), 20, 30 and `new` with step 5, which was written last."""
+    for number, (name, steps) in enumerate({"old": (10, 20, 30), "new": (5,)}.items()):
+        folder = tmp_path / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        keeper = Keeper(folder, 2)
+        for step in steps:
+            keeper.save(contents(step), step, is_best=step in (10, 5))
+        os.utime(keeper.last, (1000 + number, 1000 + number))
+    return tmp_path / "runs"
+
+
+def found(runs: Path, ckpt_path: str | Path, prefer: str = "last") -> tuple[str, int, int]:
+    got = load(str(ckpt_path), runs, prefer)
+    return got.path.name, got.contents["position"]["global_step"], len(got.warnings)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_a_file_a_run_and_names_are_found(runs: Path) -> None:
+    folder = runs / "old" / "checkpoints"
+    assert found(runs, folder / "step_0000000020.pt") == ("step_0000000020.pt", 20, 0)
+    assert found(runs, runs / "old") == ("last.pt", 30, 0)
+    assert found(runs, runs / "old", "best") == ("best.pt", 10, 0)
+    assert found(runs, folder) == ("last.pt", 30, 0)
+    assert found(runs, "last") == ("last.pt", 5, 0)
+    assert found(runs, "best") == ("best.pt", 5, 0)
+
+
+def test_the_newest_run_is_the_one_saved_last_in_sweeps_too(runs: Path, contents: Make) -> None:
+    assert newest_run(runs).name == "new"
+    job = runs / "sweeps" / "2026-01-01" / "3" / "checkpoints"
+    job.mkdir(parents=True)
+    Keeper(job, 1).save(contents(1), 1, is_best=False)
+    assert newest_run(runs).name == "3"
+
+
+def test_a_damaged_last_falls_back_to_the_newest_valid_one_and_says_so(runs: Path) -> None:
+    folder = runs / "old" / "checkpoints"
+    damage(folder / "last.pt")
+    got = load(str(runs / "old"), runs, "last")
+    assert got.path.name == "step_0000000030.pt", "the same step under its other name is whole"
+    damage(folder / "step_0000000030.pt")
+    got = load(str(runs / "old"), runs, "last")
+    assert got.contents["position"]["global_step"] == 20
+    assert [warning.split(":")[0].rpartition("/")[2] for warning in got.warnings] == ["last.pt", "step_0000000030.pt"]
+    assert all("damaged" in warning for warning in got.warnings)
+
+
+def test_a_damaged_file_that_was_named_is_an_error_that_offers_another(runs: Path) -> None:
+    folder = runs / "old" / "checkpoints"
+    damage(folder / "step_0000000030.pt")
+    with pytest.raises(DamagedCheckpoint, match=r"step_0000000030\.pt.*damaged\n.*ckpt_path=.*last\.pt"):
+        load(str(folder / "step_0000000030.pt"), runs, "last")
+    damage(folder / "best.pt")
+    with pytest.raises(DamagedCheckpoint, match=r"best\.pt"):
+        load(str(runs / "old"), runs, "best")
+
+
+def test_a_run_with_nothing_whole_names_every_file(runs: Path) -> None:
+    for path in (runs / "new" / "checkpoints").iterdir():
+        damage(path)
+    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint of this run is whole:\n.*last.pt.*\n.*step_"):
+        load(str(runs / "new"), runs, "last")
+
+
+def test_a_path_that_is_nearly_right_gets_a_suggestion(runs: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no .*olde; did you mean '.*old'\?\n.*allowed: a checkpoint file"):
+        load(str(runs / "olde"), runs, "last")
+    with pytest.raises(UserError, match=r"did you mean '.*step_0000000020\.pt'"):
+        load(str(runs / "old" / "checkpoints" / "step_000000020.pt"), runs, "last")
+
+
+def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> None:
+    with pytest.raises(UserError, match="no run with a checkpoint"):
+        load("last", tmp_path / "nothing", "last")
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(UserError, match="has no checkpoint"):
+        load(str(tmp_path / "empty"), runs, "last")
+    (runs / "new" / "checkpoints" / "best.pt").unlink()
+    with pytest.raises(UserError, match=r"has no best.pt\n.*ckpt_path=last"):
+        load("best", runs, "last")

@@ -1,0 +1,195 @@
+"""Nothing in a file from a stranger runs: not its pickle, not its config."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import pickle
+import random
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from runner.checkpoint.file import DamagedCheckpoint, read, write
+from runner.config.errors import UserError
+
+Make = Callable[..., dict[str, Any]]
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.target,))
+
+
+def sealed(archive: bytes) -> bytes:
+    """A zip archive with a correct checksum, as a stranger who has read the source would make it."""
+    comment = b"runner-sha256:" + hashlib.sha256(archive).hexdigest().encode()
+    assert archive[-2:] == b"\0\0"
+    return archive[:-2] + len(comment).to_bytes(2, "little") + comment
+
+
+def refused(path: Path, target: Path, words: str) -> None:
+    with pytest.raises(DamagedCheckpoint, match=words):
+        read(path)
+    assert not target.exists(), "the file's code was run"
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_bare_pickle_is_not_even_opened(protocol: int, tmp_path: Path) -> None:
+    path, target = tmp_path / "bomb.pt", tmp_path / "ran"
+    path.write_bytes(pickle.dumps(Bomb(target), protocol=protocol))
+    refused(path, target, "no checksum")
+    pickle.loads(path.read_bytes())
+    assert target.exists(), "the bomb is a dud, and nothing was tested"
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_what_torch_saves_with_code_in_it_is_refused(legacy: bool, tmp_path: Path) -> None:
+    path, target = tmp_path / "bomb.pt", tmp_path / "ran"
+    torch.save({"model": Bomb(target)}, path, _use_new_zipfile_serialization=not legacy)
+    refused(path, target, "no checksum")
+
+
+def test_code_in_a_file_with_a_correct_checksum_is_refused_and_the_reason_said(tmp_path: Path, contents: Make) -> None:
+    path, target = tmp_path / "bomb.pt", tmp_path / "ran"
+    buffer = io.BytesIO()
+    torch.save(contents(optimizer=Bomb(target)), buffer)
+    path.write_bytes(sealed(buffer.getvalue()))
+    refused(path, target, r"refused, as it holds more than tensors and plain containers \(.*\); nothing in it was run")
+
+
+def test_a_pickle_swapped_inside_the_archive_is_refused(tmp_path: Path, contents: Make) -> None:
+    good, path, target = tmp_path / "good.pt", tmp_path / "bomb.pt", tmp_path / "ran"
+    write(good, contents())
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(good) as source, zipfile.ZipFile(buffer, "w") as changed:
+        for name in source.namelist():
+            bomb = name.endswith("data.pkl")
+            changed.writestr(name, pickle.dumps(Bomb(target), protocol=2) if bomb else source.read(name))
+    path.write_bytes(sealed(buffer.getvalue()))
+    refused(path, target, "nothing in it was run|cannot be read")
+
+
+def test_a_zip_of_something_else_with_a_correct_checksum_is_a_sentence(tmp_path: Path) -> None:
+    path, buffer = tmp_path / "other.pt", io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    path.write_bytes(sealed(buffer.getvalue()))
+    refused(path, tmp_path / "ran", "other.pt: ")
+
+
+@pytest.mark.parametrize("value", [{}, [1, 2], {"model": {}}, 5], ids=str)
+def test_tensors_that_are_no_checkpoint_are_refused(value: Any, tmp_path: Path) -> None:
+    path, buffer = tmp_path / "weights.pt", io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(sealed(buffer.getvalue()))
+    refused(path, tmp_path / "ran", "is not a checkpoint of runner's")
+
+
+def test_no_altered_pickle_with_a_corrected_checksum_gives_anything_but_a_sentence(
+    tmp_path: Path, contents: Make
+) -> None:
+    write(tmp_path / "good.pt", contents())
+    data, generator, path = (tmp_path / "good.pt").read_bytes(), random.Random(1), tmp_path / "bad.pt"
+    with zipfile.ZipFile(tmp_path / "good.pt") as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith("data.pkl"))
+        comment = len(archive.comment)
+    body = data[: -comment - 2] + b"\0\0"
+    begin = body.index(b"\x80\x02", info.header_offset)
+    for _ in range(400):
+        altered = bytearray(body)
+        for _ in range(generator.randint(1, 3)):
+            altered[begin + generator.randrange(info.file_size)] = generator.randrange(256)
+        path.write_bytes(sealed(bytes(altered)))
+        # Some changes leave a checkpoint that can be read, such as another letter in a version.
+        with contextlib.suppress(UserError):
+            read(path)
+
+
+EVIL = ("os.system", "subprocess.run", "logging.os.system", "builtins.eval", "runner.train.os.system",
+        "torch.serialization.os.system", "pathlib.Path.touch", "torch.hub.load")  # fmt: skip
+SMALL = (
+    "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "data.batch_size=8", "epochs=1",
+    "model=mlp", "transform=none", "evaluate.test=false",
+)  # fmt: skip
+
+
+def poisoned(checkpoint: Path, target: Path, place: str, evil: str) -> Path:
+    """A copy of a checkpoint whose config wants to build something else."""
+    found = read(checkpoint)
+    config = yaml.safe_load(found["config"])
+    node = {"_target_": evil, "_args_": [f"touch {target}"]}
+    if place == "nested":
+        config["model"]["hidden"] = [node]
+    elif place == "list":
+        config["transform"]["train"] = [node]
+    else:
+        config[place] = node if place == "model" else {"x": node}
+    path = target.with_name("poisoned.pt")
+    write(path, found | {"config": yaml.safe_dump(config)})
+    return path
+
+
+@pytest.fixture
+def checkpoint(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    return train(*SMALL).directory / "checkpoints" / "last.pt"
+
+
+def test_a_config_that_names_other_things_builds_none_of_them(
+    checkpoint: Path, workdir: Path, run: Callable[..., Any]
+) -> None:
+    target = workdir / "ran"
+    cases = [("model", evil) for evil in EVIL] + [(p, "os.system") for p in ("callbacks", "logger", "nested", "list")]
+    for number, (place, evil) in enumerate(cases):
+        path = poisoned(checkpoint, target, place, evil)
+        for verb in ("train", "eval") if number in (0, 8) else (("train", "eval")[number % 2],):
+            result = run(verb, f"ckpt_path={path}", "threads=1", "log.progress=false")
+            assert result.status == 2, (verb, place, evil, result.out)
+            assert not target.exists(), f"{evil} was run"
+            assert f"'{evil}'" in result.err
+            assert "from a file" in result.err
+            assert "Traceback" not in result.err
+
+
+def test_the_refusal_says_how_to_trust_and_that_a_file_cannot_trust_itself(
+    checkpoint: Path, workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "stranger.py").write_text(
+        "from pathlib import Path\nPath('imported').touch()\nfrom runner.models.mlp import MLP\nclass Net(MLP): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(workdir))
+    found = read(checkpoint)
+    config = yaml.safe_load(found["config"])
+    config["model"]["_target_"], config["trust"] = "stranger.Net", ["stranger"]
+    write(workdir / "s.pt", found | {"config": yaml.safe_dump(config)})
+    words = ("eval", "ckpt_path=s.pt", "split=val", "output=out", "threads=1")
+    result = run(*words)
+    assert result.status == 2
+    assert "trust=[stranger]" in result.err
+    assert not (workdir / "imported").exists(), "the stranger's package was imported to find out"
+    assert run(*words, "trust=[stranger]").status == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["!!python/object/apply:os.system ['touch ran']", "[1, 2]", "a: [", "model: ${oc.env:HOME}"], ids=str
+)
+def test_a_config_that_is_no_plain_mapping_is_a_sentence(
+    text: str, checkpoint: Path, workdir: Path, run: Callable[..., Any]
+) -> None:
+    write(workdir / "odd.pt", read(checkpoint) | {"config": text})
+    result = run("eval", "ckpt_path=odd.pt")
+    assert result.status == 2, result.out + result.err
+    assert "Traceback" not in result.err
+    assert not (workdir / "ran").exists()

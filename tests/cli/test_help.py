@@ -1,0 +1,282 @@
+"""Help, listings and tab completion: what they say, and that they are quick because they import next to nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+from runner import __version__
+from runner.cli import main, verb_modules
+from runner.config.keys import hints
+from runner.config.schema import Eval, Train
+from runner.config.sources import Sources, shipped
+
+# Calls the program as the console script `runner` does; an import that costs seconds is refused and told.
+GUARD = """
+import sys
+
+heavy = {"torch", "torchvision", "torchmetrics", "numpy", "scipy", "sklearn", "matplotlib", "PIL", "tensorboard", "rich"}
+wanted = []
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in heavy:
+            wanted.append(name)
+            raise ImportError(name)
+
+
+sys.meta_path.insert(0, Refuse())
+before = set(sys.modules)
+sys.argv[0] = "runner"
+try:
+    import runner.cli
+
+    status = runner.cli.main(sys.argv[1:])
+finally:
+    foreign = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+    print("refused:", *wanted, file=sys.stderr)
+    print("foreign:", *sorted(foreign), file=sys.stderr)
+    print("modules:", len(set(sys.modules) - before), file=sys.stderr)
+sys.exit(status)
+"""
+LIGHT = [
+    (),
+    ("--help",),
+    ("list",),
+    ("list", "model"),
+    ("show",),
+    ("show", "model=mlp"),
+    ("train", "--help"),
+    ("eval", "model=mlp", "-h"),
+    ("list", "--help"),
+    ("trian",),
+    ("list", "modle"),
+]
+HYDRA = [
+    ("train", "--hydra-help"),
+    ("train", "--cfg", "job", "model=vit_tiny", "+amp=true"),
+    ("train", "--info", "defaults"),
+    ("train", "sede=1", "--cfg", "job"),
+    ("-sc", "install=bash"),
+]
+
+
+def guarded(*words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:
+    command = [sys.executable, "-c", GUARD, *words]
+    # The environment is emptied: settings of the test run, as those of coverage, import more than the program does.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    notes = dict(line.split(":", 1) for line in done.stderr.splitlines()[-3:])
+    return done, {name: text.split() for name, text in notes.items()}
+
+
+@pytest.mark.parametrize("words", LIGHT, ids=" ".join)
+def test_help_and_listings_import_nothing_but_the_standard_library(words, workdir):
+    _, notes = guarded(*words)
+    assert notes["refused"] == []
+    assert notes["foreign"] == ["runner"]
+    assert int(notes["modules"][0]) < 150
+
+
+@pytest.mark.parametrize("words", HYDRA, ids=" ".join)
+def test_composing_for_display_never_imports_torch(words, workdir):
+    done, notes = guarded(*words)
+    assert notes["refused"] == []
+    assert "torch" not in notes["foreign"]
+    assert done.stdout or done.returncode == 2
+    assert int(notes["modules"][0]) < 500
+    assert list(workdir.iterdir()) == []
+
+
+COMPLETIONS = [
+    ("runner tr", ["train"]),
+    ("runner ", sorted(verb_modules())),
+    ("python -m runner ev", ["eval"]),
+    ("runner train model=", [f"model={name}" for name in ("mlp", "small_cnn", "vit_tiny")]),
+    ("python -m runner train model=vit", ["model=vit_tiny"]),
+    ("runner train model=mlp optimizer.weight_d", ["optimizer.weight_decay="]),
+    ("runner eval spl", ["split="]),
+    ("runner train --multirun sweep=s", ["sweep=seeds"]),
+    ("runner list ", []),
+    ("runner nonsense ", []),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), COMPLETIONS, ids=[line for line, _ in COMPLETIONS])
+def test_tab_completion_knows_verbs_groups_options_and_keys(line, expected, workdir, monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    assert main(["-sc", "query=bash"]) == 0
+    offered = capsys.readouterr().out.split()
+    assert set(expected) <= set(offered)
+    assert bool(expected) == bool(offered)
+    assert all(word.startswith(line.split(" ")[-1]) for word in offered)
+
+
+@pytest.mark.parametrize("line", ["runner tr", "runner train model="])
+def test_tab_completion_never_imports_torch(line, workdir):
+    done, notes = guarded("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] in ("train", "model=mlp")
+    assert notes["refused"] == []
+    assert int(notes["modules"][0]) < (150 if line == "runner tr" else 450)
+
+
+def test_tab_completion_is_installed_for_the_command(workdir):
+    done, _ = guarded("-sc", "install=bash")
+    assert done.returncode == 0
+    assert done.stdout.rstrip().endswith("-F hydra_bash_completion runner")
+    subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=True)
+
+
+def test_help_lists_every_verb_with_what_it_does(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for verb, module in verb_modules().items():
+        [line] = re.findall(rf"^  {verb} +(\S.*)$", text, re.MULTILINE)
+        assert line == (module.__doc__ or "").splitlines()[0].rstrip(".")
+    assert {"env", "eval", "list", "show", "train"} <= set(verb_modules())
+
+
+def test_help_is_shown_without_a_verb_and_for_the_word_help(capsys):
+    texts = []
+    for words in ([], ["-h"], ["help"], ["--help"]):
+        assert main(words) == 0
+        texts.append(capsys.readouterr().out)
+    assert len(set(texts)) == 1
+
+
+def test_every_flag_and_example_of_the_help_is_understood(capsys, workdir):
+    from runner.config.app import parse
+
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    examples = re.findall(r"^  python -m runner (\w[\w-]*)(.*?)(?:  .*)?$", text.partition("examples")[2], re.MULTILINE)
+    assert len(examples) >= 5
+    for verb, words in examples:
+        assert verb in verb_modules()
+        if verb in ("train", "eval"):
+            parse(words.split(), verb)
+    [flags] = re.findall(r"^flags of train and eval: (.*)$", text, re.MULTILINE)
+    for flag in re.findall(r"--[\w-]+", flags):
+        value = {"--cfg": ["job"], "--config-dir": ["x"], "--config-name": ["x"]}.get(flag, [])
+        parse([flag, *value], "train")
+
+
+def test_version_is_shown(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"runner {__version__}\n"
+
+
+def test_list_shows_every_group_and_option_with_its_description(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    sources = Sources()
+    for group in sources.groups():
+        begin = lines.index(group)
+        for offset, option in enumerate(sources.options(group), start=1):
+            name, description = lines[begin + offset].split(maxsplit=1)
+            assert (name, description) == (option.name, option.description)
+
+
+def test_list_of_groups_shows_these_alone(capsys):
+    assert main(["list", "model", "loss"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith(" ")] == ["model", "loss"]
+    assert not any(line.strip().startswith("_") for line in lines)
+
+
+def test_list_and_show_see_the_users_own_folder(capsys, workdir):
+    (workdir / "mine" / "model").mkdir(parents=True)
+    own = workdir / "mine" / "model" / "own.yaml"
+    own.write_text("# My own model.\n_target_: my_package.Net\n")
+    assert main(["list", "model", "--config-dir", "mine"]) == 0
+    assert re.search(r"^  own +My own model\.$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["show", "--config-dir=mine", "model=own"]) == 0
+    assert capsys.readouterr().out == f"# {own}\n{own.read_text()}\n"
+
+
+@pytest.mark.parametrize("word", ["model=mlp", "model/mlp"])
+def test_show_prints_the_file_of_an_option(word, capsys):
+    path = shipped() / "model" / "mlp.yaml"
+    assert main(["show", word]) == 0
+    assert capsys.readouterr().out == f"# {path}\n{path.read_text()}\n"
+
+
+def test_show_of_an_option_that_builds_on_others_prints_these_as_well(capsys):
+    assert main(["show", "data=digits"]) == 0
+    text = capsys.readouterr().out
+    assert (shipped() / "data" / "digits.yaml").read_text() in text
+    assert (shipped() / "data" / "_base.yaml").read_text() in text
+
+
+def test_show_without_words_explains_every_top_level_key(capsys):
+    assert main(["show"]) == 0
+    text = capsys.readouterr().out
+    assert (shipped() / "train.yaml").read_text() in text
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_help_of_a_verb_shows_its_groups_and_every_top_level_key_with_its_comment(verb, capsys, workdir):
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    sources = Sources()
+    for group in sources.groups():
+        assert re.search(rf"^  {group} +{', '.join(o.name for o in sources.options(group))}$", text, re.MULTILINE)
+    schema = {"train": Train, "eval": Eval}[verb]
+    for key in hints(schema):
+        assert key in sources.groups() or re.search(rf"^  {key}:(.*  # \S|$)", text, re.MULTILINE), key
+    assert "hydra:" not in text
+
+
+def test_help_of_a_verb_sees_the_users_own_folder(capsys, workdir):
+    (workdir / "mine" / "model").mkdir(parents=True)
+    (workdir / "mine" / "model" / "own.yaml").write_text("# My own model.\n_target_: my_package.Net\n")
+    assert main(["train", "--config-dir", "mine", "--help"]) == 0
+    assert re.search(r"^  model .*\bown\b", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("verb", sorted(verb_modules()))
+def test_every_verb_answers_help_and_does_nothing_else(verb, capsys, workdir):
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith((verb_modules()[verb].__doc__ or "").splitlines()[0])
+    assert list(workdir.iterdir()) == []
+
+
+def test_cfg_job_prints_the_config_as_yaml_and_starts_nothing(capsys, workdir):
+    assert main(["train", "--cfg", "job", "model=mlp", "seed=7"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["seed"] == 7
+    assert config["model"]["_target_"] == "runner.models.mlp.MLP"
+    assert list(workdir.iterdir()) == []
+
+
+def test_cfg_job_resolves_on_request(capsys, workdir):
+    assert main(["train", "--cfg", "job", "--resolve", "data=mnist"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["name"] == "mnist"
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(workdir):
+    command = f"'{sys.executable}' -m runner show data | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0"
+    assert done.stderr == ""
+
+
+def test_env_as_json_is_json_alone(run):
+    result = run("env", "--json")
+    assert result.status == 0
+    assert "torch" in json.dumps(json.loads(result.out))
+
+
+def test_the_module_and_the_command_are_the_same_program(spawn):
+    done = spawn("--version")
+    assert (done.returncode, done.stdout) == (0, f"runner {__version__}\n")
+    project = tomllib.loads((shipped().parent / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"runner": "runner.cli:main"}

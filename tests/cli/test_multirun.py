@@ -1,0 +1,174 @@
+"""Sweeps: a directory for each job, a job that fails stops no other, and a table of what became of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from runner.tracking import run_directory
+from runner.verbs import train as train_verb
+
+
+@pytest.fixture
+def sweep(run, tiny, workdir):
+    """Sweep over tiny runs; gives the result and the sweep's folder."""
+
+    def call(*words: str):
+        result = run("train", *tiny, *words)
+        return result, workdir / result.out.strip().splitlines()[-1]
+
+    return call
+
+
+def summaries(folder: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))}
+
+
+def test_every_job_has_a_complete_directory_of_its_own(sweep, workdir):
+    result, folder = sweep("--multirun", "seed=0,1", "optimizer.lr=0.1,0.01")
+    assert result.status == 0, result.err
+    assert folder.parent == workdir / "outputs" / "synthetic" / "sweeps"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
+    seen = set()
+    for job in "0123":
+        assert (folder / job / "checkpoints" / "last.pt").is_file()
+        config = yaml.safe_load((folder / job / "config.yaml").read_text())
+        seen.add((config["seed"], config["optimizer"]["lr"]))
+        recorded = yaml.safe_load((folder / job / "overrides.yaml").read_text())
+        assert f"seed={config['seed']}" in recorded
+        assert f"optimizer.lr={config['optimizer']['lr']}" in recorded
+    assert seen == {(0, 0.1), (0, 0.01), (1, 0.1), (1, 0.01)}
+    found = summaries(folder)
+    assert {summary["status"] for summary in found.values()} == {"finished"}
+    assert len({summary["weights_sha256"] for summary in found.values()}) == 4
+
+
+def test_a_job_of_a_sweep_is_the_same_run_as_one_by_itself(sweep, run, tiny):
+    _, folder = sweep("--multirun", "seed=4,3")
+    alone = run("train", *tiny, "seed=3")
+    assert summaries(folder)["1"]["weights_sha256"] == alone.summary["weights_sha256"]
+
+
+def test_the_table_marks_the_best_and_says_what_each_job_varied(sweep):
+    result, folder = sweep("--multirun", "seed=0,1,2")
+    table = result.out[result.out.index("3 of 3 jobs finished") :]
+    values = {job: summary["best"]["value"] for job, summary in summaries(folder).items()}
+    [best] = re.findall(r"^ +(\d) +seed=(\d) .*<- best", table, re.MULTILINE)
+    assert best[0] == best[1]
+    assert values[best[0]] == max(values.values())
+    assert json.loads((folder / "sweep.json").read_text())["best"] == [best[0]]
+    assert "val/accuracy" in table
+    assert "threads=1" not in table
+
+
+def test_a_mistake_in_one_job_stops_no_other(sweep):
+    result, folder = sweep("--multirun", "model.width=4,0,6")
+    assert result.status == 1
+    assert "Traceback" not in result.err
+    found = summaries(folder)
+    assert [found[job]["status"] for job in "012"] == ["finished", "failed", "finished"]
+    assert "width must be at least 1, got 0" in found["1"]["error"]
+    assert "2 of 3 jobs finished" in result.out
+    assert re.search(r"error: job 1 failed: .*width must be at least 1, got 0", result.out + result.err)
+    assert re.search(r"^ +1 +model.width=0 +failed ", result.out, re.MULTILINE)
+    [best] = json.loads((folder / "sweep.json").read_text())["best"]
+    assert best in "02"
+
+
+def test_a_job_that_breaks_stops_no_other(sweep, workdir, monkeypatch):
+    text = "import torch\n\n\ndef net(num_classes, **_):\n    raise RuntimeError('broken inside')\n"
+    (workdir / "breaking_sweep_package.py").write_text(text)
+    monkeypatch.syspath_prepend(workdir)
+    both = "model._target_=breaking_sweep_package.net,runner.models.small_cnn.SmallCNN"
+    result, folder = sweep("--multirun", both)
+    assert result.status == 1
+    found = summaries(folder)
+    assert [found[job]["status"] for job in "01"] == ["failed", "finished"]
+    assert found["0"]["error"] == "RuntimeError: broken inside"
+    assert "RuntimeError: broken inside" in (folder / "0" / "run.log").read_text()
+    assert re.search(r"error: job 0 failed: RuntimeError: broken inside", result.out + result.err)
+
+
+def test_a_combination_that_only_some_jobs_have_fails_in_these_alone(sweep):
+    result, folder = sweep("--multirun", "deterministic=false,true", "cudnn_benchmark=true")
+    assert result.status == 1
+    found = summaries(folder)
+    assert [found[job]["status"] for job in "01"] == ["finished", "failed"]
+    assert "cudnn_benchmark" in found["1"]["error"]
+
+
+def test_settings_of_one_job_do_not_leak_into_the_next(sweep, run, tiny):
+    _, folder = sweep("--multirun", "deterministic=true,false", "detect_anomaly=true")
+    assert not torch.are_deterministic_algorithms_enabled()
+    alone = run("train", *tiny)
+    assert {summary["weights_sha256"] for summary in summaries(folder).values()} == {alone.summary["weights_sha256"]}
+
+
+def test_a_mistake_in_the_words_starts_no_job(sweep, workdir, run, tiny):
+    result = run("train", *tiny, "--multirun", "seed=0,1", "optimizer=adam,adma", "sede=1")
+    assert result.status == 2
+    assert "2 problems" in result.err
+    assert list(workdir.iterdir()) == []
+
+
+def test_a_preset_starts_a_sweep_without_the_flag(sweep):
+    result, folder = sweep("sweep=seeds", "limit.train_batches=1", "limit.eval_batches=1")
+    assert result.status == 0, result.err
+    assert len(summaries(folder)) == 5
+    assert "5 of 5 jobs finished" in result.out
+    seeds = [yaml.safe_load((folder / job / "config.yaml").read_text())["seed"] for job in "01234"]
+    assert seeds == [0, 1, 2, 3, 4]
+
+
+def test_options_of_a_group_can_be_swept(sweep):
+    result, folder = sweep("--multirun", "optimizer=sgd,adam", "+amp=false")
+    assert result.status == 0, result.err
+    kinds = [yaml.safe_load((folder / job / "config.yaml").read_text())["optimizer"]["_target_"] for job in "01"]
+    assert kinds == ["torch.optim.SGD", "torch.optim.Adam"]
+
+
+def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
+    monkeypatch.setattr(run_directory, "timestamp", lambda: "2026-11-20_10-31-07")
+    folders = [sweep("--multirun", "seed=0")[1] for _ in range(2)]
+    assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
+    assert all(len(summaries(folder)) == 1 for folder in folders)
+
+
+def test_the_folder_of_a_sweep_can_be_chosen(sweep, workdir):
+    result, folder = sweep("--multirun", "hydra.sweep.dir=chosen", "seed=0")
+    assert result.status == 0, result.err
+    assert folder == workdir / "chosen"
+    assert list(summaries(folder)) == ["0"]
+    assert not (workdir / "outputs").exists()
+
+
+def test_the_newest_run_of_a_name_is_found_in_sweeps_too(sweep, run, tiny):
+    _, folder = sweep("--multirun", "seed=0,1")
+    result = run("train", *tiny, "ckpt_path=last", "epochs=2")
+    assert result.status == 0, result.err
+    assert result.summary["resumed_from"].endswith(str(Path(folder.name) / "1" / "checkpoints" / "last.pt"))
+
+
+def test_hydra_says_nothing_of_its_own_and_leaves_no_logs(sweep, workdir):
+    result, folder = sweep("--multirun", "seed=0")
+    assert "[HYDRA]" not in result.out + result.err
+    assert [path.name for path in workdir.iterdir()] == ["outputs"]
+    assert [path.name for path in folder.rglob("*.log")] == ["run.log"]
+    assert not list(folder.rglob(".hydra"))
+
+
+def test_a_run_by_itself_leaves_nothing_but_its_directory(run, tiny, workdir):
+    assert run("train", *tiny).status == 0
+    assert [path.name for path in workdir.iterdir()] == ["outputs"]
+    assert [path.name for path in workdir.rglob("*.log")] == ["run.log"]
+
+
+def test_jobs_can_be_pickled_by_launchers_without_torch():
+    import pickle
+
+    assert pickle.loads(pickle.dumps(train_verb.job)) is train_verb.job

@@ -1,0 +1,243 @@
+"""A user's own model, data, transform and callback: a package and a folder of YAML, and no change to the program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FILES = {
+    "my_package/__init__.py": "",
+    "my_package/parts.py": '''
+import torch
+from PIL import Image
+from torch import nn
+
+
+class Net(nn.Module):
+    """Uses two of the facts that the program offers, and an argument of its own."""
+
+    def __init__(self, in_channels: int, num_classes: int, width: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(in_channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images):
+        return self.head(self.layers(images))
+
+
+class Shades:
+    """Grey squares, told apart by their brightness; plain Pillow images and whole numbers, and nothing else."""
+
+    def __init__(self, count: int = 60, image_size: int | None = None) -> None:
+        self.count, self.side = count, image_size or 8
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return Image.new("RGB", (self.side, self.side), (index % 3 * 100 + index % 7,) * 3), index % 3
+
+    @property
+    def targets(self):
+        return [index % 3 for index in range(self.count)]
+
+
+class Negative:
+    """A batch transform: each image turned into its negative with a chance; images uint8 (B, C, H, W)."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = p
+
+    def __call__(self, images, draws):
+        assert images.dtype == torch.uint8
+        return torch.where((draws.uniform() < self.p)[:, None, None, None], 255 - images, images)
+
+
+class Counter:
+    """Counts evaluations, over all the runs that continue one another."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.seen = file, 0
+
+    def on_evaluation(self, loop, metrics):
+        self.seen += 1
+
+    def on_end(self, loop):
+        with open(self.file, "w") as out:
+            out.write(str(self.seen))
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+''',
+    "mine/model/mynet.yaml": """
+# My own network.
+_target_: my_package.parts.Net  # what is built
+in_channels: null  # from the data unless set
+num_classes: null  # from the data unless set
+width: 3  # channels
+""",
+    "mine/data/mydata.yaml": """
+# My own images.
+defaults:
+  - _base
+  - _self_
+name: shades
+dataset:
+  _target_: my_package.parts.Shades
+  count: 60
+image_size: 6
+num_workers: 0
+""",
+    "mine/transform/negative.yaml": """
+# My own batch transform.
+defaults:
+  - none
+  - _self_
+train:
+  - _target_: my_package.parts.Negative
+    p: 0.1
+""",
+    "mine/callbacks/mine.yaml": """
+# My own callback.
+counter:
+  _target_: my_package.parts.Counter
+  file: counted.txt
+""",
+}
+TRAIN = ("train", "--config-dir", "mine", "model=mynet", "data=mydata", "transform=negative", "callbacks=mine")
+TRAIN += ("threads=1", "device=cpu", "logger=none", "log.progress=false", "optimizer.lr=0.1")
+
+
+def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runner", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a user's project, and in it the run directory of a training."""
+    folder = tmp_path_factory.mktemp("project")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.lstrip())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RUNNER_TRUST", "HYDRA_FULL_ERROR", "PYTHONPATH"):
+            patch.delenv(name, raising=False)
+        done = program(folder, *TRAIN, "epochs=2")
+    assert done.returncode == 0, done.stderr
+    return folder, folder / done.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture
+def copied(project: tuple[Path, Path], workdir: Path) -> Path:
+    """A copy of the project to work in; the run is in the folder `run`."""
+    folder, run = project
+    shutil.copytree(folder, workdir, dirs_exist_ok=True)
+    shutil.copytree(run, workdir / "run")
+    return workdir
+
+
+@pytest.fixture
+def importable(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder on the path, as `python -m runner` has it."""
+    monkeypatch.syspath_prepend(copied)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+EVAL = ("eval", "ckpt_path=run", "threads=1", "device=cpu")
+
+
+def test_a_package_of_ones_own_is_trained_with_no_change_to_the_program(project):
+    folder, run = project
+    assert run.parent == folder / "outputs" / "shades"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["test"]["accuracy"] >= 0
+    assert (folder / "counted.txt").read_text() == "2"
+    config = (run / "config.yaml").read_text()
+    assert "my_package.parts.Net" in config
+    assert "in_channels: 3" in config
+    assert "num_classes: 3" in config
+
+
+def test_a_callback_of_ones_own_goes_on_counting_in_a_resumed_run(copied, importable, run):
+    result = run(*TRAIN, "ckpt_path=run", "epochs=3")
+    assert result.status == 0, result.err
+    assert Path("counted.txt").read_text() == "3"
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_checkpoint_of_a_package_that_is_not_trusted_is_refused_and_says_what_to_do(copied, run):
+    result = run(*EVAL)
+    assert result.status == 2
+    for key, name in {"model": "Net", "data.dataset": "Shades", "callbacks.counter": "Counter"}.items():
+        assert (
+            f"{key}._target_: 'my_package.parts.{name}' comes from a file and its package is not trusted" in result.err
+        )
+    assert "trust=[my_package] if you trust it (on the line, in conf/local, or in RUNNER_TRUST)" in result.err
+    assert str(Path("run") / "checkpoints" / "best.pt") in result.err
+    assert "my_package" not in sys.modules
+
+
+def trust_on_the_line(patch: pytest.MonkeyPatch) -> list[str]:
+    return ["trust=[my_package]"]
+
+
+def trust_in_the_environment(patch: pytest.MonkeyPatch) -> list[str]:
+    patch.setenv("RUNNER_TRUST", "another_package,my_package")
+    return []
+
+
+def trust_in_a_local_file(patch: pytest.MonkeyPatch) -> list[str]:
+    Path("mine/local").mkdir()
+    Path("mine/local/default.yaml").write_text("# @package _global_\ntrust: [my_package]\n")
+    return ["--config-dir", "mine"]
+
+
+@pytest.mark.parametrize("way", [trust_on_the_line, trust_in_the_environment, trust_in_a_local_file])
+@pytest.mark.usefixtures("importable")
+def test_a_checkpoint_of_a_trusted_package_is_evaluated(way: Callable[..., list[str]], copied, run, monkeypatch):
+    result = run(*EVAL, *way(monkeypatch))
+    assert result.status == 0, result.err
+    found = json.loads(Path("run/eval_test.json").read_text())
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert found["metrics"] == summary["test"]
+
+
+@pytest.mark.usefixtures("importable")
+def test_trust_in_another_package_does_not_help(copied, run):
+    result = run(*EVAL, "trust=[my_pack,package]")
+    assert result.status == 2
+    assert "my_package" not in sys.modules
+
+
+def test_trust_works_in_a_process_of_its_own(copied):
+    done = program(copied, *EVAL, "trust=[my_package]", "--config-dir", "mine")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
+
+
+def test_a_mistake_in_an_option_of_ones_own_names_its_file(copied, run, importable):
+    path = copied / "mine" / "model" / "mynet.yaml"
+    path.write_text(path.read_text().replace("width", "widht"))
+    result = run(*TRAIN)
+    assert result.status == 2
+    assert "model.widht: is not an argument of my_package.parts.Net; did you mean 'width'?" in result.err
+    assert f"from: {path}" in result.err
+
+
+def test_options_of_ones_own_are_listed_beside_the_others(copied, run):
+    result = run("list", "model", "--config-dir", "mine")
+    assert "mynet" in result.out
+    assert "My own network." in result.out
+    assert "vit_tiny" in result.out

@@ -1,0 +1,179 @@
+"""The shipped YAML: every option works, says what it is, and agrees with the schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from runner.config import keys
+from runner.config.resolve import problems_in
+from runner.config.schema import EVAL_ONLY, Eval, Train
+from runner.config.sources import Option, Sources, shipped
+
+SOURCES = Sources()
+OPTIONS = [option for group in SOURCES.groups() for option in SOURCES.options(group)]
+FILES = sorted(shipped().rglob("*.yaml"))
+FILES = [path for path in FILES if "local" not in path.relative_to(shipped()).parts]
+
+options = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}={option.name}")
+files = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(shipped())))
+
+
+def command(option: Option) -> tuple[str, list[str]]:
+    """The verb and the words of the command at the head of an option."""
+    program, module, name, verb, *words = shlex.split(option.comments[1])
+    assert (program, module, name) == ("python", "-m", "runner")
+    return verb, words
+
+
+def test_all_groups_of_the_design_are_there():
+    wanted = "model data transform optimizer scheduler loss task logger callbacks performance reproducibility"
+    assert set(SOURCES.groups()) >= {*wanted.split(), "experiment", "debug", "sweep"}
+    assert all(SOURCES.options(group) for group in SOURCES.groups())
+
+
+@options
+def test_every_option_composes_to_a_config_without_a_mistake(option, compose):
+    composition = compose(f"{option.group}={option.name}")
+    assert composition.choices[option.group] == option.name
+    assert [problem.lines() for problem in problems_in(composition.values, composition, Train)[1]] == []
+
+
+@options
+def test_every_option_begins_with_what_it_is_and_the_command_that_runs_it(option):
+    assert re.fullmatch(r"\S.{10,}[.?]", option.description), option.description
+    verb, words = command(option)
+    assert verb == "train"
+    assert f"{option.group}={option.name}" in words
+
+
+@pytest.mark.parametrize(
+    "option",
+    [o for o in OPTIONS if "".join(o.comments[1:2]).count("=") > 1],
+    ids=lambda option: f"{option.group}={option.name}",
+)
+def test_the_command_at_the_head_of_an_option_is_understood(option, compose):
+    verb, words = command(option)
+    composition = compose(*words, verb=verb)
+    assert composition.choices[option.group] == option.name
+    assert [problem.lines() for problem in problems_in(composition.values, composition, Train)[1]] == []
+
+
+def test_the_command_at_the_head_of_eval_is_understood(compose):
+    head = (shipped() / "eval.yaml").read_text().splitlines()[1].lstrip("# ")
+    *_, verb, ckpt_path, split = shlex.split(head)
+    composition = compose(ckpt_path, split, verb=verb)
+    assert problems_in(composition.values, composition, Eval)[1] == []
+
+
+def leaves(node: yaml.Node) -> list[tuple[str, int]]:
+    """Keys of a YAML document whose values are no block of further keys, with their line numbers."""
+    found = []
+    if isinstance(node, yaml.SequenceNode) and not node.flow_style:
+        for item in node.value:
+            found += leaves(item)
+    if isinstance(node, yaml.MappingNode) and not node.flow_style:
+        for key, value in node.value:
+            if key.value == "defaults" and key.start_mark.column == 0:
+                continue
+            is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
+            found += leaves(value) if is_block else [(key.value, key.start_mark.line)]
+    return found
+
+
+@files
+def test_every_key_has_a_comment_on_its_line(path):
+    text = path.read_text()
+    lines = text.splitlines()
+    for key, number in leaves(yaml.compose(text)):
+        assert re.search(r"  # \S.{3,}", lines[number]), f"{key} in line {number + 1}: {lines[number]}"
+
+
+@files
+def test_every_file_begins_with_a_sentence(path):
+    first = next(line for line in path.read_text().splitlines() if not line.startswith("# @"))
+    assert re.fullmatch(r"# \S.{10,}[.?]", first), first
+
+
+@options
+def test_presets_set_only_keys_that_exist(option):
+    content = yaml.safe_load(option.path.read_text()) or {}
+    for name in ("defaults", "hydra"):
+        content.pop(name, None)
+    prefix = "" if option.is_global else f"{option.group}."
+    unknown = [key for key in keys.flatten(content) if key and keys.find(Train, prefix + key) is None]
+    assert unknown == []
+
+
+def values_in_files() -> dict[str, Any]:
+    """The defaults as the YAML has them, interpolations resolved."""
+    whole = yaml.safe_load((shipped() / "train.yaml").read_text())
+    whole |= yaml.safe_load((shipped() / "eval.yaml").read_text())
+    for name in ("defaults", "hydra"):
+        whole.pop(name, None)
+    resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
+    resolved["data"] = yaml.safe_load((shipped() / "data" / "_base.yaml").read_text())
+    resolved["transform"] = yaml.safe_load((shipped() / "transform" / "none.yaml").read_text())
+    for group in ("callbacks", "logger"):
+        resolved[group] = yaml.safe_load((shipped() / group / "none.yaml").read_text())
+    return resolved
+
+
+def defaults_of(section: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a dataclass with their defaults; those that must be given are left out."""
+    found: dict[str, Any] = {}
+    for entry in dataclasses.fields(section):
+        kind = keys.hints(section)[entry.name]
+        if dataclasses.is_dataclass(kind):
+            found |= defaults_of(kind, f"{prefix}{entry.name}.")
+        elif entry.default is not dataclasses.MISSING:
+            found[prefix + entry.name] = entry.default
+        elif entry.default_factory is not dataclasses.MISSING:
+            found[prefix + entry.name] = entry.default_factory()
+    return found
+
+
+DEFAULTS = defaults_of(Eval)
+
+
+@pytest.mark.parametrize("key", DEFAULTS)
+def test_every_key_of_the_schema_is_in_the_files_with_the_same_default(key):
+    value: Any = values_in_files()
+    for part in key.split("."):
+        assert part in value, f"{key} is in no file"
+        value = value[part]
+    assert value == DEFAULTS[key]
+    assert type(value) is type(DEFAULTS[key])
+
+
+def test_every_top_level_key_of_the_files_is_in_the_schema():
+    values = values_in_files()
+    assert set(values) <= set(keys.hints(Eval))
+    assert set(keys.hints(Eval)) - set(keys.hints(Train)) == set(EVAL_ONLY)
+    for key in keys.flatten({name: value for name, value in values.items() if name not in ("callbacks", "logger")}):
+        assert keys.find(Eval, key) is not None, key
+
+
+def test_keys_that_must_be_given_are_given_by_groups(compose):
+    values = compose().values
+    required = [f.name for f in dataclasses.fields(Train) if f.default is f.default_factory is dataclasses.MISSING]
+    for name in required:
+        node = values[name]
+        assert "_target_" in (node["dataset"] if name == "data" else node)
+        assert name in SOURCES.groups()
+
+
+def test_the_tree_is_found_in_a_checkout():
+    assert shipped() == Path(__file__).resolve().parents[2] / "conf"
+
+
+def test_parts_of_options_cannot_be_listed_but_are_used():
+    assert "_base" not in [option.name for option in SOURCES.options("data")]
+    assert SOURCES.option("data", "_base") is not None

@@ -1,0 +1,282 @@
+"""Configs read back from files: what the command line changes in them, and that nothing in them does anything."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.checkpoint import file as checkpoint_file
+from runner.config import stored
+from runner.config.errors import ConfigError, UserError
+from runner.config.resolve import merged
+
+TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "epochs=3")
+
+
+@pytest.fixture
+def original(compose) -> dict[str, Any]:
+    """A config as a checkpoint has it, far from the defaults."""
+    words = (*TINY, "model=mlp", "model.hidden=[3,4]", "optimizer=sgd", "optimizer.lr=0.5", "clip.norm=1", "seed=9")
+    return copy.deepcopy(compose(*words, "callbacks=early_stopping", "metrics.f1._target_=torchmetrics.F1Score").values)
+
+
+@pytest.fixture
+def overlaid(original, compose):
+    """`original` with the words of a command line on top, and what that changed."""
+
+    def call(*words: str) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+        before = copy.deepcopy(original)
+        line = compose(*words)
+        values = stored.overlay(original, line.values, line.words, line.choices, line.sources)
+        assert original == before
+        return values, {key: (old, new) for key, old, new in stored.differences(original, values)}
+
+    return call
+
+
+def test_without_words_everything_stays_as_it_was_stored(original, overlaid):
+    values, changed = overlaid()
+    assert values == original
+    assert changed == {}
+
+
+def test_a_value_sets_its_key_and_no_other(overlaid):
+    values, changed = overlaid("optimizer.lr=0.25")
+    assert changed == {"optimizer.lr": ("0.5", "0.25")}
+    assert values["optimizer"]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("seed=0", {"seed": ("9", "0")}),
+        ("epochs=30", {"epochs": ("3", "30")}),
+        ("clip.norm=null", {"clip.norm": ("1", "null")}),
+        ("model.hidden=[128]", {"model.hidden": ("[3, 4]", "[128]")}),
+    ],
+)
+def test_a_value_that_is_the_default_counts_as_well(word, expected, overlaid):
+    _, changed = overlaid("model=mlp", word) if word.startswith("model") else overlaid(word)
+    assert changed == expected
+
+
+def test_a_group_replaces_its_section_whole(original, overlaid, compose):
+    values, changed = overlaid("optimizer=adam")
+    assert values["optimizer"] == compose("optimizer=adam").values["optimizer"]
+    assert all(key.startswith("optimizer.") for key in changed)
+    assert changed["optimizer.nesterov"] == ("true", "-")
+    assert changed["optimizer.betas"] == ("-", "[0.9, 0.999]")
+
+
+def test_a_group_of_named_components_replaces_all_of_them(overlaid):
+    values, _ = overlaid("callbacks=default")
+    assert set(values["callbacks"]) == {"lr_monitor"}
+    assert overlaid("callbacks=null")[0].get("callbacks", {}) == {}
+
+
+def test_a_group_and_a_value_inside_it_both_count_in_either_order(overlaid):
+    for words in (("optimizer=adam", "optimizer.lr=0.125"), ("optimizer.lr=0.125", "optimizer=adam")):
+        values, _ = overlaid(*words)
+        assert values["optimizer"]["_target_"] == "torch.optim.Adam"
+        assert values["optimizer"]["lr"] == 0.125
+
+
+def test_a_mapping_sets_the_keys_in_it_and_no_other(overlaid):
+    assert overlaid("optimizer={lr: 0.25}")[1] == {"optimizer.lr": ("0.5", "0.25")}
+    assert overlaid("clip={value: 2}")[1] == {"clip.value": ("null", "2")}
+
+
+def test_a_preset_sets_the_keys_of_its_file_and_no_other(overlaid):
+    _, changed = overlaid("performance=fast")
+    assert changed == {"amp": ("false", "true"), "channels_last": ("false", "true")}
+    values, changed = overlaid("debug=overfit")
+    assert changed["epochs"] == ("3", "200")
+    assert changed["scheduler._target_"][1] == "runner.optim.schedules.Constant"
+    assert not any(key.startswith(("optimizer", "model", "seed")) for key in changed)
+    assert values["transform"]["train"] == []
+
+
+def test_a_value_counts_more_than_a_preset(overlaid):
+    values, _ = overlaid("epochs=5", "debug=overfit")
+    assert values["epochs"] == 5
+
+
+def test_lists_are_replaced_whole(overlaid):
+    values, changed = overlaid("trust=[a,b]", "transform.train=[]")
+    assert values["trust"] == ["a", "b"]
+    assert values["transform"]["train"] == []
+    assert set(changed) == {"trust", "transform.train"}
+
+
+def test_deletions_delete(overlaid):
+    values, changed = overlaid("optimizer=sgd", "~optimizer.nesterov")
+    assert "nesterov" not in values["optimizer"]
+    assert changed["optimizer.nesterov"] == ("true", "-")
+    assert "early_stopping" not in overlaid("callbacks=early_stopping", "~callbacks.early_stopping")[0]["callbacks"]
+
+
+def test_a_component_can_be_added(overlaid):
+    values, _ = overlaid("callbacks.mine._target_=a.B", "callbacks.mine.x=1")
+    assert values["callbacks"]["mine"] == {"_target_": "a.B", "x": 1}
+    assert set(values["callbacks"]) == {"lr_monitor", "early_stopping", "mine"}
+    assert set(values["metrics"]) == {"f1"}
+
+
+def test_differences_name_every_key_that_differs_once_with_both_values():
+    before = {"a": 1, "b": {"c": [1], "d": None}, "gone": {"x": 1}, "same": {}}
+    after = {"a": 1, "b": {"c": [1, 2], "d": "~"}, "new": {"y": "text"}, "same": {}}
+    assert stored.differences(before, after) == [
+        ("b.c", "[1]", "[1, 2]"),
+        ("b.d", "null", "'~'"),
+        ("gone.x", "1", "-"),
+        ("new.y", "-", "text"),
+    ]
+
+
+# Files
+
+
+def test_what_is_dumped_is_read_back_the_same():
+    values = {
+        "text": [
+            "null",
+            "true",
+            "1e3",
+            "007",
+            "2026-11-20",
+            "a: b",
+            "- x",
+            "${x}",
+            "é",
+            " ",
+            "",
+            "on",
+            "0x1f",
+            "1_000",
+        ],
+        "numbers": [1, -1, 1e-8, 1e22, 0.1, float("inf"), 2**70],
+        "others": {"a": None, "b": True, "c": [], "d": {}, "e": [[1], {"f": 2}]},
+        "long": "x" * 500,
+    }
+    assert stored.load(stored.dump(values), "here") == values
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['touch hacked']",
+        "a: !!python/object/new:subprocess.Popen [['touch', 'hacked']]",
+        "a: !!python/name:os.system",
+        "a: !!python/module:antigravity",
+        "a: !mine 3",
+        "a: [1",
+        "a: b: c",
+        "[" * 5000,
+        "- 1\n- 2",
+        "just text",
+        "",
+    ],
+)
+def test_a_file_that_is_no_plain_mapping_is_refused_by_name(text, workdir):
+    with pytest.raises(UserError, match=r"^mine\.pt: its config is not "):
+        stored.load(text, "mine.pt")
+    assert list(workdir.iterdir()) == []
+
+
+def test_interpolations_in_a_file_stay_text(compose, monkeypatch):
+    monkeypatch.setenv("SECRET", "hunter2")
+    values = compose("model=mlp").values
+    for text in ("${oc.env:SECRET}", "${seed}", "${oc.create:{a: 1}}", "${nothing.at.all}"):
+        values["data"]["root"] = text
+        loaded, changed = merged(stored.dump(values), "here", compose("epochs=4"))
+        assert loaded["data"]["root"] == text
+        assert [key for key, *_ in changed] == ["epochs"]
+
+
+def test_interpolations_in_a_checkpoint_stay_text_in_a_run(run, monkeypatch, workdir):
+    monkeypatch.setenv("SECRET", "hunter2")
+    words = (*TINY, "epochs=1", "model=mlp", "model.hidden=[2]", "logger=none", "evaluate.test=false")
+    first = run("train", *words)
+    assert first.status == 0, first.err
+    contents = checkpoint_file.read(first.directory / "checkpoints" / "last.pt")
+    values = yaml.safe_load(contents["config"])
+    values["data"]["name"] = values["name"] = "${oc.env:SECRET}"
+    contents["config"] = stored.dump(values)
+    Path("theirs").mkdir()
+    checkpoint_file.write(Path("theirs/last.pt"), contents)
+    result = run("eval", "ckpt_path=theirs/last.pt", "split=val", "output=out")
+    assert result.status == 0, result.err
+    assert "${oc.env:SECRET}" in result.out
+    everything = result.out + result.err + "".join(p.read_text() for p in Path("out").glob("*.json"))
+    assert "hunter2" not in everything
+
+
+# Whom a file may make the program trust
+
+
+def test_a_file_cannot_say_whom_to_trust_or_where_to_write(compose):
+    values = compose().values | {"trust": ["os"], "output_root": "/", "ckpt_path": "elsewhere.pt"}
+    loaded, changed = merged(stored.dump(values), "here", compose("trust=[mine]", "ckpt_path=here.pt"))
+    assert (loaded["trust"], loaded["output_root"], loaded["ckpt_path"]) == (["mine"], "outputs", "here.pt")
+    assert "ckpt_path" not in [key for key, *_ in changed]
+
+
+@pytest.mark.parametrize(
+    "key", ["model", "metrics.x", "callbacks.x", "transform.train.0", "model.deep.inside", "hidden"]
+)
+def test_a_file_may_build_nothing_strange_wherever_it_names_it(key, compose):
+    values = compose("model=mlp").values
+    node = {"_target_": "os.system", "command": "touch hacked"}
+    place: Any = values
+    *parents, last = key.split(".")
+    for part in parents:
+        if isinstance(place, list):
+            place = place[int(part)]
+            continue
+        place[part] = place.get(part) or {}
+        place = place[part]
+    if isinstance(place, list):
+        place[int(last)] = node
+    else:
+        place[last] = node
+    with pytest.raises(ConfigError) as caught:
+        merged(stored.dump(values), "theirs.pt", compose())
+    [problem] = caught.value.problems
+    assert problem.key == f"{key}._target_"
+    assert "'os.system' comes from a file and its package is not trusted" in problem.message
+    assert "trust=[os]" in problem.allowed
+    assert "conf/local" in problem.allowed
+    assert "RUNNER_TRUST" in problem.allowed
+    assert problem.origin == "theirs.pt"
+
+
+def test_what_the_command_line_names_is_the_users_word(compose):
+    values = compose("model=mlp").values
+    values["model"] = {"_target_": "strange_package.Net"}
+    with pytest.raises(ConfigError):
+        merged(stored.dump(values), "theirs.pt", compose())
+    loaded, _ = merged(stored.dump(values), "theirs.pt", compose("model._target_=strange_package.Net"))
+    assert loaded["model"]["_target_"] == "strange_package.Net"
+    loaded, _ = merged(stored.dump(values), "theirs.pt", compose("model=small_cnn"))
+    assert loaded["model"]["_target_"] == "runner.models.small_cnn.SmallCNN"
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    with pytest.raises(UserError, match="aliases"):
+        stored.load("\n".join(lines), "a file")
+
+
+def test_a_value_that_occurs_twice_is_written_twice_and_read_back() -> None:
+    shared = [0.5, 0.5]
+    assert stored.load(stored.dump({"mean": shared, "std": shared}), "a file") == {"mean": shared, "std": shared}
+
+
+def test_nesting_deeper_than_python_recurses_is_refused() -> None:
+    with pytest.raises(UserError, match="not plain YAML"):
+        stored.load("[" * 5000 + "]" * 5000, "a file")

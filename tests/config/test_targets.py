@@ -1,0 +1,336 @@
+"""Components: paths resolved, arguments checked without a call, objects built, and strangers kept out."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.config.errors import UserError
+from runner.config.targets import bind, build, refusal, resolve, targets_in
+
+PACKAGE = '''
+"""A package of the user's."""
+
+import os
+from typing import Any, Literal
+
+import torch
+
+made = []
+
+
+class Box:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args, self.kwargs = args, kwargs
+        made.append(self)
+
+
+class Typed:
+    def __init__(self, width: int, rate: float = 0.1, on: bool = False, name: str | None = None,
+                 sizes: list[int] | None = None, kind: Literal["a", "b"] = "a", other: Box | None = None) -> None:
+        if width < 0:
+            raise ValueError(f"width must not be negative, got {width}")
+        self.width, self.sizes, self.other = width, sizes, other
+
+
+class Wants:
+    def __init__(self, first, num_classes: int, image_size: tuple[int, int] = (1, 1), extra=None):
+        self.first, self.num_classes, self.image_size, self.extra = first, num_classes, image_size, extra
+
+
+def breaks():
+    raise RuntimeError("inside")
+
+
+def _hidden():
+    return 3
+
+
+number = 3
+'''
+
+
+@pytest.fixture
+def package(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a package on the path, new for each test."""
+    name = "package_of_the_user"
+    (workdir / f"{name}.py").write_text(PACKAGE)
+    (workdir / "broken_package.py").write_text("import no_such_dependency\n")
+    (workdir / "raising_package.py").write_text("raise OSError('no such device')\n")
+    monkeypatch.syspath_prepend(workdir)
+    yield name
+    for module in (name, "broken_package", "raising_package"):
+        sys.modules.pop(module, None)
+
+
+# Resolving
+
+
+@pytest.mark.parametrize("path", ["torch.nn.Linear", "torch.optim.SGD", "runner.models.mlp.MLP", "os.path.join"])
+def test_a_path_resolves_to_the_object_that_it_names(path):
+    found = resolve(path)
+    assert callable(found)
+    assert found.__name__ == path.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("Net", "'Net' is not a dotted path such as my_package.Net"),
+        ("", "'' is not a dotted path"),
+        ("a..b", "'a..b' is not a dotted path"),
+        ("a.b()", r"'a.b\(\)' is not a dotted path"),
+        ("no_such_package.Net", r"there is no package 'no_such_package' \(it must be installed"),
+        ("torch.nn.Liner", "torch.nn has no 'Liner'; did you mean 'Linear'?"),
+        ("torch.nm.Linear", "torch has no 'nm'; did you mean"),
+        ("torch.nn.Linear.qqqqqqqq", "Linear has no 'qqqqqqqq'"),
+        ("broken_package.Net", "importing broken_package failed: No module named 'no_such_dependency'"),
+        ("raising_package.Net", "importing raising_package failed: OSError: no such device"),
+    ],
+)
+def test_a_path_that_names_nothing_is_told_with_the_reason(path, message, package):
+    with pytest.raises(UserError, match=message):
+        resolve(path)
+
+
+# Binding
+
+
+def bound(node: dict[str, Any], **options: Any) -> dict[str, tuple[str, str, str]]:
+    return {p.key: (p.message, p.allowed, p.nearest) for p in bind("model", node, **options)}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"width": 1},
+        {"width": 1, "rate": 1, "on": True, "name": "x", "sizes": [1, 2], "kind": "b"},
+        {"width": 1, "name": None, "sizes": None},
+        {"width": 1, "rate": 1e-3},
+        {"_args_": [1]},
+        {"_partial_": True},
+        {"width": 1, "other": {"_target_": "package_of_the_user.Box", "anything": 3}},
+    ],
+    ids=str,
+)
+def test_arguments_that_fit_the_signature_have_no_problem(arguments, package):
+    assert bound({"_target_": f"{package}.Typed"} | arguments) == {}
+    assert sys.modules[package].made == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "message", "allowed", "close"),
+    [
+        ({}, "model.width", "is missing: package_of_the_user.Typed needs it", "", ""),
+        ({"width": "wide"}, "model.width", "cannot be wide", "a whole number", ""),
+        ({"width": 1.5}, "model.width", "cannot be 1.5", "a whole number", ""),
+        ({"width": True}, "model.width", "cannot be true", "a whole number", ""),
+        ({"width": None}, "model.width", "cannot be null", "a whole number", ""),
+        ({"width": 1, "rate": "x"}, "model.rate", "cannot be x", "a number", ""),
+        ({"width": 1, "on": "maybe"}, "model.on", "cannot be maybe", "true or false", ""),
+        ({"width": 1, "kind": "c"}, "model.kind", "cannot be c", "a or b", ""),
+        ({"width": 1, "sizes": ["x"]}, "model.sizes", "cannot be [x]", "a list, each item a whole number or null", ""),
+        ({"width": 1, "nmae": 1}, "model.nmae", "is not an argument of package_of_the_user.Typed", None, "name"),
+        ({"width": 1, "_recursive_": False}, "model._recursive_", "is not supported", None, ""),
+    ],
+    ids=str,
+)
+def test_an_argument_that_does_not_fit_is_named_before_anything_is_built(
+    arguments, key, message, allowed, close, package
+):
+    found = bound({"_target_": f"{package}.Typed"} | arguments)
+    assert list(found) == [key]
+    assert found[key][0] == message
+    assert allowed is None or found[key][1] == allowed
+    assert found[key][2] == close
+
+
+def test_several_wrong_arguments_are_all_named(package):
+    found = bound({"_target_": f"{package}.Typed", "rate": "x", "nmae": 1})
+    assert set(found) == {"model.rate", "model.nmae", "model.width"}
+
+
+def test_facts_and_leading_arguments_count_as_given(package):
+    node = {"_target_": f"{package}.Wants"}
+    assert set(bound(node)) == {"model.first", "model.num_classes"}
+    assert bound(node, facts=("num_classes", "unused"), positional=1) == {}
+    assert bound(node | {"num_classes": None}, facts=("num_classes",), positional=1) == {}
+    assert set(bound(node | {"num_classes": "x"}, facts=("num_classes",), positional=1)) == {"model.num_classes"}
+
+
+def test_problems_of_nested_components_carry_their_whole_key(package):
+    inner = {"_target_": f"{package}.Typed", "width": "x"}
+    node = {"_target_": f"{package}.Box", "one": inner, "many": [inner, {"_target_": f"{package}.Typd"}]}
+    found = bound(node)
+    assert set(found) == {"model.one.width", "model.many.0.width", "model.many.1._target_"}
+    assert "did you mean 'Typed'?" in found["model.many.1._target_"][0]
+
+
+def test_what_cannot_be_called_is_no_target(package):
+    assert "is not callable" in bound({"_target_": f"{package}.number"})["model._target_"][0]
+
+
+def test_a_target_without_a_readable_signature_is_left_to_itself():
+    assert bound({"_target_": "builtins.dict", "a": 1}) == {}
+
+
+# Building
+
+
+def test_building_calls_the_target_with_the_arguments(package):
+    made = build("model", {"_target_": f"{package}.Typed", "width": 3, "sizes": [1, 2]})
+    assert (made.width, made.sizes) == (3, [1, 2])
+
+
+def test_nested_components_are_built_first_in_mappings_and_lists(package):
+    inner = {"_target_": f"{package}.Typed", "width": 1}
+    made = build("model", {"_target_": f"{package}.Box", "one": inner, "many": [inner, 5], "deep": {"er": inner}})
+    kind = sys.modules[package].Typed
+    assert isinstance(made.kwargs["one"], kind)
+    assert isinstance(made.kwargs["many"][0], kind)
+    assert made.kwargs["many"][1] == 5
+    assert isinstance(made.kwargs["deep"]["er"], kind)
+
+
+def test_partial_components_wait_for_the_rest_of_their_arguments(package):
+    made = build("model", {"_target_": f"{package}.Typed", "_partial_": True, "sizes": [1]})
+    assert isinstance(made, functools.partial)
+    assert (made(width=2).width, made(width=2).sizes) == (2, [1])
+
+
+def test_arguments_by_position_come_after_those_of_the_program(package):
+    made = build("model", {"_target_": f"{package}.Box", "_args_": [2, 3], "a": 4}, 1)
+    assert (made.args, made.kwargs) == ((1, 2, 3), {"a": 4})
+
+
+def test_facts_fill_in_what_the_signature_names_and_the_config_leaves_open(package):
+    facts = {"num_classes": 10, "image_size": (8, 8), "unknown": 1}
+    node = {"_target_": f"{package}.Wants", "image_size": [4, 4], "num_classes": None}
+    made = build("model", node, "x", facts=facts)
+    assert (made.first, made.num_classes, made.image_size, made.extra) == ("x", 10, [4, 4], None)
+
+
+def test_a_refusal_of_the_target_is_a_sentence_with_its_key(package):
+    with pytest.raises(UserError, match=r"^model: package_of_the_user.Typed refuses its arguments: width must not be"):
+        build("model", {"_target_": f"{package}.Typed", "width": -1})
+    with pytest.raises(UserError, match=r"^model.a.1: package_of_the_user.Typed refuses its arguments: .*got -2"):
+        build("model", {"_target_": f"{package}.Box", "a": [0, {"_target_": f"{package}.Typed", "width": -2}]})
+
+
+def test_a_failure_inside_the_target_stays_what_it_is(package):
+    with pytest.raises(RuntimeError, match="inside"):
+        build("model", {"_target_": f"{package}.breaks"})
+
+
+def test_building_leaves_the_config_as_it_was(package):
+    node = {"_target_": f"{package}.Box", "a": [{"_target_": f"{package}.Typed", "width": 1}], "b": {"c": [1]}}
+    before = repr(node)
+    build("model", node, facts={"x": 1})
+    assert repr(node) == before
+
+
+def test_every_target_is_found_at_any_depth():
+    values = {
+        "a": {"_target_": "x.A", "b": [{"_target_": "x.B", "c": {"d": {"_target_": "x.D"}}}]},
+        "e": [[{"_target_": 3}]],
+    }
+    assert dict(targets_in(values)) == {"a": "x.A", "a.b.0": "x.B", "a.b.0.c.d": "x.D", "e.0.0": "3"}
+
+
+# The allow-list for paths that come from files
+
+STRANGE = """
+os.system subprocess.run subprocess.Popen builtins.eval builtins.exec builtins.__import__ logging.os.system
+shutil.rmtree pickle.loads importlib.import_module functools.partial
+runner.config.targets.importlib.import_module runner.config.targets.build runner.config.targets.resolve
+runner.tracking.files.write_json runner.tracking.files.os.system runner.checkpoint.file.write runner.cli.main
+runner.verbs.train.main runner.data.folders.os.remove runner.data.assembly.os.system runner.data.assembly.build
+runner.data.torchvision_sets.tarfile.open runner.data.loaders.signal.signal runner.optim.losses.torch.load
+runner.models.mlp._private runner.models runner.models.checks.no_such_thing
+torch.load torch.save torch.hub.load torch.os.system torch.jit.load torch.compile torch.ops.load_library
+torch.serialization.os.system torch.utils.cpp_extension.load torch.package.PackageImporter torch.nn.functional.relu
+torch.multiprocessing.spawn torch.utils.data.DataLoader torch.nn.Module.load_state_dict
+torch.nn.modules.module._addindent torch.nn.Linear.__init__.__globals__ torch.nn.Linear.__class__
+torchvision.io.write_file torchvision.io.write_png torchvision.datasets.utils.download_url
+torchvision.datasets.utils.extract_archive torchvision.models.get_model torchvision.models.list_models
+torchvision.transforms.functional.to_tensor torchmetrics.os.system
+os torch nothing_at_all.Net
+"""
+USUAL = """
+runner.models.mlp.MLP runner.models.small_cnn.SmallCNN runner.models.torchvision_zoo.classifier
+runner.data.digits.digits runner.data.synthetic.synthetic runner.data.augment.RandomShift
+runner.optim.muon.Muon runner.optim.losses.CrossEntropy runner.optim.schedules.OneCycle
+runner.engine.tasks.Classification runner.engine.callbacks.EarlyStopping runner.tracking.loggers.TensorBoard
+torch.nn.Linear torch.nn.Sequential torch.nn.CrossEntropyLoss torch.optim.SGD torch.optim.AdamW
+torch.optim.lr_scheduler.StepLR torch.utils.data.TensorDataset
+torchvision.models.resnet18 torchvision.models.vit_b_16 torchvision.models.resnet.ResNet
+torchvision.datasets.MNIST torchvision.datasets.FakeData torchvision.datasets.ImageFolder
+torchvision.transforms.v2.RandomCrop torchvision.transforms.v2.Compose torchvision.transforms.RandomHorizontalFlip
+torchvision.transforms.Compose torchvision.transforms.ToTensor
+torchmetrics.Accuracy torchmetrics.F1Score torchmetrics.classification.MulticlassAccuracy
+"""
+
+
+@pytest.mark.parametrize("path", STRANGE.split())
+def test_a_file_may_not_name(path):
+    assert refusal(path, [])
+
+
+@pytest.mark.parametrize("path", USUAL.split())
+def test_a_file_may_name(path):
+    assert refusal(path, []) == ""
+
+
+def test_everything_that_the_shipped_options_build_may_be_named_by_a_file():
+    import yaml
+
+    from runner.config.sources import shipped
+
+    found = {path for file in shipped().rglob("*.yaml") for _, path in targets_in(yaml.safe_load(file.read_text()))}
+    assert len(found) > 30
+    assert {path: reason for path in found if (reason := refusal(path, []))} == {}
+
+
+def test_a_refusal_names_the_object_that_an_alias_leads_to():
+    assert "resolves to importlib.import_module" in refusal("runner.config.targets.importlib.import_module", [])
+    assert "resolves to posix.system" in refusal("torch.os.system", [])
+
+
+def test_trust_opens_the_package_and_nothing_that_it_imports(package):
+    assert "its package is not trusted" in refusal(f"{package}.Box", [])
+    assert refusal(f"{package}.Box", [package]) == ""
+    assert "resolves to posix.system" in refusal(f"{package}.os.system", [package])
+    assert "resolves to torch.serialization.load" in refusal(f"{package}.torch.load", [package])
+    assert "private" in refusal(f"{package}._hidden", [package])
+    assert refusal(f"{package}_2.Box", [package])
+    assert refusal("torch.load", [package])
+
+
+def test_trust_in_a_submodule_is_trust_in_it_alone(workdir, monkeypatch):
+    (workdir / "large_package").mkdir()
+    (workdir / "large_package" / "__init__.py").write_text("def top(): ...\n")
+    (workdir / "large_package" / "nets.py").write_text("class Net: ...\n")
+    monkeypatch.syspath_prepend(workdir)
+    assert refusal("large_package.nets.Net", ["large_package.nets"]) == ""
+    assert refusal("large_package.top", ["large_package.nets"])
+
+
+@pytest.mark.parametrize("trust", [[], ["another_package"], ["stranger"], ["stranger_package.nets"], ["torch"]])
+def test_a_strangers_module_is_not_even_imported(trust, workdir, monkeypatch):
+    (workdir / "stranger_package.py").write_text("open('imported', 'w').close()\n\n\nclass Net: ...\n")
+    monkeypatch.syspath_prepend(workdir)
+    assert "its package is not trusted" in refusal("stranger_package.Net", trust)
+    assert not Path("imported").exists()
+    assert "stranger_package" not in sys.modules
+
+
+def test_an_instance_is_nothing_to_build_from_a_file():
+    assert refusal("runner.data.folders.EXTENSIONS", [])
+    assert refusal("torch.float32", [])
+    assert isinstance(resolve("torch.float32"), torch.dtype)

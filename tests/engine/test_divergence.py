@@ -1,0 +1,100 @@
+"""A run that diverges says so, stops with a status of its own, and saves nothing that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.checkpoint.file import read
+
+SMALL = (
+    "train", "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
+    "model=mlp", "model.hidden=[16]", "transform=none", "evaluate.test=false", "threads=1", "logger=none",
+    "log.progress=false", "scheduler=constant",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+
+
+def finite(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if isinstance(value, dict):
+        return all(finite(item) for item in value.values())
+    return True
+
+
+def all_finite(directory: Path) -> list[str]:
+    paths = sorted((directory / "checkpoints").glob("*.pt"))
+    for path in paths:
+        contents = read(path)
+        assert finite(contents["model"]), path.name
+        assert finite(contents["optimizer"]), path.name
+    return [path.name for path in paths]
+
+
+@pytest.mark.parametrize("words", [("checkpoint.every_steps=1",), ("log.every_steps=1",), ("amp=true",)], ids=str)
+def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
+    words: tuple[str, ...], run: Callable[..., Any]
+) -> None:
+    result = run(*SMALL, "optimizer=sgd", "optimizer.lr=1e20", *words)
+    assert result.status == 3, result.out + result.err
+    assert result.summary["status"] == "failed"
+    assert result.summary["error"].startswith("diverged: ")
+    assert "optimizer.lr" in result.err
+    assert "Traceback" not in result.err
+    all_finite(result.directory)
+    assert "weights_sha256" not in result.summary
+
+
+def test_checkpoints_from_before_remain_and_resume(
+    run: Callable[..., Any], train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "spoil.py").write_text(
+        """
+import torch
+class Spoil:
+    def __init__(self, step: int): self.step = step
+    def on_step(self, loop):
+        if loop.state.position.global_step == self.step:
+            with torch.no_grad(): next(loop.state.model.parameters())[0] = float("nan")
+""",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "spoil")
+    words = ("+callbacks.spoil._target_=spoil.Spoil", "+callbacks.spoil.step=15", "log.every_steps=1000")
+    result = run(*SMALL, *words)
+    assert result.status == 3
+    assert "is not finite after step 18; it was not saved" in result.summary["error"]
+    assert "step_0000000012.pt" in all_finite(result.directory)
+    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 12
+    rest = train(f"ckpt_path={result.directory}", "callbacks.spoil.step=99")
+    assert rest.summary["weights_sha256"] == train(*SMALL[1:], "logger=none").summary["weights_sha256"]
+
+
+def test_moments_that_are_not_finite_are_not_saved_either(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Squares of gradients overflow before the weights do, and those weights would stand still for ever after.
+    (workdir / "overflow.py").write_text(
+        """
+class Overflow:
+    def on_step(self, loop):
+        if loop.state.position.global_step == 3:
+            next(iter(loop.state.optimizer.state.values()))["exp_avg_sq"][0] = float("inf")
+""",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(workdir))
+    result = run(*SMALL, "optimizer=adamw", "+callbacks.o._target_=overflow.Overflow", "checkpoint.every_steps=2")
+    assert result.status == 3, result.out
+    assert "exp_avg_sq is not finite after step 4; it was not saved" in result.summary["error"]
+    assert all_finite(result.directory) == ["last.pt", "step_0000000002.pt"]

@@ -1,0 +1,183 @@
+"""Signals and kills of a real process: saved, said, and resumed to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.checkpoint.file import read
+
+# 23 steps an epoch: long enough to be met in the middle, short enough to be run again whole.
+WORDS = (
+    "train", "data=synthetic", "data.dataset.samples=200", "data.image_size=8", "data.batch_size=8", "epochs=2",
+    "model=mlp", "model.hidden=[16]", "model.dropout=0.2", "transform=standard", "threads=1", "logger=none",
+    "log.every_steps=1", "evaluate.test=false", "checkpoint.every_steps=7",
+)  # fmt: skip
+SLOW = """
+import os, time
+from pathlib import Path
+
+class Slow:
+    def __init__(self, step_s: float = 0.0): self.step_s = step_s
+    def on_step(self, loop):
+        Path("steps").write_text(str(loop.state.position.global_step))
+        time.sleep(self.step_s)
+
+class SlowMetric:
+    def __init__(self, **facts): pass
+    def to(self, device): return self
+    def update(self, logits, targets):
+        Path("evaluating").touch()
+        time.sleep(0.3)
+    def compute(self):
+        import torch
+        return torch.tensor(0.5)
+"""
+
+
+@pytest.fixture
+def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workdir / "slow.py").write_text(SLOW, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "slow")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    return workdir
+
+
+@pytest.fixture
+def start(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start the program in a process group of its own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def call(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "runner", *WORDS, "log.progress=false", *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield call
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], enough: Callable[[str], bool] = lambda text: True) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and enough(path.read_text())):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path.name} did not come"
+        time.sleep(0.005)
+
+
+def at_step(step: int) -> Callable[[str], bool]:
+    return lambda text: text.isdigit() and int(text) >= step
+
+
+KNOWN: dict[tuple[str, ...], str] = {}
+SLOWLY = ("+callbacks.slow._target_=slow.Slow", "+callbacks.slow.step_s=0.02")
+
+
+@pytest.fixture
+def reference(here: Path, train: Callable[..., Any]) -> Callable[..., str]:
+    """Fingerprint of the uninterrupted run; made once, as others make sure that it repeats."""
+
+    def call(*words: str) -> str:
+        if words not in KNOWN:
+            KNOWN[words] = str(train(*WORDS[1:], *words).summary["weights_sha256"])
+        return KNOWN[words]
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "step"), [("SIGTERM", 3), ("SIGINT", 20), ("SIGUSR1", 30)])
+def test_a_signal_saves_the_step_says_so_and_costs_nothing(
+    name: str, step: int, start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
+) -> None:
+    workers = ("data.residency=disk", "data.num_workers=2") if name == "SIGTERM" else ()
+    process = start(*SLOWLY, *workers)
+    wait_for(here / "steps", process, at_step(step))
+    # The whole group, as a terminal and a scheduler do it: loader workers are signalled as well.
+    os.killpg(process.pid, getattr(signal, name))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    directory = Path(out.strip().splitlines()[-1])
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["status"] == "preempted"
+    assert name in summary["error"]
+    assert "Traceback" not in err + out
+    assert f"resume with ckpt_path={directory}" in out
+    steps = int((here / "steps").read_text())
+    saved = read(directory / "checkpoints" / "last.pt")["position"]["global_step"]
+    assert step <= saved == steps == summary["global_step"], "it was saved at the step where it stopped"
+    rest = train(f"ckpt_path={directory}", "callbacks.slow.step_s=0", "data.residency=auto", "data.num_workers=auto")
+    assert rest.summary["weights_sha256"] == reference()
+
+
+def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resuming(
+    start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
+) -> None:
+    metric = ("+metrics.slow._target_=slow.SlowMetric", "checkpoint.monitor=loss", "data.split.val=0.3")
+    process = start(*metric, "evaluate.batch_size=4")  # 15 batches of 0.3 s
+    wait_for(here / "evaluating", process)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert time.monotonic() - asked < 5, "it waited for the evaluation to end"
+    directory = Path(out.strip().splitlines()[-1])
+    position = read(directory / "checkpoints" / "last.pt")["position"]
+    assert (position["epoch"], position["batch"], position["evaluation_due"]) == (1, 0, True)
+    rest = train(f"ckpt_path={directory}", "metrics=null")
+    assert rest.summary["weights_sha256"] == reference("data.split.val=0.3", "checkpoint.monitor=loss")
+    epochs = [record["epoch"] for record in rest.metrics if record["split"] == "val"]
+    assert epochs == [1, 2], "each epoch was evaluated once"
+
+
+def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> None:
+    process = start("+callbacks.slow._target_=slow.Slow", "+callbacks.slow.step_s=30")
+    wait_for(here / "steps", process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None, "the first one waits for the step to end"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == 128 + signal.SIGINT
+
+
+def test_killed_again_and_again_it_ends_with_the_same_bits(
+    start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
+) -> None:
+    directory = here / "run"
+    words: tuple[str, ...] = SLOWLY
+    for step in (9, 30):
+        process = start(*words, f"hydra.run.dir={directory}")
+        wait_for(here / "steps", process, at_step(step))
+        time.sleep(0.013)
+        process.kill()
+        process.communicate()
+        assert json.loads((directory / "summary.json").read_text())["status"] == "running"
+        saved = read(directory / "checkpoints" / "last.pt")["position"]["global_step"]
+        assert saved >= step - 9, "at most the steps since the last save are lost"
+        (here / "steps").unlink()
+        words = (f"ckpt_path={directory}", *SLOWLY)
+    # A line that was being written when the power went is no obstacle either.
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"global_step": 999, "epo')
+    rest = train(f"ckpt_path={directory}", f"hydra.run.dir={directory}", "callbacks.slow.step_s=0")
+    assert rest.summary["weights_sha256"] == reference()
+    assert not list(directory.glob("**/*.tmp"))
+    steps = [record["global_step"] for record in rest.metrics if record["split"] == "train"]
+    assert steps == list(range(1, rest.summary["global_step"] + 1))

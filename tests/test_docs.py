@@ -1,0 +1,311 @@
+"""The documentation is in step with the program: commands, keys, defaults, options, messages, files and links."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from runner.cli import main
+from runner.config import app, keys, overrides
+from runner.config.errors import Problem
+from runner.config.resolve import problems_in
+from runner.config.schema import Eval, Train
+from runner.config.sources import Sources, shipped
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+README = REPOSITORY / "README.md"
+DOCUMENTS = [path for path in (README, *PAGES) if path.is_file()]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A file shown whole: its path in the line before, or in the first line.
+FILE = re.compile(
+    r"^(?:`([\w./]+)`:\n\n)?```(?:python|yaml)\n(?:# ([\w./]+\.(?:py|yaml))\n)?(.*?)^```$", re.M | re.DOTALL
+)
+START = ["python", "-m", "runner"]
+SCHEMAS = {"train": Train, "eval": Eval}
+# What the messages in the docs show in place of the folder that the program was started in.
+ELSEWHERE = "/home/you"
+
+
+class Example(NamedTuple):
+    """A command as a document shows it: the words after `python -m runner`, and the output that follows."""
+
+    document: Path
+    line: str
+    words: tuple[str, ...]
+    output: str = ""
+
+
+def fences(document: Path) -> list[tuple[str, str]]:
+    return FENCE.findall(document.read_text(encoding="utf-8"))
+
+
+def words_of(line: str) -> tuple[str, ...] | None:
+    """The words after `python -m runner` in a line of a shell, up to a pipe or the next command."""
+    words = shlex.split(line, comments=True)
+    for index in range(len(words) - 2):
+        if words[index : index + 3] == START:
+            rest = words[index + 3 :]
+            ends = [place for place, word in enumerate(rest) if word in ("&&", "||", "|", ";", ">")]
+            return tuple(rest[: ends[0]] if ends else rest)
+    return None
+
+
+def examples() -> list[Example]:
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        shown: list[tuple[str, str]] = []
+        for language, body in fences(document):
+            if language == "bash":
+                shown += [(line, "") for line in body.replace("\\\n", " ").splitlines()]
+            elif language == "console":
+                for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+                    line, _, output = part.partition("\n")
+                    shown.append((line, output.strip()))
+            elif language == "yaml":
+                shown += [(line.lstrip("# "), "") for line in body.splitlines() if line.startswith("# python -m")]
+        prose = FENCE.sub("", text)
+        shown += [(line, "") for line in re.findall(r"^ {4}(.*python -m runner.*)$", prose, re.MULTILINE)]
+        shown += [(line, "") for line in re.findall(r"`((?:\w+=\S+ )?python -m runner [^`]*)`", prose)]
+        for line, output in shown:
+            words = words_of(line)
+            if words is not None and words[:1] != ("VERB",):
+                found.append(Example(document, line, words, output))
+    return list(dict.fromkeys(found))
+
+
+def name_of(example: Example) -> str:
+    return f"{example.document.stem}: {example.line}"[:100]
+
+
+def failing(example: Example) -> bool:
+    return example.output.startswith("error:")
+
+
+@pytest.fixture(scope="module")
+def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder for the README and one for the pages, with the files that they show and a run to continue."""
+    found = {}
+    for name, documents in (("README", [README]), ("docs", PAGES)):
+        folder = tmp_path_factory.mktemp(name)
+        for document in documents:
+            for before, within, body in FILE.findall(document.read_text(encoding="utf-8")):
+                path = before or within
+                if not path.startswith("my_"):
+                    continue
+                file = folder / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                assert not file.exists() or file.read_text() == body, f"{document.name} has another {path}"
+                file.write_text(body)
+        (folder / "my_package").mkdir(exist_ok=True)
+        (folder / "my_package" / "__init__.py").touch()
+        (folder / "stranger.pt").write_text("not a checkpoint\n")
+        found[name] = folder
+    with inside(found["docs"]):
+        assert call("train", "debug=smoke", "threads=1", "logger=none", "evaluate.test=false")[0] == 0
+    return found
+
+
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[Path]:
+    """Work in a folder, its packages importable, as `python -m runner` started there would."""
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield folder
+    finally:
+        sys.path.remove(str(folder))
+        os.chdir(before)
+        for name in [name for name in sys.modules if name.split(".")[0] == "my_package"]:
+            del sys.modules[name]
+
+
+def workplace(example: Example, workplaces: dict[str, Path]) -> Path:
+    return workplaces["README" if example.document == README else "docs"]
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(list(words))
+    return status, out.getvalue(), err.getvalue()
+
+
+def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
+    """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
+    schema = SCHEMAS[verb]
+    request = app.parse(words, verb)
+    sources = Sources(app._folders(request))
+    known = overrides.examine(request.words, schema, sources, multirun=True)
+    composition, _ = app._compose(request, known, schema, sources, lambda _: [])
+    return problems_in(composition.values, composition, schema)[1]
+
+
+@pytest.mark.parametrize("example", [each for each in examples() if not failing(each)], ids=name_of)
+def test_every_command_in_the_docs_is_one_that_works(example: Example, workplaces: dict[str, Path]) -> None:
+    with inside(workplace(example, workplaces)):
+        verb, *rest = example.words
+        if verb in SCHEMAS and not {"--cfg", "--info", "--help"} & set(rest):
+            assert problems_of(verb, rest) == []
+        else:
+            status, out, err = call(*example.words)
+            assert (status, err) == (0, "")
+            assert out
+
+
+@pytest.mark.parametrize("example", [each for each in examples() if failing(each)], ids=name_of)
+def test_every_error_in_the_docs_is_what_the_program_says(example: Example, workplaces: dict[str, Path]) -> None:
+    with inside(workplace(example, workplaces)) as folder:
+        status, _, err = call(*example.words, *(["threads=1"] if example.words[0] in SCHEMAS else []))
+    assert status == 2
+    assert err.strip().replace(str(folder.resolve()), ELSEWHERE).replace(str(folder), ELSEWHERE) == example.output
+
+
+def test_the_package_of_ones_own_trains_and_resumes(workplaces: dict[str, Path]) -> None:
+    options = ("model=net", "data=bars", "transform=gain", "callbacks=stop_at", "logger=text")
+    with inside(workplaces["docs"]):
+        status, out, err = call("train", "--config-dir", "my_conf", *options, "epochs=2", "threads=1")
+        assert status == 0, err
+        directory = Path(out.strip().splitlines()[-1])
+        assert "val after step 16" in (directory / "evaluations.txt").read_text()
+        status, _, err = call("train", f"ckpt_path={directory}", "epochs=3", "threads=1")
+        assert status == 2
+        assert "trust=[my_package]" in err
+        status, out, err = call("train", f"ckpt_path={directory}", "epochs=3", "threads=1", "trust=[my_package]")
+        assert status == 0, err
+        assert "at step 16" in out
+
+
+class Row(NamedTuple):
+    """A row of a table of keys, with the `group=option` of the heading that it stands under."""
+
+    document: Path
+    option: tuple[str, str] | None
+    key: str
+    default: str
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def tables(document: Path) -> Iterator[tuple[tuple[str, str] | None, list[str], list[list[str]]]]:
+    """(option of the heading, head, rows) of every table."""
+    option: tuple[str, str] | None = None
+    lines = FENCE.sub("", document.read_text(encoding="utf-8")).splitlines()
+    table: list[list[str]] = []
+    for line in [*lines, ""]:
+        if line.startswith("|"):
+            table.append(cells(line))
+            continue
+        if table:
+            yield option, table[0], table[2:]
+            table = []
+        if line.startswith("#"):
+            named = re.search(r"`(\w+)=(\w+)`", line)
+            option = (named[1], named[2]) if named else None
+
+
+def key_rows() -> list[Row]:
+    return [
+        Row(document, option, row[0].strip("`"), row[1].strip("`"))
+        for document in PAGES
+        for option, head, rows in tables(document)
+        if head[:2] == ["key", "default"]
+        for row in rows
+    ]
+
+
+def option_values(group: str, name: str) -> dict[str, Any]:
+    """What an option sets, by dotted key, the options that it builds on included."""
+    option = Sources().option(group, name)
+    assert option is not None, f"{group}={name} is not an option"
+    content = yaml.safe_load(option.path.read_text()) or {}
+    values: dict[str, Any] = {}
+    for base in content.pop("defaults", []):
+        if isinstance(base, str) and base != "_self_":
+            values |= option_values(group, base)
+    prefix = "" if option.is_global else f"{group}."
+    return values | {f"{prefix}{key}": value for key, value in keys.flatten(content).items() if content}
+
+
+def top_values() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in ("train", "eval"):
+        content = yaml.safe_load((shipped() / f"{name}.yaml").read_text())
+        content.pop("defaults")
+        values |= keys.flatten(content)
+    return values | option_values("data", "_base") | option_values("transform", "standard")
+
+
+@pytest.mark.parametrize("row", key_rows(), ids=lambda row: f"{row.document.stem}-{row.option}-{row.key}")
+def test_every_key_in_a_table_exists_and_has_the_default_that_the_table_says(row: Row) -> None:
+    values = option_values(*row.option) if row.option and row.key.startswith(f"{row.option[0]}.") else top_values()
+    assert row.key in values
+    if row.default:
+        assert yaml.safe_load(row.default) == values[row.key]
+
+
+def test_every_argument_of_a_component_is_in_the_table_of_its_option() -> None:
+    listed = {(*row.option, row.key) for row in key_rows() if row.option}
+    missing = [
+        (group, option.name, key)
+        for group in ("model", "optimizer", "scheduler", "loss", "task")
+        for option in Sources().options(group)
+        for key in option_values(group, option.name)
+        if not key.endswith("._target_") and (group, option.name, key) not in listed
+    ]
+    assert not missing
+
+
+def test_every_key_of_the_schema_is_in_the_docs() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    missing = [
+        key for key in keys.all_keys(Eval) if not re.search(rf"`{re.escape(key)}[`=.]|\b{re.escape(key)}=", text)
+    ]
+    assert not missing
+
+
+def test_every_option_of_every_group_is_in_the_docs() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    sources = Sources()
+    names = [f"{group}={option.name}" for group in sources.groups() for option in sources.options(group)]
+    assert not [name for name in names if not re.search(rf"\b{name}\b", text)]
+
+
+def test_what_a_preset_sets_is_what_the_docs_say() -> None:
+    checked = 0
+    for document in PAGES:
+        for _, head, rows in tables(document):
+            if head != ["option", "sets"]:
+                continue
+            for name, words, *_ in rows:
+                pairs = [word.split("=") for word in re.findall(r"`([^`]*)`", words)[0].split()]
+                said = {key: yaml.safe_load(value) for key, value in pairs}
+                assert option_values(*name.strip("`").split("=")) == said
+                checked += 1
+    assert checked == 6
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)\s#]+)", FENCE.sub("", document.read_text(encoding="utf-8")))
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
+    assert not [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in index]

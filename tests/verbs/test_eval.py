@@ -1,0 +1,174 @@
+"""`eval` needs a checkpoint alone, and reports to the last digit what training reported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from runner.checkpoint.file import read
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
+    "epochs=3", "model=small_cnn", "model.width=4", "transform=standard", "optimizer.lr=0.02", "data.split.val=0.3",
+)  # fmt: skip
+EVAL = ("eval", "threads=1", "json=true")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+
+
+@pytest.fixture
+def trained(train: Callable[..., Any]) -> Any:
+    return train(*SMALL)
+
+
+@pytest.fixture
+def evaluate(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    def call(*words: str) -> dict[str, Any]:
+        result = run(*EVAL, *words)
+        assert result.status == 0, result.err
+        return json.loads(result.out)  # type: ignore[no-any-return]
+
+    return call
+
+
+def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, evaluate: Callable[..., Any]) -> None:
+    best, last = trained.summary["best"], trained.directory / "checkpoints" / "last.pt"
+    test = evaluate(f"ckpt_path={trained.directory}")
+    assert test["metrics"] == trained.summary["test"]
+    assert test["global_step"] == best["global_step"]
+    by_step = {m["global_step"]: m for m in trained.metrics if m["split"] == "val"}
+    for path in (trained.directory, last):
+        val = evaluate(f"ckpt_path={path}", "split=val")
+        assert val["metrics"] == {name: by_step[val["global_step"]][name] for name in ("loss", "accuracy")}
+    assert evaluate(f"ckpt_path={last}", "split=val")["metrics"] == trained.summary["last"]
+    assert evaluate(f"ckpt_path={last}")["weights_sha256"] == trained.summary["weights_sha256"]
+
+
+def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digit(
+    trained: Any, evaluate: Callable[..., Any]
+) -> None:
+    whole = evaluate(f"ckpt_path={trained.directory}")
+    small = evaluate(
+        f"ckpt_path={trained.directory}", "evaluate.batch_size=3", "data.residency=disk", "data.num_workers=1"
+    )
+    assert small["metrics"]["accuracy"] == whole["metrics"]["accuracy"]
+    assert small["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-6)
+    assert small["confusion"] == whole["confusion"]
+
+
+def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, evaluate: Callable[..., Any]) -> None:
+    found = evaluate(f"ckpt_path={trained.directory}")
+    matrix = torch.tensor(found["confusion"])
+    assert int(matrix.sum()) == found["samples"] == 20
+    assert int(matrix.trace()) / 20 == pytest.approx(found["metrics"]["accuracy"])
+    shares = (matrix.diag() / matrix.sum(1)).tolist()
+    assert list(found["per_class"].values()) == pytest.approx(shares)
+    assert list(found["per_class"]) == ["0", "1", "2", "3"]
+    written, picture = (Path(path) for path in found["written"])
+    assert json.loads(written.read_text())["metrics"] == found["metrics"]
+    assert picture == trained.directory / "plots" / "confusion_test.png"
+    with Image.open(picture) as image:
+        image.verify()
+
+
+def test_people_get_the_same_numbers_in_full(trained: Any, run: Callable[..., Any]) -> None:
+    result = run("eval", "threads=1", f"ckpt_path={trained.directory}")
+    assert result.status == 0
+    for value in trained.summary["test"].values():
+        assert repr(value) in result.out
+    assert "confusion_test.png" in result.out
+
+
+def test_a_checkpoint_moved_alone_still_evaluates(
+    trained: Any, evaluate: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = workdir / "elsewhere"
+    elsewhere.mkdir()
+    shutil.copy(trained.directory / "checkpoints" / "best.pt", elsewhere / "model.pt")
+    expected = trained.summary["test"]
+    shutil.rmtree(workdir / "outputs")
+    monkeypatch.chdir(elsewhere)
+    found = evaluate("ckpt_path=model.pt")
+    assert found["metrics"] == expected
+    assert Path(found["written"][0]).parent.parent == Path("outputs/evaluations")
+
+
+def test_the_checkpoint_and_the_training_files_are_not_touched(trained: Any, evaluate: Callable[..., Any]) -> None:
+    def state() -> dict[str, bytes]:
+        files = [path for path in trained.directory.rglob("*") if path.is_file()]
+        return {path.name: path.read_bytes() for path in files if not path.name.startswith(("eval_", "confusion_"))}
+
+    before = state()
+    evaluate(f"ckpt_path={trained.directory}")
+    assert state() == before
+
+
+def test_other_data_with_the_same_classes_is_evaluated_with_the_training_statistics(
+    trained: Any, evaluate: Callable[..., Any]
+) -> None:
+    same = evaluate(f"ckpt_path={trained.directory}")
+    other = evaluate(
+        f"ckpt_path={trained.directory}", "data.dataset.seed=5", "data.dataset.samples=200", "output=other"
+    )
+    assert other["samples"] == 50
+    assert other["metrics"] != same["metrics"]
+    assert Path(other["written"][0]) == Path("other/eval_test.json")
+    selected = evaluate(
+        f"ckpt_path={trained.directory}", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4",
+        "data.image_size=8", "data.split.val=0.3",
+    )  # fmt: skip
+    assert selected["metrics"] == same["metrics"], "the same data said in full is the same data"
+
+
+def test_other_classes_are_refused(trained: Any, run: Callable[..., Any]) -> None:
+    result = run(*EVAL, f"ckpt_path={trained.directory}", "data.dataset.classes=3")
+    assert result.status == 2
+    assert "3 classes, but the checkpoint was trained on 4" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "ckpt_path: is missing"),
+        (("ckpt_path=nowhere.pt",), "there is no nowhere.pt"),
+        (("ckpt_path={run}", "split=validation"), "split"),
+        (("ckpt_path={run}", "model.width=8"), "of another shape"),
+        (("ckpt_path={run}", "data.split.val=0", "split=val"), "has no 'val' split"),
+    ],
+    ids=["missing", "nowhere", "split", "width", "no val"],
+)
+def test_a_mistake_is_a_sentence(words: tuple[str, ...], message: str, trained: Any, run: Callable[..., Any]) -> None:
+    result = run("eval", "threads=1", *(word.format(run=trained.directory) for word in words))
+    assert result.status == 2, result.out + result.err
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_regression_has_its_metrics_and_no_confusion(train: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
+    result = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse")
+    found = evaluate(f"ckpt_path={result.directory}")
+    assert found["metrics"] == result.summary["test"]
+    assert "confusion" not in found
+    assert "per_class" not in found
+
+
+def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Callable[..., Any]) -> None:
+    path = trained.directory / "checkpoints" / "best.pt"
+    data = path.read_bytes()
+    path.unlink()
+    path.write_bytes(data[: len(data) // 2])
+    result = run(*EVAL, f"ckpt_path={trained.directory}")
+    assert result.status == 2
+    assert "best.pt" in result.err
+    assert "ckpt_path=" in result.err
+    assert read(trained.directory / "checkpoints" / "last.pt")["position"]["global_step"] > 0

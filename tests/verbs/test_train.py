@@ -1,0 +1,170 @@
+"""What a run leaves behind: everything that the design lists, whatever way it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.file import KEYS, read
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp",
+    "model.hidden=[16]", "transform=standard",
+)  # fmt: skip
+
+
+def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], workdir: Path) -> None:
+    result = run("train", *SMALL, "threads=1", "log.every_steps=4", "name=mine", "seed=3")
+    assert result.status == 0, result.err
+    directory = result.directory
+    assert directory.parent == Path("outputs/mine")
+    names = {path.name for path in directory.iterdir()}
+    assert names >= {"config.yaml", "overrides.yaml", "environment.json", "run.log", "metrics.jsonl", "summary.json",
+                     "checkpoints", "plots", "tensorboard"}  # fmt: skip
+    checkpoints = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    assert {"last.pt", "best.pt"} < set(checkpoints)
+    assert (directory / "plots" / "curves.png").stat().st_size > 1000
+    assert list((directory / "tensorboard").iterdir())
+
+    summary = result.summary
+    assert set(summary) >= {"status", "error", "best", "last", "test", "global_step", "weights_sha256", "resumed_from",
+                            "wall_s"}  # fmt: skip
+    assert (summary["status"], summary["error"], summary["resumed_from"]) == ("finished", None, None)
+    assert summary["global_step"] == 12
+    assert set(summary["test"]) == {"loss", "accuracy"}
+    last = read(directory / "checkpoints" / "last.pt")
+    assert set(last) == set(KEYS)
+    assert summary["weights_sha256"] == weights_sha256(last["model"])
+
+    assert all({"global_step", "epoch", "split"} <= set(record) for record in result.metrics)
+    train = [(m["global_step"], m["epoch"]) for m in result.metrics if m["split"] == "train"]
+    assert train == [(4, 1), (8, 2), (12, 2)]
+    assert [m["global_step"] for m in result.metrics if m["split"] == "val"] == [6, 12]
+
+    config = yaml.safe_load((directory / "config.yaml").read_text())
+    assert config == yaml.safe_load(last["config"])
+    assert (config["seed"], config["model"]["hidden"], config["model"]["in_channels"]) == (3, [16], 3)
+    assert len(config["data"]["normalize"]["mean"]) == 3
+    overrides = yaml.safe_load((directory / "overrides.yaml").read_text())
+    assert "seed=3" in overrides
+    assert torch.__version__.split("+")[0] in (directory / "environment.json").read_text()
+    assert "finished" in summary["status"]
+
+
+def test_a_run_that_fails_says_so_and_ends_with_its_directory(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "broken.py").write_text(
+        "class Broken:\n    def on_step(self, loop):\n        raise OSError('the coffee is out')\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(workdir))
+    result = run("train", *SMALL, "threads=1", "logger=none", "+callbacks.b._target_=broken.Broken")
+    assert result.status == 1
+    assert result.summary["status"] == "failed"
+    assert result.summary["error"] == "OSError: the coffee is out"
+    assert "Traceback" in result.err, "a bug in someone's code shows where it is"
+    assert "the coffee is out" in (result.directory / "run.log").read_text()
+
+
+def test_a_mistake_found_once_the_data_is_there_is_a_sentence_and_a_failed_run(run: Callable[..., Any]) -> None:
+    result = run("train", *SMALL, "threads=1", "logger=none", "data.batch_size=500", "data.drop_last=true")
+    assert result.status == 2
+    assert "data.batch_size: 500 is more than the 43 training samples" in result.err
+    assert "Traceback" not in result.err
+    assert result.summary["status"] == "failed"
+    assert result.summary["error"].startswith("data.batch_size")
+
+
+def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    original, count = os.fsync, [0]
+
+    def failing(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.startswith(".step_"):
+            count[0] += 1
+            if count[0] == 2:
+                raise OSError(28, "No space left on device")
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    result = run("train", *SMALL, "threads=1", "logger=none", "evaluate.test=false")
+    assert result.status == 2, result.err
+    assert "No space left on device" in result.err
+    assert "Traceback" not in result.err
+    assert result.summary["status"] == "failed"
+    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 6
+    assert not list(result.directory.rglob("*.tmp"))
+
+
+def test_an_occupied_directory_is_refused_and_stays_as_it_is(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    first = train(*SMALL, "evaluate.test=false")
+    before = {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()}
+    result = run("train", *SMALL, f"hydra.run.dir={first.directory}")
+    assert result.status == 2
+    assert "already holds a run" in result.err
+    assert {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()} == before
+
+
+def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Callable[..., Any]) -> None:
+    words = (*SMALL, "evaluate.test=false", "scheduler=constant")
+    first, whole = train(*words), train(*words, "epochs=3")
+    for name in ("last.pt", "step_0000000012.pt"):
+        path = first.directory / "checkpoints" / name
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data[:-1])
+    rest = train(f"ckpt_path={first.directory}", "epochs=3")
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert rest.summary["resumed_from"].endswith("step_0000000006.pt")
+    assert "last.pt" in rest.out
+    assert "truncated" in " ".join(rest.out.split())
+
+
+def test_metrics_lines_are_json_with_numbers_in_full(train: Callable[..., Any]) -> None:
+    result = train(*SMALL, "evaluate.test=false")
+    last = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["loss"] == result.summary["last"]["loss"]
+
+
+def test_early_stopping_watches_its_metric_in_the_direction_that_is_better(train: Callable[..., Any]) -> None:
+    # The loss falls throughout, while the best evaluation is that with the largest accuracy.
+    words = ("callbacks=early_stopping", "callbacks.early_stopping.monitor=loss", "callbacks.early_stopping.patience=1")
+    result = train(*SMALL, *words, "optimizer.lr=0.002", "evaluate.test=false", "epochs=5")
+    losses = [record["loss"] for record in result.metrics if record["split"] == "val"]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("callbacks=early_stopping", "callbacks.early_stopping.monitor=val/lss"), "did you mean 'val/loss'?"),
+        (("checkpoint.monitor=acuracy",), "did you mean 'val/accuracy'?"),
+        ((f"seed={2**64}",), "seed"),
+    ],
+    ids=["early stopping", "checkpoint", "seed"],
+)
+def test_what_cannot_be_watched_or_seeded_is_a_sentence(
+    words: tuple[str, ...], message: str, run: Callable[..., Any]
+) -> None:
+    result = run("train", *SMALL, "threads=1", "logger=none", *words)
+    assert result.status == 2, result.err
+    assert message in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_largest_seed_works(train: Callable[..., Any]) -> None:
+    assert train(*SMALL, f"seed={2**64 - 1}", "max_steps=1", "evaluate.test=false").summary["global_step"] == 1
