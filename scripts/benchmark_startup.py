@@ -35,12 +35,12 @@ def stop_after_first_step():
         seconds.append(time.perf_counter() - began)
         return splits
 
-    class Stop:
-        def on_step(self, loop):
-            print(f"data {seconds[0]}", file=sys.__stdout__, flush=True)
-            os._exit(0)
+    def stop(global_step, epoch):
+        print(f"data {seconds[0]}", file=sys.__stdout__, flush=True)
+        os._exit(0)
 
-    train.assemble, train._Progress = timed, lambda console: Stop()
+    progress = train.Progress
+    train.assemble, train.Progress = timed, lambda advance: progress(stop)
 
 job = runner.verbs.train.job
 

@@ -35,7 +35,7 @@ class Bomb:
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     # They take half of the time of these runs; tests/tracking looks at them.
-    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runner.config.errors import UserError, nearest
 from runner.config.schema import Train
-from runner.config.targets import build
+from runner.config.targets import build, names_argument
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
 from runner.engine.plan import Plan
@@ -62,7 +62,7 @@ def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict
     """Write facts into a component's stored arguments where it lists them as null, so that a checkpoint has them."""
     node: dict[str, Any] = values[key]
     for name, fact in facts.items():
-        if name in node and node[name] is None:
+        if name in node and node[name] is None and names_argument(node, name):
             node[name] = _plain(fact)
     return node
 
@@ -167,7 +167,10 @@ def build_optimizer(config: Train, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
-    optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters)
+    try:
+        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters)
+    except RuntimeError as error:  # how torch refuses foreach and fused together
+        raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return optimizer

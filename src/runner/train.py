@@ -36,7 +36,7 @@ from runner.config.rules import changes_refused
 from runner.config.schema import Train
 from runner.config.targets import build
 from runner.data.assembly import assemble
-from runner.engine.callbacks import Checkpointing, Log
+from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Limits, Loop
@@ -49,6 +49,7 @@ from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment, versions
 from runner.tracking.loggers import JsonLines, Logger
+from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory, claim, timestamp
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
@@ -68,6 +69,8 @@ def run(cfg: DictConfig) -> float | None:
     directory: RunDirectory | None = RunDirectory(composition.job_dir) if composition.job_dir else None
     summary: dict[str, Any] = {"status": "running", "error": None}
     status, value = OK, None
+    if directory:
+        directory.write_overrides(composition.words)
     console = Console(None)
     signals = StopSignals()
     try:
@@ -272,7 +275,7 @@ def train(
             logger.log(split, metrics, step, epoch)
 
     callbacks = [
-        _Progress(console),
+        Progress(console.advance),
         *extra.values(),
         Log(config.log.every_steps, [show]),
         Checkpointing(config.checkpoint.every_steps, config.checkpoint.every_epochs, save),
@@ -340,9 +343,13 @@ def train(
             console.table("changed on the command line", ["key", "before", "now"], [list(d) for d in setup.differences])
 
     # Train
+    if loop.finished:
+        console.warn(f"there is nothing left to train: the checkpoint is at step {resumed_step} of {total_steps}")
     console.start(total_steps, config.epochs or 0, resumed_step)
     try:
         loop.run()
+        if not keeper.last.is_file():
+            save(loop, False)
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
         record(summary, state, monitor)
@@ -362,7 +369,10 @@ def train(
         splits.close()
         for logger in loggers:
             logger.close()
-    _plot(directory, console)
+    try:
+        learning_curves(directory.metrics_file, directory.plots / "curves.png")
+    except (OSError, ValueError, UserError) as error:  # a picture must not cost a finished run
+        console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
 
 
@@ -373,24 +383,3 @@ def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
     summary["last"] = {name.removeprefix("val/"): value for name, value in state.last_metrics.items()}
     summary["monitor"] = monitor
     summary["global_step"] = state.position.global_step
-
-
-class _Progress:
-    """Moves the progress bar."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def on_step(self, loop: Loop) -> None:
-        position = loop.state.position
-        self._console.advance(position.global_step, position.epoch + (position.batch > 0))
-
-
-def _plot(directory: RunDirectory, console: Console) -> None:
-    """Draw the learning curves; a picture that fails must not cost a finished run."""
-    from runner.tracking.plots import learning_curves
-
-    try:
-        learning_curves(directory.metrics_file, directory.plots / "curves.png")
-    except (OSError, ValueError, UserError) as error:
-        console.warn(f"no learning curves were drawn: {error}")

@@ -143,7 +143,7 @@ def poisoned(checkpoint: Path, target: Path, place: str, evil: str) -> Path:
 
 @pytest.fixture
 def checkpoint(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     return train(*SMALL).directory / "checkpoints" / "last.pt"
 
 

@@ -298,7 +298,7 @@ ROWS = [
         no_cuda,
     ),
     Mistake(
-        "device", ("train", "device=gpu"), ("device: cannot be 'gpu'", "did you mean 'cpu'?", "allowed: auto, cpu")
+        "device", ("train", "device=gpu"), ("device: cannot be 'gpu'", "did you mean 'cuda'?", "allowed: auto, cpu")
     ),
     Mistake(
         "file for output_root", ("train",), ("output_root: cannot write outputs", "a file stands"), a_file_named_outputs

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,3 +175,25 @@ def test_jobs_can_be_pickled_by_launchers_without_torch():
     import pickle
 
     assert pickle.loads(pickle.dumps(train_verb.job)) is train_verb.job
+
+
+def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
+    command = [sys.executable, "-m", "runner", "train", *tiny, "--multirun", "seed=0,1,2", "epochs=100000"]
+    with subprocess.Popen([*command, "checkpoint.every_epochs=1000"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [next(line for line in process.stdout if "[val]" in line)]
+        process.send_signal(signal.SIGTERM)
+        lines += list(process.stdout)
+    assert process.returncode == 75
+    text = "".join(lines)
+    assert "preempted" in text
+    assert not (Path(lines[-1].strip()) / "1").exists()
+
+
+def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
+    hidden = workdir / "mine" / "model" / "mlp.yaml"
+    hidden.parent.mkdir(parents=True)
+    hidden.write_text("# Mine.\n_target_: nowhere.Net\n")
+    result = run("train", *tiny, "--config-dir", "mine", "debug=smoke")
+    assert result.status == 0
+    assert f"{hidden} is never read" in result.err

@@ -99,7 +99,9 @@ def test_workers_without_effect_are_a_warning_and_none_else() -> None:
     (warning,) = put_together(num_workers=3).warnings
     assert warning.startswith("data.num_workers=3 has no effect")
     assert put_together(num_workers="auto").warnings == []
-    assert put_together(num_workers=3, residency="disk").warnings == []
+    assert put_together(num_workers=1, residency="disk").warnings == []
+    (warning,) = put_together(num_workers=4096, residency="disk").warnings
+    assert warning.startswith("data.num_workers=4096 is more than the")
 
 
 def test_automatic_workers_are_counted_and_told() -> None:

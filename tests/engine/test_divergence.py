@@ -20,7 +20,7 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
 
 
 def finite(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,9 @@ def test_every_key_is_explained_and_the_file_says_what_it_is_and_how_it_is_run(p
     assert command.startswith("# python -m runner train ")
     assert f"{path.parent.name}={path.stem}" in command
     assert all("  # " in line for line in keys)
+
+
+def test_foreach_and_fused_together_are_a_sentence(run: Callable[..., Any]) -> None:
+    result = run("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
+    assert result.status == 2
+    assert "optimizer: torch.optim.AdamW refuses its arguments" in result.err

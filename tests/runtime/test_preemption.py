@@ -50,7 +50,7 @@ def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "slow")
     monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     return workdir
 
 

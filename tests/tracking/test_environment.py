@@ -31,7 +31,7 @@ def test_devices_are_shown_with_their_memory_and_capability():
 
 def test_passwords_and_keys_on_the_command_line_are_masked_and_other_variables_are_left_out(monkeypatch):
     arguments = ["runner", "train", "logger.x.api_key=abc123", "+my.password=abc123", "optimizer.lr=0.1"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "orig_argv", arguments)
     monkeypatch.setenv("MY_TOKEN", "abc123")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     env = environment()

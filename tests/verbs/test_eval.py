@@ -23,7 +23,7 @@ EVAL = ("eval", "threads=1", "json=true")
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train._plot", lambda *_: None)
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
 
 
 @pytest.fixture
@@ -172,3 +172,18 @@ def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Callabl
     assert "best.pt" in result.err
     assert "ckpt_path=" in result.err
     assert read(trained.directory / "checkpoints" / "last.pt")["position"]["global_step"] > 0
+
+
+def test_other_data_leaves_the_evaluation_of_its_own_data_alone(trained: Any, evaluate: Callable[..., Any]) -> None:
+    own = evaluate(f"ckpt_path={trained.directory}")
+    before = (trained.directory / "eval_test.json").read_bytes()
+    other = evaluate(f"ckpt_path={trained.directory}", "data.name=others", "data.dataset.seed=5")
+    assert other["metrics"]["loss"] != own["metrics"]["loss"]
+    assert (trained.directory / "eval_test.json").read_bytes() == before
+    assert (trained.directory / "eval_others_test.json").is_file()
+
+
+def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, evaluate: Callable[..., Any]) -> None:
+    limited = evaluate(f"ckpt_path={trained.directory}", "limit.eval_batches=1", "evaluate.batch_size=7")
+    assert limited["samples"] == 7
+    assert sum(map(sum, limited["confusion"])) == 7

@@ -168,3 +168,27 @@ def test_what_cannot_be_watched_or_seeded_is_a_sentence(
 
 def test_the_largest_seed_works(train: Callable[..., Any]) -> None:
     assert train(*SMALL, f"seed={2**64 - 1}", "max_steps=1", "evaluate.test=false").summary["global_step"] == 1
+
+
+def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(train: Callable[..., Any]) -> None:
+    first = train(*SMALL, "epochs=3")
+    again = train(f"ckpt_path={first.directory}", "epochs=2")
+    assert "nothing left to train" in again.out
+    assert again.summary["weights_sha256"] == first.summary["weights_sha256"]
+    assert (again.directory / "checkpoints" / "last.pt").is_file()
+
+
+def test_a_size_that_the_data_set_does_not_take_is_a_warning(train: Callable[..., Any]) -> None:
+    assert "data.image_size=16 has no effect" in train("data.image_size=16", "debug=smoke").out
+
+
+def test_the_environment_records_the_command_as_it_was_typed(spawn: Callable[..., Any]) -> None:
+    done = spawn("train", "+amp=true", "debug=smoke", "threads=1", "logger=none")
+    environment = json.loads((Path(done.stdout.splitlines()[-1]) / "environment.json").read_text())
+    assert environment["command"][-5:] == ["train", "+amp=true", "debug=smoke", "threads=1", "logger=none"]
+
+
+def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train: Callable[..., Any]) -> None:
+    layers = "[{_target_: torch.nn.Flatten}, {_target_: torch.nn.Linear, in_features: 64, out_features: 10}]"
+    words = ("model._target_=torch.nn.Sequential", f"model._args_={layers}", "~model.width", "~model.dropout")
+    assert "Sequential, 650 parameters" in train(*words, "debug=smoke").out

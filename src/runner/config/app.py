@@ -127,6 +127,19 @@ def parse(argv: Sequence[str], primary: str) -> Request:
     return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended.
+
+    Attributes:
+        status: exit status of the run; of a sweep 0 unless it was broken off.
+        sweep: folder of the sweep; None for a single run.
+    """
+
+    status: int
+    sweep: Path | None = None
+
+
 def launch(
     task: Callable[[DictConfig], Any],
     schema: type,
@@ -134,7 +147,7 @@ def launch(
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
     sweep_root: Callable[[dict[str, Any]], Path],
-) -> Path | None:
+) -> Outcome:
     """Run `task` through Hydra, once or for every job of a sweep.
 
     Args:
@@ -146,40 +159,32 @@ def launch(
             has them all.
         sweep_root: claims the folder of a sweep, given the composed values.
 
-    Returns:
-        The folder of the sweep, or None for a single run.
-
     Raises:
         ConfigError: with every problem found in the overrides and the composition.
     """
     request = parse(argv, primary)
     sources = Sources(_folders(request))
+    for path in sources.hidden():
+        print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
     known = overrides.examine(request.words, schema, sources, request.multirun or _asks_for_sweep(request, sources))
     flag_words = [word for word in argv if word not in request.words]
-    extra: list[str] = []
-    if not request.only_shows:
-        composition, multirun = _compose(request, known, schema, sources, also)
-        multirun = multirun or request.multirun
-        if multirun and not any(word.startswith("hydra.sweep.dir=") for word in known.accepted):
-            folder = sweep_root(composition.values)
-            extra = [f"hydra.sweep.dir='{folder}'"]
-        elif multirun:
-            folder = Path(
-                next(w for w in known.accepted if w.startswith("hydra.sweep.dir=")).split("=", 1)[1].strip("'")
-            )
-        _call_hydra(task, primary, [*flag_words, *known.accepted, *extra])
-        return folder if multirun else None
-    unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
-    if known.problems or unknown:
-        raise ConfigError([*known.problems, *unknown])
-    _call_hydra(task, primary, [*flag_words, *known.accepted])
-    return None
+    if request.only_shows:
+        unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
+        if known.problems or unknown:
+            raise ConfigError([*known.problems, *unknown])
+        return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
+    composition, multirun = _compose(request, known, schema, sources, also)
+    if not (multirun or request.multirun):
+        return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
+    given = [word.split("=", 1)[1].strip("'\"") for word in known.accepted if word.startswith("hydra.sweep.dir=")]
+    folder = Path(given[-1]) if given else sweep_root(composition.values)
+    extra = [] if given else [f"hydra.sweep.dir='{folder}'"]
+    return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted, *extra]), folder)
 
 
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
     """Let Hydra answer a query of tab completion."""
-    _call_hydra(task, primary, list(argv))
-    return 0
+    return _call_hydra(task, primary, list(argv))
 
 
 def _folders(request: Request) -> list[Path]:
@@ -274,12 +279,15 @@ def _as_problem(error: Exception) -> Problem:
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
 
 
-def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> None:
-    """Hand over to Hydra as if it had been started by itself; its own failures become sentences."""
+def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
+    """Hand over to Hydra as if it had been started by itself; returns the exit status."""
     saved = sys.argv
     sys.argv = [saved[0], *argv]
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     try:
         hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task)()
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
         sys.argv = saved
+    return 0

@@ -61,6 +61,16 @@ class Sources:
                 raise UserError(f"--config-dir: there is no folder {path}")
         self.folders = [shipped(), *self.extra]
 
+    def hidden(self) -> list[Path]:
+        """Files of the user's folders that are never read, because a shipped file of the same name comes first."""
+        shipped_folder, *others = self.folders
+        return [
+            path
+            for folder in others
+            for path in sorted(folder.rglob("*.yaml"))
+            if (shipped_folder / path.relative_to(folder)).is_file()
+        ]
+
     def groups(self) -> list[str]:
         """Names of all config groups, sorted; nested ones as `a/b`."""
         found: set[str] = set()

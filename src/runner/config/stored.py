@@ -19,6 +19,7 @@ from runner.config.sources import Sources
 from runner.config.validate import shown
 
 _MISSING = object()
+_DEEPEST = 64  # levels of nesting; configs have about six
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -40,9 +41,13 @@ def load(text: str, where: str) -> dict[str, Any]:
         UserError: if `text` is no YAML mapping or asks for objects.
     """
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             # A few lines of aliases of aliases stand for more values than fit into memory.
-            raise UserError(f"{where}: its config uses YAML aliases, which a stored config never does")
+            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                what = "YAML aliases" if isinstance(event, yaml.AliasEvent) else f"over {_DEEPEST} levels of nesting"
+                raise UserError(f"{where}: its config is not plain YAML: it has {what}")
         values = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where}: its config is not plain YAML: {str(error).splitlines()[0]}") from error

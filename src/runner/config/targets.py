@@ -171,9 +171,10 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     for name, value in node.items():
         if name.startswith("_"):
             continue
+        if value is None and name in facts:
+            continue
         if name in named:
-            if not (value is None and name in facts):
-                problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
+            problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
         elif not takes_any:
             listed = ", ".join(named) or "no arguments"
             message = f"is not an argument of {node['_target_']}"
@@ -233,6 +234,12 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     return [Problem(key, f"cannot be {shown(value)}", describe(Union[tuple(simple)]))]  # noqa: UP007
 
 
+def names_argument(node: Mapping[str, Any], name: str) -> bool:
+    """Whether the signature of a component's target has an argument of this name."""
+    signature = _signature(resolve(str(node["_target_"])))
+    return signature is not None and name in signature.parameters
+
+
 def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any] | None = None) -> Any:
     """Build a component: call its target with the arguments of the config, nested components built first.
 
@@ -252,6 +259,8 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
     for name, value in (facts or {}).items():
         if name in names and kwargs.get(name) is None:
             kwargs[name] = value
+        elif name not in names and kwargs.get(name, ...) is None:
+            del kwargs[name]  # listed by the option that another target was put into
     positional = [*args, *(_built(f"{key}._args_", value) for value in node.get("_args_", ()))]
     if node.get("_partial_"):
         return functools.partial(target, *positional, **kwargs)

@@ -96,7 +96,7 @@ def assemble(
     sample_train = _callables("transform.sample_train", transform.sample_train)
     sample_eval = _callables("transform.sample_eval", transform.sample_eval)
     in_memory, choices, warnings = _residency(data, datasets, bool(sample_train or sample_eval), device)
-    workers = _workers(data, in_memory, choices)
+    workers = _workers(data, in_memory, choices, warnings)
 
     train_set, train_indices = parts["train"]
     first, target = _sample(train_set, int(train_indices[0]), sample_eval)
@@ -107,6 +107,10 @@ def assemble(
         mean, std = _measure(train_set, train_indices, sample_eval)
         choices.append(("normalize", f"mean {_short(mean)}, std {_short(std)}", "measured on the training split"))
     channels, height, width = first.shape
+    if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
+        warnings.append(
+            f"data.image_size={data.image_size} has no effect: this data set gives images of {height}x{width} as they are"
+        )
     _check_statistics(mean, channels)
 
     storage: dict[int, tuple[Tensor, Tensor]] = {}
@@ -220,13 +224,20 @@ def _residency(
     return device, [("data path", f"on {device}", reason)], warnings
 
 
-def _workers(data: Data, in_memory: torch.device | None, choices: list[tuple[str, str, str]]) -> int:
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _workers(
+    data: Data, in_memory: torch.device | None, choices: list[tuple[str, str, str]], warnings: list[str]
+) -> int:
     if in_memory is not None:
         return 0
     if data.num_workers != "auto":
+        if data.num_workers > _cores():
+            warnings.append(f"data.num_workers={data.num_workers} is more than the {_cores()} CPU cores there are")
         return data.num_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(8, cores)
+    workers = min(8, _cores())
     choices.append(("workers", str(workers), "auto: one a CPU core, at most 8"))
     return workers
 

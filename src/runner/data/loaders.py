@@ -6,8 +6,10 @@ Both give batch k of an epoch as the samples of slice k of `order`, unnormalised
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -195,6 +197,14 @@ def _start_worker(_: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep torch from warning about the number of workers, which the assembly has told in our own words."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
+
+
 class WorkerLoader:
     """Batches read sample by sample by worker processes, or by this one.
 
@@ -233,18 +243,19 @@ class WorkerLoader:
         self._indices, self._seed, self._shuffle = indices, seed, shuffle
         self._device, self._non_blocking = device, non_blocking
         self._slices = _Slices()
-        self._loader: DataLoader[Any] = DataLoader(
-            _Keyed(dataset, seed, transforms),
-            batch_sampler=self._slices,
-            num_workers=workers,
-            collate_fn=_collate,
-            pin_memory=pin,
-            worker_init_fn=_start_worker,
-            prefetch_factor=prefetch if workers else None,
-            persistent_workers=persistent and workers > 0,
-            # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
-            generator=torch.Generator().manual_seed(mix(seed, 2)),
-        )
+        with _without_advice():
+            self._loader: DataLoader[Any] = DataLoader(
+                _Keyed(dataset, seed, transforms),
+                batch_sampler=self._slices,
+                num_workers=workers,
+                collate_fn=_collate,
+                pin_memory=pin,
+                worker_init_fn=_start_worker,
+                prefetch_factor=prefetch if workers else None,
+                persistent_workers=persistent and workers > 0,
+                # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
+                generator=torch.Generator().manual_seed(mix(seed, 2)),
+            )
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch."""
@@ -261,7 +272,9 @@ class WorkerLoader:
 
     def _read(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         try:
-            yield from self._loader
+            with _without_advice():
+                iterator = iter(self._loader)
+            yield from iterator
         except UserError as error:
             # A worker's exception arrives with the worker's traceback around its message.
             message = str(error).rpartition(f"{UserError.__name__}: ")[2].strip()

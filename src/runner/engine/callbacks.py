@@ -84,6 +84,22 @@ class LearningRateMonitor:
         metrics |= {"lr": rates[0]} if len(rates) == 1 else {f"lr_{index}": rate for index, rate in enumerate(rates)}
 
 
+class Progress:
+    """Tells where training stands after every step.
+
+    Args:
+        advance: called with (global_step, epoch), the epoch counted from 1; must be quick.
+    """
+
+    def __init__(self, advance: Callable[[int, int], None]) -> None:
+        self._advance = advance
+
+    def on_step(self, loop: Loop) -> None:
+        """Tell."""
+        position = loop.state.position
+        self._advance(position.global_step, position.epoch + (position.batch > 0))
+
+
 class Log:
     """Reads the training loss from the device every few steps and hands it on, evaluations too.
 

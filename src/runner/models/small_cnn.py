@@ -28,7 +28,7 @@ class SmallCNN(nn.Module):
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, width: int = 32, dropout: float = 0.1) -> None:
+    def __init__(self, in_channels: int, num_classes: int, width: int = 32, dropout: float = 0.2) -> None:
         super().__init__()
         at_least("in_channels", in_channels)
         at_least("num_classes", num_classes)

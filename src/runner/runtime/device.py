@@ -34,7 +34,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     try:
         device = torch.device(name)
     except RuntimeError:
-        close = nearest(name, ["auto", "cpu", "cuda", "mps"])
+        close = "cuda" if name == "gpu" else nearest(name, ["auto", "cpu", "cuda", "mps"])
         hint = f"; did you mean '{close}'?" if close else ""
         raise UserError(f"device: cannot be '{name}'{hint}\n    allowed: auto, cpu, cuda, cuda:1, mps") from None
     if device.type == "cuda":

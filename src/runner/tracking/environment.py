@@ -69,7 +69,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "git": _git(),
-        "command": [_SECRET.sub(r"\1***", argument) for argument in sys.argv],
+        "command": [_SECRET.sub(r"\1***", argument) for argument in sys.orig_argv],
     }
 
 

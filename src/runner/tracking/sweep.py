@@ -140,7 +140,7 @@ def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
     if not isinstance(best, dict) or best.get("metric") is None:
         return row
     mode: Literal["max", "min"] = "min" if best.get("mode") == "min" else "max"
-    return replace(row, metric=str(best["metric"]), mode=mode, value=best.get("value"), step=best.get("step"))
+    return replace(row, metric=str(best["metric"]), mode=mode, value=best.get("value"), step=best.get("global_step"))
 
 
 def _first_line(error: Any) -> str | None:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from runner.build import build_learner, build_metrics, place, probe
 from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
+from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
@@ -70,15 +71,14 @@ def settle(composition: Composition) -> tuple[find.Found, Eval, dict[str, Any]]:
     statistics_given = any(word.startswith("data.normalize") for word in composition.words)
     if not statistics_given and isinstance(combined.get("data"), dict):
         # Other data still has to look to the model like the data that it was trained on.
-        combined["data"]["normalize"] = _stored_statistics(found)
+        combined["data"]["normalize"] = copy.deepcopy(_stored_data(found).get("normalize") or {})
     return found, checked(combined, composition, Eval), combined
 
 
-def _stored_statistics(found: find.Found) -> dict[str, Any]:
-    from runner.config import stored
-
+def _stored_data(found: find.Found) -> dict[str, Any]:
+    """The section `data` of the config in a checkpoint, empty if it has none."""
     data = stored.load(found.contents["config"], str(found.path)).get("data")
-    return copy.deepcopy(data.get("normalize") or {}) if isinstance(data, dict) else {}
+    return data if isinstance(data, dict) else {}
 
 
 def _evaluate(composition: Composition) -> float:
@@ -119,13 +119,17 @@ def _evaluate(composition: Composition) -> float:
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
     classes = list(found.contents["classes"])
+    limit = config.limit.eval_batches
+    samples = split.samples if limit is None else min(split.samples, limit * split.loader.batch_size)
+    trained_on = _stored_data(found).get("name")
+    name = config.split if config.data.name == trained_on else f"{config.data.name}_{config.split}"
     record: dict[str, Any] = {
         "checkpoint": str(found.path),
         "global_step": found.contents["position"]["global_step"],
         "weights_sha256": weights_sha256(found.contents["model"]),
         "data": config.data.name,
         "split": config.split,
-        "samples": split.samples,
+        "samples": samples,
         "metrics": {name: value for name, value in scalars.items() if name not in tables},
     }
     if "per_class" in computed:
@@ -133,7 +137,7 @@ def _evaluate(composition: Composition) -> float:
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     folder = _output_folder(config, found.path)
-    written = _write(record, folder, classes)
+    written = _write(record, folder, name, classes)
     if config.json:
         print(json.dumps(record | {"written": [str(path) for path in written]}))
     else:
@@ -172,8 +176,8 @@ def _output_folder(config: Eval, checkpoint: Path) -> Path:
     return claim(Path(config.output_root) / "evaluations", timestamp())
 
 
-def _write(record: dict[str, Any], folder: Path, classes: list[str]) -> list[Path]:
-    path = folder / f"eval_{record['split']}.json"
+def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) -> list[Path]:
+    path = folder / f"eval_{name}.json"
     write_json(path, record)
     if "confusion" not in record:
         return [path]
@@ -181,7 +185,7 @@ def _write(record: dict[str, Any], folder: Path, classes: list[str]) -> list[Pat
 
     plots = folder / "plots"
     plots.mkdir(exist_ok=True)
-    picture = plots / f"confusion_{record['split']}.png"
+    picture = plots / f"confusion_{name}.png"
     title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
     confusion_matrix(record["confusion"], classes, picture, title)
     return [path, picture]

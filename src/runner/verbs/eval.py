@@ -20,18 +20,15 @@ def main(argv: Sequence[str]) -> int:
     from runner.config.resolve import problems_in
     from runner.config.schema import Eval
 
-    try:
-        launch(
-            job,
-            Eval,
-            "eval",
-            argv,
-            also=lambda composition: problems_in(composition.values, composition, Eval)[1],
-            sweep_root=_sweep_folder,
-        )
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return 0
+    outcome = launch(
+        job,
+        Eval,
+        "eval",
+        argv,
+        also=lambda composition: problems_in(composition.values, composition, Eval)[1],
+        sweep_root=_sweep_folder,
+    )
+    return outcome.status
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -20,18 +20,15 @@ def main(argv: Sequence[str]) -> int:
     from runner.config.resolve import problems_in
     from runner.config.schema import Train
 
-    try:
-        sweep = launch(
-            job,
-            Train,
-            "train",
-            argv,
-            also=lambda composition: problems_in(composition.values, composition, Train)[1],
-            sweep_root=_claim_sweep,
-        )
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    return 0 if sweep is None else _report(sweep)
+    outcome = launch(
+        job,
+        Train,
+        "train",
+        argv,
+        also=lambda composition: problems_in(composition.values, composition, Train)[1],
+        sweep_root=_claim_sweep,
+    )
+    return outcome.status if outcome.sweep is None else max(outcome.status, _report(outcome.sweep))
 
 
 def job(cfg: DictConfig) -> float | None:
