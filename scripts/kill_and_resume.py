@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CONFIGURATIONS = {
-    "plain": ["epochs=4", "checkpoint.every_steps=7"],
+    "plain": ["epochs=12", "checkpoint.every_steps=7"],
     "everything": [
         "epochs=4",
         "checkpoint.every_steps=3",
