@@ -41,7 +41,7 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Limits, Loop
 from runner.engine.plan import Plan
-from runner.engine.state import Meter, TrainState, load_weights
+from runner.engine.state import Meter, Position, TrainState, load_weights
 from runner.engine.step import StepParts
 from runner.runtime.device import choose_device, compile_in_place, configure_torch
 from runner.runtime.precision import choose_precision
@@ -76,7 +76,9 @@ def run(cfg: DictConfig) -> float | None:
     try:
         with signals:
             setup = settle(composition)
-            directory = directory or open_directory(setup, composition)
+            opened = directory or open_directory(setup, composition)
+            opened.lock()
+            directory = opened
             console = Console(
                 directory.log_file, None if setup.config.log.progress == "auto" else setup.config.log.progress
             )
@@ -110,6 +112,7 @@ def run(cfg: DictConfig) -> float | None:
             except UserError as error:
                 status = status or FAILED
                 complain(directory, str(error))
+            directory.unlock()
     if directory is not None:
         print(directory.path, flush=True)
     in_sweep = composition.job_dir is not None
@@ -245,7 +248,7 @@ def train(
     # Optimizer and schedule
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
-    total_steps = limits.total_steps(plan)
+    total_steps = limits.total_steps(plan, Position(**setup.found.contents["position"]) if setup.found else None)
     optimizer = build_optimizer(config, model)
     schedule = build(
         "scheduler",

@@ -193,3 +193,19 @@ def test_a_config_that_is_no_plain_mapping_is_a_sentence(
     assert result.status == 2, result.out + result.err
     assert "Traceback" not in result.err
     assert not (workdir / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("config", 3), ("position", 5), ("position", {}), ("position", {"epoch": 0, "batch": -1, "global_step": 0}),
+        ("classes", None), ("model", None), ("optimizer", None), ("scheduler", 4), ("rng", []), ("metrics", {}),
+    ],
+)  # fmt: skip
+def test_contents_of_other_types_are_named(
+    key: str, value: Any, tmp_path: Path, contents: Callable[..., dict[str, Any]]
+) -> None:
+    path = tmp_path / "odd.pt"
+    write(path, contents(**{key: value}))
+    with pytest.raises(DamagedCheckpoint, match=key):
+        read(path)

@@ -280,3 +280,11 @@ def test_a_value_that_occurs_twice_is_written_twice_and_read_back() -> None:
 def test_nesting_deeper_than_python_recurses_is_refused() -> None:
     with pytest.raises(UserError, match="not plain YAML"):
         stored.load("[" * 5000 + "]" * 5000, "a file")
+
+
+@pytest.mark.parametrize(
+    "text", ["a: !!binary aGVsbG8=", "{3: 5}", "a: 2026-11-20", "a: {b: [1, !!set {x}]}", "3", "a: !!timestamp xx"]
+)
+def test_only_texts_numbers_lists_and_mappings_are_read(text: str) -> None:
+    with pytest.raises(UserError, match="its config is not"):
+        stored.load(text, "a file")

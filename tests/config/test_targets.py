@@ -334,3 +334,27 @@ def test_an_instance_is_nothing_to_build_from_a_file():
     assert refusal("runner.data.folders.EXTENSIONS", [])
     assert refusal("torch.float32", [])
     assert isinstance(resolve("torch.float32"), torch.dtype)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.utils.data.datapipes.iter.RoutedDecoder",
+        "torch.utils.data.datapipes.iter.FileOpener",
+        "torch.fx.GraphModule",
+        "torch.jit.ScriptModule",
+        "torch.distributed.nn.RemoteModule",
+        "torch.nn.parallel.DistributedDataParallel",
+        "torch.nn.ParameterDict",
+        "torchvision.datasets.LSUN",
+        "torchvision.datasets.LSUNClass",
+        "runner.data.assembly.assemble",
+        "runner.data.loaders.WorkerLoader",
+    ],
+)
+def test_parts_that_could_run_what_they_are_given_are_refused(path: str) -> None:
+    if path == "torch.nn.ParameterDict":  # harmless by itself: what it holds is never built
+        with pytest.raises(UserError, match="not a mapping read from a config"):
+            build("model", resolve(path)([("_target_", "os.system"), ("_args_", ["true"])]))
+    else:
+        assert "not on the list" in refusal(path, [])

@@ -192,3 +192,27 @@ def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train:
     layers = "[{_target_: torch.nn.Flatten}, {_target_: torch.nn.Linear, in_features: 64, out_features: 10}]"
     words = ("model._target_=torch.nn.Sequential", f"model._args_={layers}", "~model.width", "~model.dropout")
     assert "Sequential, 650 parameters" in train(*words, "debug=smoke").out
+
+
+def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(train: Callable[..., Any]) -> None:
+    first = train(*SMALL, "epochs=2", "evaluate.test=false")
+    for size in (4, 32):
+        again = train(f"ckpt_path={first.directory}", "epochs=4", f"data.batch_size={size}")
+        epochs = [line["epoch"] for line in again.metrics if line["split"] == "val"]
+        assert epochs == [1, 2, 3, 4]
+
+
+def test_two_processes_never_write_one_directory(train: Callable[..., Any], spawn: Callable[..., Any]) -> None:
+    from runner.tracking.run_directory import RunDirectory
+
+    first = train(*SMALL, "evaluate.test=false")
+    held = RunDirectory(first.directory)
+    held.lock()
+    before = {path: path.stat().st_mtime_ns for path in first.directory.rglob("*")}
+    second = spawn("train", f"ckpt_path={first.directory}", f"hydra.run.dir={first.directory}", "epochs=9")
+    assert second.returncode == 2
+    assert "is being written by process" in second.stderr
+    assert {path: path.stat().st_mtime_ns for path in first.directory.rglob("*")} == before
+    held.unlock()
+    third = spawn("train", f"ckpt_path={first.directory}", f"hydra.run.dir={first.directory}", "epochs=3")
+    assert third.returncode == 0, third.stderr

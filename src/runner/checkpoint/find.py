@@ -56,8 +56,10 @@ def newest_run(runs: Path) -> Path:
     """
     found = [*runs.glob("*/checkpoints/last.pt"), *runs.glob("sweeps/*/*/checkpoints/last.pt")]
     if not found:
+        others = sorted({path.parts[len(runs.parent.parts)] for path in runs.parent.glob("*/*/checkpoints/last.pt")})
+        hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others else ""
         raise UserError(
-            f"ckpt_path: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory"
+            f"ckpt_path: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory{hint}"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
 

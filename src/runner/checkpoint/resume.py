@@ -60,7 +60,7 @@ def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
             if hasattr(callbacks.get(name), "load_state_dict"):
                 callbacks[name].load_state_dict(saved)
         rng.restore(found.contents["rng"])
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         raise UserError(f"{found.path}: does not fit this run: {error}") from error
 
 

@@ -49,11 +49,28 @@ def load(text: str, where: str) -> dict[str, Any]:
                 what = "YAML aliases" if isinstance(event, yaml.AliasEvent) else f"over {_DEEPEST} levels of nesting"
                 raise UserError(f"{where}: its config is not plain YAML: it has {what}")
         values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{where}: its config is not plain YAML: {str(error).splitlines()[0]}") from error
+    except UserError:
+        raise
+    except Exception as error:  # the reader raises whatever a value's text makes Python raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{where}: its config is not plain YAML: {reason}") from error
     if not isinstance(values, dict):
         raise UserError(f"{where}: its config is not a mapping")
+    if place := _foreign(values, ""):
+        raise UserError(f"{where}: its config is not plain YAML: {place}")
     return values
+
+
+def _foreign(value: Any, place: str) -> str:
+    """Where something other than texts, numbers, lists and mappings with text keys lies, or an empty string."""
+    if isinstance(value, dict):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            return f"{place or 'the top level'} has the key {wrong[0]!r}"
+        return next(filter(None, (_foreign(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), "")
+    if isinstance(value, list):
+        return next(filter(None, (_foreign(item, f"{place}.{index}") for index, item in enumerate(value))), "")
+    return "" if value is None or isinstance(value, str | int | float) else f"{place} is a {type(value).__name__}"
 
 
 def overlay(

@@ -21,14 +21,33 @@ from runner.config.keys import describe, members
 from runner.config.validate import shown
 
 _CONTROL = ("_target_", "_partial_", "_args_")
+# Modules whose public classes and functions are components; others of the program can write files or build in turn.
 _COMPONENT_ROOMS = (
     "runner.models",
-    "runner.data",
     "runner.optim",
+    "runner.data.digits",
+    "runner.data.torchvision_sets",
+    "runner.data.folders",
+    "runner.data.synthetic",
+    "runner.data.augment",
     "runner.engine.callbacks",
     "runner.engine.tasks",
     "runner.tracking.loggers",
 )
+# Where classes that build parts are defined. Being a subclass of Module or Dataset is not enough: some of those compile
+# source text or unpickle what they are given (torch.fx.GraphModule, data pipes, torchvision's LSUN).
+_PART_HOMES = (
+    "torch.nn.modules",
+    "torch.optim",
+    "torch.utils.data.dataset",
+    "torchvision.transforms",
+    "torchvision.models",
+    "torchvision.ops",
+    "torchmetrics.classification",
+    "torchmetrics.regression",
+    "torchmetrics.aggregation",
+)
+_DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -97,19 +116,22 @@ def _builds_a_part(found: Any) -> bool:
     """Whether a torch or torchvision object builds modules, optimizers, schedules, data sets, transforms or metrics."""
     import torch
 
+    home = str(found.__module__)
     if inspect.isclass(found):
+        if _within(home, ("torchvision.datasets",)):
+            return found.__name__ in _DATA_SETS
+        if not _within(home, _PART_HOMES):
+            return False
         kinds = (
             torch.nn.Module,
             torch.optim.Optimizer,
             torch.optim.lr_scheduler.LRScheduler,
             torch.utils.data.Dataset,
         )
-        if issubclass(found, kinds):
-            return True
         # The older transforms are plain classes with a __call__; a class's own comes before that of `type`.
         can_be_called = any("__call__" in vars(base) for base in found.__mro__)
-        return _within(found.__module__, ("torchvision.transforms",)) and can_be_called
-    if inspect.isfunction(found) and _within(found.__module__, ("torchvision.models",)):
+        return issubclass(found, kinds) or (_within(home, ("torchvision.transforms",)) and can_be_called)
+    if inspect.isfunction(found) and _within(home, ("torchvision.models",)):
         import torchvision
 
         try:
@@ -162,6 +184,8 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         if name.startswith("_") and name not in _CONTROL:
             problems.append(Problem(f"{key}.{name}", "is not supported", ", ".join(_CONTROL)))
     signature = _signature(target)
+    if not isinstance(node.get("_args_", []), list):
+        return [*problems, Problem(f"{key}._args_", f"cannot be {shown(node['_args_'])}", "a list")]
     if signature is None:
         return problems
     parameters = list(signature.parameters.values())[positional + len(node.get("_args_", ())) :]
@@ -252,6 +276,9 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
     Raises:
         UserError: if the target refuses its arguments.
     """
+    # What was checked are the plain mappings of a config; anything that merely behaves like one was made later.
+    if type(node) is not dict:
+        raise UserError(f"{key}: is a {type(node).__name__}, not a mapping read from a config")
     target = resolve(str(node["_target_"]))
     signature = _signature(target)
     names = set(signature.parameters) if signature is not None else set()

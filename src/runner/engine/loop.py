@@ -24,7 +24,7 @@ from typing import Any
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.evaluation import Source
 from runner.engine.plan import Plan
-from runner.engine.state import Best, TrainState
+from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
 
 
@@ -44,13 +44,20 @@ class Limits:
     evaluate_every_epochs: int | None = 1
     evaluate_every_steps: int | None = None
 
-    def total_steps(self, plan: Plan) -> int:
+    def total_steps(self, plan: Plan, start: Position | None = None) -> int:
         """Optimizer steps of the whole run.
+
+        Args:
+            plan: how the epochs that are still to come divide into steps.
+            start: where training starts. Epochs behind it may have had another number of steps, and count as they were.
 
         Raises:
             ValueError: if neither epochs nor steps are limited.
         """
-        limits = [self.max_steps, None if self.epochs is None else self.epochs * plan.steps]
+        start = start or Position()
+        before_epoch = start.global_step - math.ceil(start.batch / plan.accumulate)
+        by_epochs = None if self.epochs is None else before_epoch + (self.epochs - start.epoch) * plan.steps
+        limits = [self.max_steps, by_epochs]
         given = [limit for limit in limits if limit is not None]
         if not given:
             raise ValueError("epochs or max_steps must be given")
@@ -85,7 +92,7 @@ class Loop:
         interrupted: Callable[[], str] = lambda: "",
     ) -> None:
         self.state, self.source, self.plan, self.parts, self.limits = state, source, plan, parts, limits
-        self.total_steps = limits.total_steps(plan)
+        self._total_steps: int | None = None
         self.callbacks = list(callbacks)
         self.monitor = monitor
         self.interrupted = interrupted
@@ -105,6 +112,13 @@ class Loop:
         """Call a method of every callback that has it, in the order of the list."""
         for method in self._methods(name):
             method(self, *args)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, decided where training starts."""
+        if self._total_steps is None:
+            self._total_steps = self.limits.total_steps(self.plan, self.state.position)
+        return self._total_steps
 
     @property
     def finished(self) -> bool:

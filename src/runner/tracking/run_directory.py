@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ from typing import Any
 import yaml
 
 from runner.config.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
 from runner.tracking.files import write_atomically, write_json, writing
 from runner.tracking.records import drop_after
 
@@ -85,6 +91,7 @@ class RunDirectory:
         self.log_file = path / "run.log"
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"
+        self._lock: int | None = None
         for folder in (self.checkpoints, self.plots):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +120,37 @@ class RunDirectory:
     def truncate_metrics(self, global_step: int) -> None:
         """Drop the metrics of steps after `global_step`, which a run continued here will write again."""
         drop_after(self.metrics_file, global_step)
+
+    def lock(self) -> None:
+        """Keep other processes from writing here until this one ends, however it ends.
+
+        Raises:
+            UserError: if another process has the directory.
+        """
+        if sys.platform == "win32" or self._lock is not None:
+            return
+        path = self.path / ".lock"
+        with writing(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # Unlike flock's, this lock is not inherited by loader workers, which may outlive a killed run.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(descriptor)
+            raise UserError(f"{self.path} is being written by {owner}; wait for it, or stop it first") from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._lock = descriptor
+
+    def unlock(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def copy_metrics(self, source: Path, global_step: int) -> None:
         """Take over the metrics of another run up to a step, where there are any.
