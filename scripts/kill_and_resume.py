@@ -122,7 +122,7 @@ def torture(name: str, words: list[str], kills: int, draw: random.Random, scratc
     assert wait(start([*COMMON, *words, directory("reference")], log)) == 0, f"the reference failed, see {log}"
     duration = time.perf_counter() - began
     expected = fingerprint(scratch / name / "reference")
-    wrong = aimed_hits = fresh = 0
+    wrong = hits = aimed_hits = fresh = 0
     for number in range(kills):
         run = scratch / name / f"killed_{number}"
         aimed = number % 3 == 2
@@ -138,6 +138,7 @@ def torture(name: str, words: list[str], kills: int, draw: random.Random, scratc
                 time.sleep(draw.uniform(0, duration))
                 os.kill(child, signal.SIGKILL)
             killed += wait(child) == -signal.SIGKILL
+        hits += killed > 0
         aimed_hits += aimed and killed > 0
         if (run / "checkpoints" / "last.pt").exists():
             resumed = run if number % 4 else run.with_name(f"{run.name}_resumed")
@@ -153,7 +154,8 @@ def torture(name: str, words: list[str], kills: int, draw: random.Random, scratc
             print(f"  {name} {number}: {found} instead of {expected}, see {run} and {log}")
     print(
         f"{name:<12} {kills - wrong}/{kills} with the bits of the uninterrupted run "
-        f"({aimed_hits} killed inside checkpoint writing, {fresh} before the first checkpoint)"
+        f"({hits} killed before they had ended, {aimed_hits} of them inside checkpoint writing; "
+        f"{fresh} before the first checkpoint)"
     )
     return wrong
 
