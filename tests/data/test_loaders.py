@@ -244,6 +244,23 @@ def test_workers_go_on_reading_when_the_whole_group_is_signalled(
     assert same(seen, [*memory.batches(0, 0, BATCHES), *memory.batches(1, 0, BATCHES)])
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_that_comes_while_a_worker_starts_does_not_end_it(name: str) -> None:
+    loader = through_workers(workers=1)
+    start: Any = loader._loader.worker_init_fn
+
+    def signalled(worker: int) -> None:
+        os.kill(os.getpid(), getattr(signal, name))
+        start(worker)
+
+    loader._loader.worker_init_fn = signalled
+    try:
+        assert same(list(loader.batches(0, 0, BATCHES)), list(in_memory().batches(0, 0, BATCHES)))
+    finally:
+        loader.close()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_closing_ends_the_workers(busy: tuple[WorkerLoader, Iterator[Batch], list[Batch], list[int]]) -> None:
     loader, _, _, workers = busy
     loader.close()

@@ -191,10 +191,24 @@ def as_tensor(image: Any) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 or tensor.is_floating_point() else tensor.float()
 
 
+# A scheduler signals the whole process group; only the main process decides what happens then.
+_LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def _start_worker(_: int) -> None:
-    # A scheduler signals the whole process group; only the main process decides what happens then.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in _LEFT_TO_MAIN:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_MAIN)
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Hold signals back while workers start: they begin with our mask, so none dies before it can ignore one."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_MAIN)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -272,7 +286,7 @@ class WorkerLoader:
 
     def _read(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         try:
-            with _without_advice():
+            with _without_advice(), _signals_wait():
                 iterator = iter(self._loader)
             yield from iterator
         except UserError as error:
