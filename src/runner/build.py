@@ -2,19 +2,125 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError, nearest
 from runner.config.schema import Train
 from runner.config.targets import build, names_argument
-from runner.data.assembly import Splits
+from runner.data.assembly import Splits, assemble
 from runner.engine.evaluation import untouched
+from runner.engine.loop import Limits
 from runner.engine.plan import Plan
+from runner.engine.state import Meter, Position, TrainState
+from runner.engine.step import StepParts
 from runner.engine.tasks import Task
-from runner.runtime.precision import Precision
+from runner.runtime.device import choose_device, compile_in_place, configure_torch
+from runner.runtime.precision import Precision, choose_precision
+
+
+@dataclass
+class Training:
+    """The objects of a run before it starts: what is trained, on what, and how."""
+
+    device: torch.device
+    device_reason: str
+    precision: Precision
+    splits: Splits
+    plan: Plan
+    task: Task
+    loss: nn.Module
+    limits: Limits
+    total_steps: int
+    monitor: str
+    mode: str
+    state: TrainState
+    parts: StepParts
+    warnings: list[str]
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self.state.model
+
+
+def build_training(config: Train, values: dict[str, Any], start: Position | None = None) -> Training:
+    """Build what a run trains, in the order in which one thing needs another.
+
+    Args:
+        config: the validated config.
+        values: the same as plain containers; what was taken from the data is written into them.
+        start: where training starts, if not at its beginning.
+
+    Raises:
+        UserError: if settings, data, model, loss and optimizer do not fit together.
+    """
+    # Device and precision
+    device, device_reason = choose_device(config.device)
+    warnings = configure_torch(
+        device, config.threads, config.deterministic, config.cudnn_benchmark, config.tf32, config.detect_anomaly
+    )
+    precision = choose_precision(config.amp, device)
+
+    # Data
+    splits = assemble(
+        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
+    )
+    values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
+    data = config.data
+    plan = Plan(splits.train.samples, data.batch_size, config.accumulate, data.drop_last, config.limit.train_batches)
+    if plan.batches == 0:
+        raise UserError(
+            f"data.batch_size: {data.batch_size} is more than the {plan.samples} training samples, and "
+            "data.drop_last=true leaves no batch\n    allowed: a smaller data.batch_size, or data.drop_last=false"
+        )
+
+    # Task, model, loss
+    seed_everything(config.seed)
+    task, model, loss = build_learner(values, config, splits)
+    place(model, loss, device, config.channels_last)
+    probe(task, model, loss, splits)
+    if config.compile:
+        compile_in_place(model, device)
+
+    # Optimizer and schedule
+    monitor, mode = monitored(config, task, splits)
+    limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
+    total_steps = limits.total_steps(plan, start)
+    optimizer = build_optimizer(config, model)
+    schedule = build(
+        "scheduler",
+        config.scheduler,
+        facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
+    )
+    state = TrainState(model, optimizer, schedule, precision.scaler, Meter(device))
+    parts = StepParts(
+        targets=task.targets,
+        loss=loss,
+        autocast=precision.autocast,
+        clip_norm=config.clip.norm,
+        clip_value=config.clip.value,
+    )
+    return Training(
+        device=device,
+        device_reason=device_reason,
+        precision=precision,
+        splits=splits,
+        plan=plan,
+        task=task,
+        loss=loss,
+        limits=limits,
+        total_steps=total_steps,
+        monitor=monitor,
+        mode=mode,
+        state=state,
+        parts=parts,
+        warnings=[*warnings, *splits.warnings],
+    )
 
 
 def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
@@ -176,21 +282,12 @@ def build_optimizer(config: Train, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def describe(
-    config: Train,
-    device: torch.device,
-    device_reason: str,
-    precision: Precision,
-    splits: Splits,
-    plan: Plan,
-    model: nn.Module,
-    total_steps: int,
-    optimizer: torch.optim.Optimizer,
-) -> list[tuple[str, str, str]]:
+def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
     """What runs, and every choice that was made for the user, with its reason."""
+    splits, plan, device, precision = training.splits, training.plan, training.device, training.precision
     counts = [(name, split.samples) for name in ("train", "val", "test") if (split := getattr(splits, name))]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    trainable = sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad)
     shape = f"{splits.channels}x{splits.image_size[0]}x{splits.image_size[1]}"
     classes = f"{len(splits.classes)} classes, " if splits.classes else ""
     target = str(config.model["_target_"]).rsplit(".", 1)[1]
@@ -208,15 +305,19 @@ def describe(
         (
             "device",
             f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
-            device_reason,
+            training.device_reason,
         ),
         ("precision", precision.name, precision.reason),
         (
             "optimizer",
-            f"{type(optimizer).__name__}, {settings}",
+            f"{type(training.state.optimizer).__name__}, {settings}",
             f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
         ),
-        ("steps", f"{total_steps:,}", f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each"),
+        (
+            "steps",
+            f"{training.total_steps:,}",
+            f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
+        ),
     ]
     if config.deterministic:
         rows.append(("algorithms", "deterministic", f"deterministic={str(config.deterministic).lower()}"))

@@ -14,18 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build import (
-    build_callbacks,
-    build_learner,
-    build_metrics,
-    build_optimizer,
-    describe,
-    monitored,
-    place,
-    probe,
-)
+from runner.build import build_callbacks, build_metrics, build_training, describe
 from runner.checkpoint import file as checkpoint_file
-from runner.checkpoint import find, resume, rng
+from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.keeper import Keeper
 from runner.config import stored
@@ -35,16 +26,11 @@ from runner.config.resolve import checked, merged
 from runner.config.rules import changes_refused
 from runner.config.schema import Train
 from runner.config.targets import build
-from runner.data.assembly import assemble
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import Plan
-from runner.engine.state import Meter, Position, TrainState, load_weights
-from runner.engine.step import StepParts
-from runner.runtime.device import choose_device, compile_in_place, configure_torch
-from runner.runtime.precision import choose_precision
+from runner.engine.loop import Loop
+from runner.engine.state import Position, TrainState, load_weights
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment, versions
@@ -212,50 +198,11 @@ def train(
     directory.write_overrides(composition.words)
     directory.write_environment(environment())
 
-    # Device and precision
-    device, device_reason = choose_device(config.device)
-    warnings = configure_torch(
-        device, config.threads, config.deterministic, config.cudnn_benchmark, config.tf32, config.detect_anomaly
-    )
-    precision = choose_precision(config.amp, device)
-
-    # Data
-    splits = assemble(
-        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
-    )
-    values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
-    plan = Plan(
-        splits.train.samples,
-        config.data.batch_size,
-        config.accumulate,
-        config.data.drop_last,
-        config.limit.train_batches,
-    )
-    if plan.batches == 0:
-        raise UserError(
-            f"data.batch_size: {config.data.batch_size} is more than the {plan.samples} training samples, and "
-            "data.drop_last=true leaves no batch\n    allowed: a smaller data.batch_size, or data.drop_last=false"
-        )
-
-    # Task, model, loss
-    rng.seed_everything(config.seed)
-    task, model, loss = build_learner(values, config, splits)
-    place(model, loss, device, config.channels_last)
-    probe(task, model, loss, splits)
-    if config.compile:
-        compile_in_place(model, device)
-
-    # Optimizer and schedule
-    monitor, mode = monitored(config, task, splits)
-    limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
-    total_steps = limits.total_steps(plan, Position(**setup.found.contents["position"]) if setup.found else None)
-    optimizer = build_optimizer(config, model)
-    schedule = build(
-        "scheduler",
-        config.scheduler,
-        facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
-    )
-    state = TrainState(model, optimizer, schedule, precision.scaler, Meter(device))
+    # Device, data, model, optimizer
+    start = Position(**setup.found.contents["position"]) if setup.found else None
+    training = build_training(config, values, start)
+    splits, task, model, state = training.splits, training.task, training.model, training.state
+    monitor, mode, warnings = training.monitor, training.mode, training.warnings
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
@@ -291,30 +238,21 @@ def train(
         found = evaluate(
             model,
             split.loader,
-            split.prepare,
             task.targets,
-            loss,
-            build_metrics(config, task, device),
-            precision.autocast,
+            training.loss,
+            build_metrics(config, task, training.device),
+            training.precision.autocast,
             config.limit.eval_batches,
             interrupted,
         )
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
-    parts = StepParts(
-        prepare=splits.train.prepare,
-        targets=task.targets,
-        loss=loss,
-        autocast=precision.autocast,
-        clip_norm=config.clip.norm,
-        clip_value=config.clip.value,
-    )
     loop = Loop(
         state,
         splits.train.loader,
-        plan,
-        parts,
-        limits,
+        training.plan,
+        training.parts,
+        training.limits,
         (lambda interrupted: evaluate_split("val", interrupted)) if splits.val else None,
         callbacks,
         (monitor, mode),
@@ -336,9 +274,8 @@ def train(
         logger.open(directory.path, resumed_step if setup.found else None)
 
     # Tell
-    rows = describe(config, device, device_reason, precision, splits, plan, model, total_steps, optimizer)
-    console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
-    for warning in [*warnings, *splits.warnings, *(setup.found.warnings if setup.found else [])]:
+    console.header(f"{config.name}  seed {config.seed}  {directory.path}", describe(config, training))
+    for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
         console.warn(warning)
     if setup.found:
         console.line(f"resumed from {setup.found.path} at step {resumed_step}")
@@ -347,8 +284,10 @@ def train(
 
     # Train
     if loop.finished:
-        console.warn(f"there is nothing left to train: the checkpoint is at step {resumed_step} of {total_steps}")
-    console.start(total_steps, config.epochs or 0, resumed_step)
+        console.warn(
+            f"there is nothing left to train: the checkpoint is at step {resumed_step} of {training.total_steps}"
+        )
+    console.start(training.total_steps, config.epochs or 0, resumed_step)
     try:
         loop.run()
         if not keeper.last.is_file():

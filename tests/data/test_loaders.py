@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.data.loaders import Batch, MemoryLoader, WorkerLoader, as_target, as_tensor
+from runner.data.loaders import Batch, MemoryLoader
 from runner.data.synthetic import synthetic
+from runner.data.workers import WorkerLoader, as_target, as_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -229,6 +230,40 @@ def busy() -> Iterator[tuple[WorkerLoader, Iterator[Batch], list[Batch], list[in
     first = next(batches)
     yield loader, batches, [first], [worker.pid for worker in loader._loader._iterator._workers]  # type: ignore[union-attr]
     loader.close()
+
+
+class Noting:
+    """A way to prepare images that notes what it is told."""
+
+    def __init__(self, per_sample: bool) -> None:
+        self.per_sample = per_sample
+        self.told: list[tuple[int, list[int]]] = []
+
+    def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        self.told.append((epoch, indices.tolist()))
+        return images.float() + epoch + indices.view(-1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_preparing_is_told_the_epoch_and_the_samples_and_is_the_same_on_both_paths(per_sample: bool) -> None:
+    first, second = Noting(per_sample), Noting(per_sample)
+    memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, PART, 8, 5, True, CPU, first)
+    given = list(memory.batches(3, 1, BATCHES))
+    assert same(given, list(through_workers(prepare=second).batches(3, 1, BATCHES)))
+    for batch in given:
+        assert torch.equal(batch.images, ARRAYS.images[batch.indices].float() + 3 + batch.indices.view(-1, 1, 1, 1))
+    # A transform that may look at its whole batch is given batches; any other all there is at once.
+    assert [len(places) for _, places in first.told] == ([19] if per_sample else [8, 8, 3])
+    assert {epoch for epoch, _ in first.told} == {3}
+
+
+def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
+    odd = torch.zeros(40, 1, 3, 3, dtype=torch.uint8)
+    targets = torch.zeros(40, dtype=torch.int64)
+    for size in (7, 16):
+        loader = MemoryLoader(odd, targets, torch.arange(40), size, 0, True, CPU, Noting(True))
+        for batch in loader.batches(0, 0, 2):
+            assert batch.images.data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])

@@ -49,7 +49,6 @@ class Bench:
 
     def step_parts(self) -> StepParts:
         defaults: dict[str, Any] = {
-            "prepare": lambda images, indices, epoch: images,
             "targets": lambda targets: targets,
             "loss": nn.CrossEntropyLoss(),
         }
@@ -67,9 +66,7 @@ class Bench:
 
     def evaluate(self, model: nn.Module, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
         parts = self.step_parts()
-        found = evaluate(
-            model, self.source, parts.prepare, parts.targets, nn.CrossEntropyLoss(), {}, interrupted=interrupted
-        )
+        found = evaluate(model, self.source, parts.targets, nn.CrossEntropyLoss(), {}, interrupted=interrupted)
         return {f"val/{name}": value for name, value in found.items()}
 
     def loop(self, *callbacks: Any, state: TrainState | None = None, signals: Callable[[], str] = lambda: "") -> Loop:

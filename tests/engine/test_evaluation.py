@@ -47,7 +47,7 @@ def test_modes_buffers_gradients_and_generators_are_left_alone(bench: Callable[.
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
     metric = Classification(3).metrics(torch.device("cpu"))
-    evaluate(model, one.source, lambda i, *_: i, lambda t: t, nn.CrossEntropyLoss(), metric)
+    evaluate(model, one.source, lambda t: t, nn.CrossEntropyLoss(), metric)
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert modes["first"]
     assert not modes["frozen"]
@@ -96,7 +96,7 @@ def test_the_loss_is_the_mean_over_samples_whatever_the_batches(
 def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Callable[..., Any], model: Model) -> None:
     one, task = bench(31), Classification(3)
     tables, metrics = task.tables(torch.device("cpu")), task.metrics(torch.device("cpu"))
-    found = evaluate(model, one.source, lambda i, *_: i, task.targets, nn.CrossEntropyLoss(), metrics | tables)
+    found = evaluate(model, one.source, task.targets, nn.CrossEntropyLoss(), metrics | tables)
     model.eval()
     guesses = model(one.images).argmax(1)
     assert found["accuracy"] == pytest.approx(int((guesses == one.targets).sum()) / 31, abs=1e-6)
@@ -114,7 +114,7 @@ def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Callable[...,
     one, task = bench(13, batch_size=5), Regression()
     one.targets = torch.linspace(-2, 3, 13)
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1))
-    found = evaluate(model, one.source, lambda i, *_: i, task.targets, nn.MSELoss(), task.metrics(torch.device("cpu")))
+    found = evaluate(model, one.source, task.targets, nn.MSELoss(), task.metrics(torch.device("cpu")))
     error = model(one.images).detach().double().squeeze(1) - one.targets.double()
     assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
     assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
@@ -123,7 +123,7 @@ def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Callable[...,
 
 def test_a_limit_uses_the_first_batches_alone(bench: Callable[..., Any], model: Model) -> None:
     one = bench(10)
-    limited = evaluate(model, one.source, lambda i, *_: i, lambda t: t, nn.CrossEntropyLoss(), {}, limit=2)
+    limited = evaluate(model, one.source, lambda t: t, nn.CrossEntropyLoss(), {}, limit=2)
     chosen = torch.cat([batch.indices for batch in one.source.batches(0, 0, 2)])
     model.eval()
     expected = nn.functional.cross_entropy(model(one.images[chosen]).detach().double(), one.targets[chosen])
@@ -149,7 +149,7 @@ def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Callable[..., An
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "__float__", noting)
-        evaluate(model, Source(), lambda i, *_: i, lambda t: t, nn.CrossEntropyLoss(), {})
+        evaluate(model, Source(), lambda t: t, nn.CrossEntropyLoss(), {})
     assert asked == [0, 0, 0, 0, 0]
     assert len(read) == 1
 

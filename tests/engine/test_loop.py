@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from runner.checkpoint.digest import weights_sha256
 from runner.engine.callbacks import Checkpointing
@@ -188,17 +187,6 @@ def test_the_learning_rate_of_a_step_is_that_of_its_number(bench: Callable[..., 
     state.schedule = Halving()
     one.loop(state=state).run()
     assert used == [0.8 * 0.5**step for step in range(6)]
-
-
-def test_augmentation_is_told_the_epoch_and_the_samples(bench: Callable[..., Any]) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def prepare(images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        seen.extend((epoch, index) for index in indices.tolist())
-        return images
-
-    bench(10, parts={"prepare": prepare}, validate=False).loop().run()
-    assert sorted(seen) == [(epoch, index) for epoch in (0, 1) for index in range(10)]
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])

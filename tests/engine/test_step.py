@@ -137,13 +137,12 @@ def test_a_step_does_everything_in_the_documented_order(
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", lambda *_: calls.append("clip value"))
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: calls.append("clip norm"))
-    prepare = lambda images, indices, epoch: (calls.append("prepare"), images)[1]  # noqa: E731
-    parts = {"prepare": prepare, "autocast": autocast, "loss": loss, "clip_norm": 1.0, "clip_value": 1.0}
+    parts = {"autocast": autocast, "loss": loss, "clip_norm": 1.0, "clip_value": 1.0}
     one = bench(optimizer=Noting, scaler=Scaler(calls), parts=parts)
     state = one.state()
     state.model[1].weight.register_hook(lambda _: calls.append(f"backward inside={bool(inside)}"))  # type: ignore[union-attr]
     train_step(state, one.step_parts(), first_batch(one), 1.0, 4, True)
-    forward = ["prepare", "autocast", "loss inside=True", "scale", "backward inside=False"]
+    forward = ["autocast", "loss inside=True", "scale", "backward inside=False"]
     update = ["unscale_", "clip value", "clip norm", "step", "optimizer.step", "update", "zero_grad(True)"]
     assert calls == forward + update
 

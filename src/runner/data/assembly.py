@@ -16,8 +16,9 @@ from runner.config.schema import Data, Transform
 from runner.config.targets import build
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline
-from runner.data.loaders import Loader, MemoryLoader, SampleTransform, WorkerLoader, as_target, as_tensor
+from runner.data.loaders import Loader, MemoryLoader
 from runner.data.splits import carve, targets_of
+from runner.data.workers import SampleTransform, WorkerLoader, as_target, as_tensor
 
 _MEASURED = 2048  # images that statistics are measured on where they are read one by one
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
@@ -25,7 +26,7 @@ _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 
 @dataclass
 class SplitData:
-    """One split: batches and what is done to them on the device."""
+    """One split: batches as the model is given them, and what was done to them on the device."""
 
     loader: Loader
     prepare: Pipeline
@@ -115,14 +116,14 @@ def assemble(
 
     storage: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def loader(name: str, training: bool) -> Loader:
+    def loader(name: str, training: bool, prepare: Pipeline) -> Loader:
         dataset, indices = parts[name]
         size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
         if in_memory is not None and isinstance(dataset, ImageArrays):
             if id(dataset) not in storage:
                 storage[id(dataset)] = (dataset.images.to(in_memory), dataset.targets.to(in_memory))
             images, numbers = storage[id(dataset)]
-            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device)
+            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare)
         return WorkerLoader(
             dataset,
             indices,
@@ -136,6 +137,7 @@ def assemble(
             data.persistent_workers,
             device.type == "cuda" if data.pin_memory == "auto" else data.pin_memory,
             data.non_blocking,
+            prepare,
         )
 
     def part(name: str, training: bool) -> SplitData | None:
@@ -145,7 +147,7 @@ def assemble(
         nodes = transform.train if training else transform.eval
         steps = _callables(f"transform.{key}", nodes)
         pipeline = Pipeline(steps, mean, std, seed, device, channels_last)
-        return SplitData(loader(name, training), pipeline, len(parts[name][1]))
+        return SplitData(loader(name, training, pipeline), pipeline, len(parts[name][1]))
 
     train, again = part("train", True), part("train", False)
     assert train is not None

@@ -2,7 +2,8 @@
 
 A batch transform is any callable `(images, draws) -> images`: images of shape (B, C, H, W), uint8 with values 0 to 255 or
 float with values 0 to 1, and `draws` a `runner.data.keyed.Draws` for the samples. Given the same draws, a sample comes out the
-same in any batch.
+same in any batch. One that says so with an attribute `per_sample = True`, and draws from nothing else, is given many batches
+at a time, which is faster.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class RandomShift:
         share: largest shift as a share of height and width, from 0 to 0.5; rounded, but at least one pixel if above 0.
     """
 
+    per_sample = True
+
     def __init__(self, share: float = 0.125) -> None:
         if not 0 <= share <= 0.5:
             raise ValueError(f"share must be from 0 to 0.5, got {share}")
@@ -48,6 +51,8 @@ class RandomShift:
 class RandomFlip:
     """Mirror each image left to right with probability `p`."""
 
+    per_sample = True
+
     def __init__(self, p: float = 0.5) -> None:
         if not 0 <= p <= 1:
             raise ValueError(f"p must be from 0 to 1, got {p}")
@@ -67,6 +72,8 @@ class RandomBrightnessContrast:
         brightness: largest change, as a share of white.
         contrast: largest relative change of the distance from mid grey.
     """
+
+    per_sample = True
 
     def __init__(self, brightness: float = 0.2, contrast: float = 0.2) -> None:
         if brightness < 0 or contrast < 0:
@@ -90,6 +97,8 @@ class RandomErasing:
         p: chance for each image.
         share: largest side of the rectangle as a share of height and width.
     """
+
+    per_sample = True
 
     def __init__(self, p: float = 0.5, share: float = 0.25) -> None:
         if not 0 <= p <= 1 or not 0 < share <= 1:
@@ -132,6 +141,7 @@ class Pipeline:
         channels_last: bool = False,
     ) -> None:
         self.transforms = list(transforms)
+        self.per_sample = all(getattr(transform, "per_sample", False) for transform in transforms)
         self.seed = seed
         self._mean = torch.tensor(mean, device=device, dtype=torch.float32).view(1, -1, 1, 1)
         self._inverse_std = 1 / torch.tensor(std, device=device, dtype=torch.float32).view(1, -1, 1, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.engine.errors import Interrupted
-from runner.engine.step import Batch, Prepare
+from runner.engine.step import Batch
 
 
 class Metric(Protocol):
@@ -56,7 +56,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def evaluate(
     model: nn.Module,
     source: Source,
-    prepare: Prepare,
     targets_of: Callable[[Tensor], Tensor],
     loss: Callable[[Tensor, Tensor], Tensor],
     metrics: Mapping[str, Metric],
@@ -69,7 +68,6 @@ def evaluate(
     Args:
         model: the model; its modes and buffers are left as they are.
         source: the split.
-        prepare: (images, indices, epoch) -> what the model is given.
         targets_of: targets of the data set -> targets of the loss and the metrics.
         loss: (logits, targets) -> scalar mean over the samples.
         metrics: fresh metrics by name, on the model's device; afterwards they hold the whole split.
@@ -93,11 +91,11 @@ def evaluate(
         for batch in source.batches(0, 0, batches):
             if interrupted():
                 raise Interrupted
-            inputs, targets = prepare(batch.images, batch.indices, 0), targets_of(batch.targets)
+            targets = targets_of(batch.targets)
             with autocast():
-                logits = model(inputs)
+                logits = model(batch.images)
                 value = loss(logits, targets)
-            size = len(inputs)
+            size = len(targets)
             wide = value.double() if value.device.type != "mps" else value.float()
             total = wide * size if total is None else total + wide * size
             samples += size

@@ -18,7 +18,7 @@ class Batch(Protocol):
 
     @property
     def images(self) -> Tensor:
-        """(B, C, H, W)."""
+        """(B, C, H, W), augmented and normalised."""
 
     @property
     def targets(self) -> Tensor:
@@ -29,15 +29,11 @@ class Batch(Protocol):
         """(B,) int64."""
 
 
-Prepare = Callable[[Tensor, Tensor, int], Tensor]
-
-
 @dataclass(frozen=True)
 class StepParts:
     """What a step is made of.
 
     Attributes:
-        prepare: (images, indices, epoch) -> what the model is given: augmentation and normalisation.
         targets: targets of the data set -> targets of the loss.
         loss: (logits, targets) -> scalar mean over the samples.
         autocast: gives the context that forward and loss run in.
@@ -45,7 +41,6 @@ class StepParts:
         clip_value: largest absolute value of a gradient element; None for no limit.
     """
 
-    prepare: Prepare
     targets: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
@@ -56,8 +51,9 @@ class StepParts:
 def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, update: bool) -> None:
     """Train on one batch; at the end of an accumulation window, update the weights.
 
-    The order is: augment, autocast forward and loss, scale, backward; then unscale, clip, optimizer step, scaler update,
-    count, set the next learning rate. Nothing here waits for the device.
+    The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
+    then unscale, clip, optimizer step, scaler update; counters and the next learning rate are the loop's. Nothing here waits
+    for the device.
 
     Args:
         state: what training changes.
@@ -68,10 +64,9 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
         update: whether the window ends here.
     """
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
-    inputs = parts.prepare(batch.images, batch.indices, state.position.epoch)
     targets = parts.targets(batch.targets)
     with parts.autocast():
-        logits = model(inputs)
+        logits = model(batch.images)
         loss = parts.loss(logits, targets)
     state.meter.add(loss, samples)
     if weight != 1.0:

@@ -109,7 +109,6 @@ def _evaluate(composition: Composition) -> float:
         scalars = evaluate(
             model,
             split.loader,
-            split.prepare,
             task.targets,
             loss,
             metrics | tables,
