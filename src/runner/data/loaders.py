@@ -127,8 +127,9 @@ class MemoryLoader:
             )
             if self._prepare is not None:
                 images = self._prepare(images, places, epoch)
-            for batch in zip(*(torch.split(tensor, size) for tensor in (images, targets, places)), strict=True):
-                yield Batch(*batch) if self._mix is None else self._mixed(*batch, epoch)
+            parts = (torch.split(tensor, size) for tensor in (images, targets, places))
+            for some, theirs, where in zip(*parts, strict=True):
+                yield Batch(some, theirs, where) if self._mix is None else self._mixed(some, theirs, where, epoch)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         if tensor.device == self._device:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from runner.build import build_learner, build_metrics, place, probe
 from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
 from runner.config import stored
-from runner.config.app import Composition, current
+from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema import EVAL_ONLY, Eval
@@ -30,7 +28,7 @@ from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_json
 from runner.tracking.run_directory import claim, timestamp
-from runner.train import FAILED, USAGE
+from runner.verbs._work import guarded
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -42,17 +40,7 @@ def run(cfg: DictConfig) -> float | None:
     Raises:
         SystemExit: with the exit status if it failed.
     """
-    composition = current(cfg)
-    try:
-        return _evaluate(composition)
-    except UserError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(USAGE) from None
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(FAILED) from None
+    return guarded(_evaluate, cfg)
 
 
 def settle(composition: Composition) -> tuple[find.Found, Eval, dict[str, Any]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.verbs._help import asks_for_help, print_help
+from runner.verbs._launch import claimed, complete_verb, launch_verb
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -16,19 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("eval", __doc__, argv)
-    from runner.config.app import launch
-    from runner.config.resolve import problems_in
-    from runner.config.schema import Eval
-
-    outcome = launch(
-        job,
-        Eval,
-        "eval",
-        argv,
-        also=lambda composition: problems_in(composition.values, composition, Eval)[1],
-        sweep_root=_sweep_folder,
-    )
-    return outcome.status
+    return launch_verb("eval", "Eval", argv, job, claimed(lambda values: Path("evaluations"))).status
 
 
 def job(cfg: DictConfig) -> float | None:
@@ -40,12 +29,4 @@ def job(cfg: DictConfig) -> float | None:
 
 def complete(argv: Sequence[str]) -> int:
     """Answer a query of tab completion."""
-    from runner.config.app import complete as ask
-
-    return ask(job, "eval", argv)
-
-
-def _sweep_folder(values: dict[str, Any]) -> Path:
-    from runner.tracking.run_directory import claim, timestamp
-
-    return claim(Path(str(values["output_root"])) / "evaluations", timestamp())
+    return complete_verb("eval", argv, job)

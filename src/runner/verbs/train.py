@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runner.verbs._help import asks_for_help, print_help
+from runner.verbs._launch import claimed, complete_verb, launch_verb
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -16,18 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("train", __doc__, argv)
-    from runner.config.app import launch
-    from runner.config.resolve import problems_in
-    from runner.config.schema import Train
-
-    outcome = launch(
-        job,
-        Train,
-        "train",
-        argv,
-        also=lambda composition: problems_in(composition.values, composition, Train)[1],
-        sweep_root=_claim_sweep,
-    )
+    outcome = launch_verb("train", "Train", argv, job, claimed(lambda values: Path(str(values["name"])) / "sweeps"))
     return outcome.status if outcome.sweep is None else max(outcome.status, _report(outcome.sweep))
 
 
@@ -40,15 +30,7 @@ def job(cfg: DictConfig) -> float | None:
 
 def complete(argv: Sequence[str]) -> int:
     """Answer a query of tab completion."""
-    from runner.config.app import complete as ask
-
-    return ask(job, "train", argv)
-
-
-def _claim_sweep(values: dict[str, Any]) -> Path:
-    from runner.tracking.run_directory import claim, timestamp
-
-    return claim(Path(str(values["output_root"])) / str(values["name"]) / "sweeps", timestamp())
+    return complete_verb("train", argv, job)
 
 
 def _report(sweep: Path) -> int:

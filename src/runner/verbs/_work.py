@@ -1,0 +1,36 @@
+"""How the verbs that work on a model end: with a sentence and a status, or with a traceback if we are to blame."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+from omegaconf import DictConfig
+
+from runner.config.app import Composition, current
+from runner.config.errors import UserError
+from runner.train import FAILED, USAGE
+
+T = TypeVar("T")
+
+
+def guarded(work: Callable[[Composition], T], cfg: DictConfig) -> T:
+    """Do a job of a verb that keeps no run directory.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    composition = current(cfg)
+    try:
+        return work(composition)
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(USAGE) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(FAILED) from None
