@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -105,7 +107,48 @@ def test_training_is_logged_as_often_as_asked_and_at_the_end(
     bench(10).loop(Log(every, [records])).run()
     assert [(step, epoch) for step, epoch, _ in records.train] == expected
     assert [(step, epoch) for step, epoch, _ in records.val] == [(3, 1), (6, 2)]
-    assert all(set(metrics) == {"loss", "samples_per_s"} for _, _, metrics in records.train)
+    assert all(set(metrics) == {"loss", "samples_per_s", "data_wait"} for _, _, metrics in records.train)
+
+
+def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Callable[..., Any]) -> None:
+    records, one = Records(), bench(40, validate=False, limits={"epochs": 1, "max_steps": None})
+    loop = one.loop(Log(5, [records]))
+    source = loop.source
+
+    class Slow:
+        samples, batch_size = source.samples, source.batch_size
+
+        def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+            for number, batch in enumerate(source.batches(epoch, start, stop)):
+                time.sleep(0.01 if number < 5 else 0)
+                yield batch
+
+    loop.source = Slow()
+    loop.run()
+    slow, quick = (metrics["data_wait"] for _, _, metrics in records.train)
+    assert 0.5 < slow <= 1
+    assert 0 < quick < 0.5
+
+
+def test_evaluations_are_in_neither_rate_nor_share(bench: Callable[..., Any]) -> None:
+    records, one = Records(), bench(10, limits={"epochs": 2, "max_steps": None})
+    loop = one.loop(Log(2, [records]))
+
+    def evaluate(interrupted: Any) -> dict[str, float]:
+        time.sleep(0.05)
+        return {"val/loss": 1.0}
+
+    loop._evaluate = evaluate
+    loop.run()
+    assert all(metrics["samples_per_s"] > 6 / 0.05 for _, _, metrics in records.train)
+
+
+def test_gauges_are_asked_with_the_rate_that_is_logged(bench: Callable[..., Any]) -> None:
+    records = Records()
+    bench(10).loop(Log(3, [records], lambda rate: {"twice": 2 * rate})).run()
+    assert [metrics["twice"] for _, _, metrics in records.train] == [
+        2 * metrics["samples_per_s"] for _, _, metrics in records.train
+    ]
 
 
 def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_time(bench: Callable[..., Any]) -> None:
@@ -168,7 +211,7 @@ def test_states_are_saved_as_often_as_asked_and_at_the_end(
 ) -> None:
     saved: list[int] = []
     one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
-    one.loop(Checkpointing(steps, epochs, lambda loop, _: saved.append(loop.state.position.global_step))).run()
+    one.loop(Checkpointing(steps, epochs, lambda loop, *_: saved.append(loop.state.position.global_step))).run()
     assert saved == expected
 
 
@@ -176,7 +219,59 @@ def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any
     saved: list[tuple[int, bool]] = []
     values = iter([3.0, 1.0, 2.0, 0.5])
     one = bench(4, limits={"epochs": 4, "max_steps": None})
-    loop = one.loop(Checkpointing(None, None, lambda loop, b: saved.append((loop.state.position.global_step, b))))
+    loop = one.loop(Checkpointing(None, None, lambda loop, b, _: saved.append((loop.state.position.global_step, b))))
     loop._evaluate = lambda interrupted: {"val/loss": next(values)}
     loop.run()
     assert saved == [(1, True), (2, True), (4, True)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "expected"), [(None, 1, [12]), (5, None, [5, 10, 12]), (5, 1, [5, 10, 12])]
+)
+def test_saves_in_quick_succession_are_put_off_unless_steps_ask_for_them(
+    bench: Callable[..., Any], steps: int | None, epochs: int | None, expected: list[int]
+) -> None:
+    saved: list[int] = []
+    save = lambda loop, *_: saved.append(loop.state.position.global_step)  # noqa: E731
+    one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
+    one.loop(Checkpointing(steps, epochs, save, min_seconds=1000)).run()
+    assert saved == expected
+
+
+def test_what_was_put_off_is_saved_as_soon_as_the_time_has_passed(bench: Callable[..., Any]) -> None:
+    saved: list[tuple[int, float]] = []
+
+    class Slow:
+        def on_step(self, loop: Any) -> None:
+            time.sleep(0.03)
+
+    def save(loop: Any, *_: Any) -> None:
+        saved.append((loop.state.position.global_step, time.monotonic()))
+
+    one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
+    one.loop(Slow(), Checkpointing(None, 1, save, min_seconds=0.1)).run()
+    assert saved[0][0] in (4, 5)  # asked for after step 3, 0.09 s after the start
+    assert saved[-1][0] == 12
+    assert all(later - earlier >= 0.1 for (_, earlier), (_, later) in itertools.pairwise(saved[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([3.0, 1.0, 2.0, 2.5], (4, False, 2)),
+        ([3.0, 1.0, 2.0, 0.5], (4, True, None)),
+        ([3.0, 4.0, 5.0, 6.0], (4, False, 1)),
+    ],
+)
+def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
+    bench: Callable[..., Any], values: list[float], expected: tuple[int, bool, int | None]
+) -> None:
+    saved: list[tuple[int, bool, int | None]] = []
+    left = iter(values)
+    one = bench(4, limits={"epochs": 4, "max_steps": None})
+    step = lambda loop: loop.state.position.global_step  # noqa: E731
+    save = lambda loop, best, earlier: saved.append((step(loop), best, earlier))  # noqa: E731
+    loop = one.loop(Checkpointing(None, 1, save, step, min_seconds=1000))
+    loop._evaluate = lambda interrupted: {"val/loss": next(left)}
+    loop.run()
+    assert saved == [expected]

@@ -14,7 +14,7 @@ from runner.checkpoint.file import read
 SMALL = (
     "train", "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
     "model=mlp", "model.hidden=[16]", "transform=none", "evaluate.test=false", "threads=1", "logger=none",
-    "log.progress=false", "scheduler=constant",
+    "log.progress=false", "scheduler=constant", "checkpoint.min_seconds=0",
 )  # fmt: skip
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -199,7 +202,7 @@ def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: 
             if loop.state.position.global_step == at:
                 received[0] = "SIGTERM"
 
-    save = Checkpointing(None, None, lambda loop, best: saved.append(copy.deepcopy(loop.state.state_dict())))
+    save = Checkpointing(None, None, lambda loop, *_: saved.append(copy.deepcopy(loop.state.state_dict())))
     with pytest.raises(Preempted, match="SIGTERM"):
         one.loop(Signal(), save, signals=lambda: received[0]).run()
     assert saved[-1]["position"]["global_step"] == at
@@ -225,7 +228,7 @@ def test_a_signal_that_comes_while_callbacks_run_is_not_obeyed_before_the_state_
             if loop.state.position.global_step == 1:
                 received[0] = "SIGTERM"
 
-    save = Checkpointing(None, None, lambda loop, best: saved.append(loop.state.position.global_step))
+    save = Checkpointing(None, None, lambda loop, *_: saved.append(loop.state.position.global_step))
     loop = bench(10).loop(save, Late(), signals=lambda: received[0])
     with pytest.raises(Preempted):
         loop.run()
@@ -242,7 +245,7 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Cal
 
     one_is_evaluating = False
     saved: list[Any] = []
-    save = Checkpointing(None, None, lambda loop, best: saved.append(copy.deepcopy(loop.state.state_dict())))
+    save = Checkpointing(None, None, lambda loop, *_: saved.append(copy.deepcopy(loop.state.state_dict())))
     loop = one.loop(save, signals=signals)
     original = loop._evaluate
 
@@ -264,3 +267,37 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Cal
     one.loop(diary, state=rest).run()
     assert diary.book == ["start 3:1.0", "evaluation 3:1.0", "boundary 3:1.0", "end 3:1.0"]
     assert rest.best is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_garbage_is_collected_between_steps_only_and_as_before_afterwards(
+    bench: Callable[..., Any], automatic: bool, fails: bool
+) -> None:
+    seen: list[bool] = []
+
+    class Cycles:
+        """Leaves garbage at each step that only the collector can find."""
+
+        left: ClassVar[list[weakref.ref[Any]]] = []
+
+        def on_step(self, loop: Loop) -> None:
+            seen.append(gc.isenabled())
+            one = Cycles()
+            one.itself = one  # type: ignore[attr-defined]
+            self.left.append(weakref.ref(one))
+            if fails and len(seen) == 1200:
+                raise RuntimeError("mine")
+
+    before = gc.isenabled()
+    try:
+        gc.enable() if automatic else gc.disable()
+        loop = bench(4, limits={"epochs": 1200, "max_steps": None}, validate=False).loop(Cycles())
+        with pytest.raises(RuntimeError, match="mine") if fails else contextlib.nullcontext():
+            loop.run()
+        assert seen == [False] * 1200
+        assert gc.isenabled() == automatic
+        # The first thousand steps' worth was found, whatever came since may still lie about.
+        assert sum(reference() is not None for reference in Cycles.left) <= 201
+    finally:
+        gc.enable() if before else gc.disable()

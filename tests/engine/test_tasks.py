@@ -24,6 +24,9 @@ def test_classification_needs_two_classes() -> None:
 
 def test_targets_come_in_the_form_of_the_loss() -> None:
     assert Classification(3).targets(torch.tensor([1, 2], dtype=torch.int32)).dtype == torch.int64
+    soft = torch.tensor([[0.25, 0.75, 0.0]])
+    assert Classification(3).targets(soft) is soft
+    assert Classification(3).targets(torch.tensor([1.0, 2.0])).dtype == torch.int64
     out = Regression().targets(torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert (out.dtype, out.shape) == (torch.float32, (2, 1))
 

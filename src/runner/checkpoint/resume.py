@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from runner.checkpoint import file, rng
 from runner.checkpoint.find import Found
 from runner.checkpoint.keeper import Keeper, step_name
@@ -46,6 +48,17 @@ def contents(
         "classes": classes,
         "versions": versions,
     }
+
+
+def copied(value: Any) -> Any:
+    """A copy of a checkpoint's contents in the memory of the CPU, which training leaves alone."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item) for item in value)
+    return value
 
 
 def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:

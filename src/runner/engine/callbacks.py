@@ -103,20 +103,30 @@ class Progress:
 class Log:
     """Reads the training loss from the device every few steps and hands it on, evaluations too.
 
+    Lines of training also say `samples_per_s`, and in `data_wait` which share of that time the loop waited for batches.
+
     Args:
         every_steps: optimizer steps between readings; in between nothing waits for the device.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
+        gauges: further figures of a training line, given its samples a second; must not wait for the device.
     """
 
-    def __init__(self, every_steps: int, sinks: Sequence[Callable[[str, dict[str, float], int, int], None]]) -> None:
+    def __init__(
+        self,
+        every_steps: int,
+        sinks: Sequence[Callable[[str, dict[str, float], int, int], None]],
+        gauges: Callable[[float], dict[str, float]] = lambda rate: {},
+    ) -> None:
         self.every_steps = every_steps
         self.sinks = list(sinks)
+        self.gauges = gauges
         self._since = time.perf_counter()
         self._samples = 0
+        self._waited_s = 0.0
 
     def on_start(self, loop: Loop) -> None:
         """Start the clock."""
-        self._since, self._samples = time.perf_counter(), loop.samples_seen
+        self._begin(loop, time.perf_counter())
 
     def on_step(self, loop: Loop) -> None:
         """Log if it is time, or if training ends here."""
@@ -127,18 +137,23 @@ class Log:
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
         now = time.perf_counter()
-        rate = (loop.samples_seen - self._samples) / max(now - self._since, 1e-9)
-        self._since, self._samples = now, loop.samples_seen
+        seconds = max(now - self._since, 1e-9)
+        rate = (loop.samples_seen - self._samples) / seconds
+        speed = {"samples_per_s": rate, "data_wait": (loop.waited_s - self._waited_s) / seconds}
+        self._begin(loop, now)
         metrics = {"loss": loss}
         loop.emit("on_log", metrics)
-        self._send(loop, "train", metrics | {"samples_per_s": rate})
+        self._send(loop, "train", metrics | speed | self.gauges(rate))
         loop.state.meter.reset()
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split."""
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         # The time that an evaluation takes is not training time.
-        self._since, self._samples = time.perf_counter(), loop.samples_seen
+        self._begin(loop, time.perf_counter())
+
+    def _begin(self, loop: Loop, now: float) -> None:
+        self._since, self._samples, self._waited_s = now, loop.samples_seen, loop.waited_s
 
     def _send(self, loop: Loop, split: str, metrics: dict[str, float]) -> None:
         position = loop.state.position
@@ -150,23 +165,57 @@ class Log:
 class Checkpointing:
     """Saves at boundaries: every few steps or epochs, after the best evaluation, and whenever training stops.
 
+    Saves that epochs or evaluations ask for in quick succession are put off until `min_seconds` have passed since the last
+    one; a best state that is put off is copied, so that it can be written later. What is put off changes no bit of the run.
+
     Args:
-        every_steps: optimizer steps between saves; None for no such saves.
+        every_steps: optimizer steps between saves, which are never put off; None for no such saves.
         every_epochs: epochs between saves; None for no such saves.
-        save: called with the loop and whether the state is the best so far.
+        save: called with the loop, whether the state is the best so far, and a copy of the best state if that was put off.
+        copy: called with the loop; gives a copy of the state that later steps leave alone.
+        min_seconds: time between saves that may be put off; what a kill costs at most.
     """
 
-    def __init__(self, every_steps: int | None, every_epochs: int | None, save: Callable[[Loop, bool], None]) -> None:
-        self.every_steps, self.every_epochs, self._save = every_steps, every_epochs, save
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_epochs: int | None,
+        save: Callable[[Loop, bool, Any], None],
+        copy: Callable[[Loop], Any] = lambda loop: None,
+        min_seconds: float = 0.0,
+    ) -> None:
+        self.every_steps, self.every_epochs, self.min_seconds = every_steps, every_epochs, min_seconds
+        self._save, self._copy = save, copy
+        self._best: Any = None
+        self._put_off = False
+        self._since = time.monotonic()
+
+    def on_start(self, loop: Loop) -> None:
+        """Start the clock."""
+        self._since = time.monotonic()
 
     def on_boundary(self, loop: Loop) -> None:
         """Save if it is time."""
         position = loop.state.position
         if (
-            loop.improved
-            or loop.finished
+            loop.finished
             or bool(loop.stopping)
             or (self.every_steps is not None and position.global_step % self.every_steps == 0)
-            or (self.every_epochs is not None and loop.epoch_ended and position.epoch % self.every_epochs == 0)
         ):
-            self._save(loop, loop.improved)
+            self._write(loop)
+            return
+        if loop.improved or (
+            self.every_epochs is not None and loop.epoch_ended and position.epoch % self.every_epochs == 0
+        ):
+            self._put_off = True
+        if not self._put_off:
+            return
+        if time.monotonic() - self._since >= self.min_seconds:
+            self._write(loop)
+        elif loop.improved:
+            self._best = self._copy(loop)
+
+    def _write(self, loop: Loop) -> None:
+        best, self._best, self._put_off = self._best, None, False
+        self._save(loop, loop.improved, None if loop.improved else best)
+        self._since = time.monotonic()

@@ -16,9 +16,12 @@ Whatever stops the loop stops it at a boundary, where position and state describ
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from runner.engine.errors import Interrupted, Preempted
@@ -26,6 +29,8 @@ from runner.engine.evaluation import Source
 from runner.engine.plan import Plan
 from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
+
+_STEPS_BETWEEN_COLLECTIONS = 500
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Loop:
         callbacks: objects with some of the methods that `runner.engine.callbacks` lists.
         monitor: metric and mode (`min` or `max`) that say which evaluation is best.
         interrupted: the name of the signal that asks the run to stop, or an empty string.
+        step: trains on a batch as `train_step` does.
     """
 
     def __init__(
@@ -90,7 +96,9 @@ class Loop:
         callbacks: Sequence[Any],
         monitor: tuple[str, str],
         interrupted: Callable[[], str] = lambda: "",
+        step: Callable[[TrainState, StepParts, Any, float, int, bool], None] = train_step,
     ) -> None:
+        self.step = step
         self.state, self.source, self.plan, self.parts, self.limits = state, source, plan, parts, limits
         self._total_steps: int | None = None
         self.callbacks = list(callbacks)
@@ -98,6 +106,7 @@ class Loop:
         self.interrupted = interrupted
         self.improved = False  # whether the latest evaluation at this boundary was the best so far
         self.samples_seen = 0  # since this process started
+        self.waited_s = 0.0  # for batches, since this process started
         self.epoch_ended = False  # whether this boundary is the end of an epoch
         self.stop_reason = ""
         self.stopping = ""  # the signal that ends the run at this boundary
@@ -140,21 +149,28 @@ class Loop:
         state.model.train()
         state.set_learning_rate()
         self.emit("on_start")
-        if state.position.evaluation_due:
-            self._boundary()
-        while not self.finished:
-            self._epoch()
+        with collecting_between_steps():
+            if state.position.evaluation_due:
+                self._boundary()
+            while not self.finished:
+                self._epoch()
         self.emit("on_end")
 
     def _epoch(self) -> None:
         """Train from the position to the end of the epoch, or to where training ends."""
-        state, plan, parts = self.state, self.plan, self.parts
+        state, plan, parts, step = self.state, self.plan, self.parts, self.step
         position = state.position
-        for batch in self.source.batches(position.epoch, position.batch, plan.batches):
+        batches = self.source.batches(position.epoch, position.batch, plan.batches)
+        while True:
+            asked = perf_counter()
+            batch = next(batches, None)
+            self.waited_s += perf_counter() - asked
+            if batch is None:
+                return
             number = position.batch
             update = plan.ends_window(number)
             size = plan.size(number)
-            train_step(state, parts, batch, plan.weight(number), size, update)
+            step(state, parts, batch, plan.weight(number), size, update)
             self.samples_seen += size
             position.batch = number + 1
             if not update:
@@ -163,6 +179,8 @@ class Loop:
             self.epoch_ended = position.batch == plan.batches
             if self.epoch_ended:
                 position.epoch, position.batch = position.epoch + 1, 0
+            if position.global_step % _STEPS_BETWEEN_COLLECTIONS == 0:
+                gc.collect(1)
             for method in self._on_step:
                 method(self)
             state.set_learning_rate()
@@ -215,3 +233,17 @@ class Loop:
         state.schedule.observe(value)
         state.set_learning_rate()
         self.emit("on_evaluation", metrics)
+
+
+@contextlib.contextmanager
+def collecting_between_steps() -> Iterator[None]:
+    """Leave garbage collection to the loop: no pause falls into a step, and what exists now is never looked through again."""
+    was_enabled = gc.isenabled()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

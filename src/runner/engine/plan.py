@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Plan:
     drop_last: bool = False
     limit: int | None = None
 
-    @property
+    @cached_property
     def batches(self) -> int:
         """Batches of an epoch."""
         count = self.samples // self.batch_size if self.drop_last else math.ceil(self.samples / self.batch_size)
         return count if self.limit is None else min(count, self.limit)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Optimizer steps of an epoch; the last one may accumulate fewer batches."""
         return math.ceil(self.batches / self.accumulate)

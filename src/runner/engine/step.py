@@ -39,6 +39,7 @@ class StepParts:
         autocast: gives the context that forward and loss run in.
         clip_norm: largest norm of all gradients together; None for no limit.
         clip_value: largest absolute value of a gradient element; None for no limit.
+        objective: (images, targets) -> loss, in place of model and loss one after the other; None for these.
     """
 
     targets: Callable[[Tensor], Tensor]
@@ -46,6 +47,7 @@ class StepParts:
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     clip_norm: float | None = None
     clip_value: float | None = None
+    objective: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, update: bool) -> None:
@@ -63,19 +65,36 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
         samples: size of the batch.
         update: whether the window ends here.
     """
-    model, optimizer, scaler = state.model, state.optimizer, state.scaler
+    loss = forward(state, parts, batch, samples)
+    backward(state, loss, weight)
+    if update:
+        update_weights(state, parts)
+
+
+def forward(state: TrainState, parts: StepParts, batch: Batch, samples: int) -> Tensor:
+    """The mean loss of a batch, which is counted as well."""
     targets = parts.targets(batch.targets)
     with parts.autocast():
-        logits = model(batch.images)
-        loss = parts.loss(logits, targets)
+        if parts.objective is not None:
+            loss = parts.objective(batch.images, targets)
+        else:
+            loss = parts.loss(state.model(batch.images), targets)
     state.meter.add(loss, samples)
+    return loss
+
+
+def backward(state: TrainState, loss: Tensor, weight: float) -> None:
+    """Add a batch's share to the gradients."""
     if weight != 1.0:
         loss = loss * weight
-    if scaler is not None:
-        loss = scaler.scale(loss)
+    if state.scaler is not None:
+        loss = state.scaler.scale(loss)
     loss.backward()  # type: ignore[no-untyped-call]
-    if not update:
-        return
+
+
+def update_weights(state: TrainState, parts: StepParts) -> None:
+    """Take an optimizer step with the gradients, and drop them."""
+    model, optimizer, scaler = state.model, state.optimizer, state.scaler
     if parts.clip_norm is not None or parts.clip_value is not None:
         if scaler is not None:
             scaler.unscale_(optimizer)
@@ -85,7 +104,10 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
         scaler.update()
     else:
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    # As zero_grad(set_to_none=True) does, without its bookkeeping.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
 
 
 def clip_gradients(model: nn.Module, norm: float | None, value: float | None) -> None:

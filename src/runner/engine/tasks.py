@@ -42,7 +42,7 @@ class Task(Protocol):
 
 
 class Classification:
-    """One class a sample; logits of shape (B, C), targets int64 of shape (B,).
+    """One class a sample; logits of shape (B, C), targets int64 of shape (B,), or float (B, C) where samples are blended.
 
     Args:
         num_classes: number of classes.
@@ -61,8 +61,8 @@ class Classification:
         return self.num_classes
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Class numbers as int64."""
-        return targets.long()
+        """Class numbers as int64; probabilities of the classes, float (B, C), as they are."""
+        return targets if targets.is_floating_point() and targets.ndim == 2 else targets.long()
 
     def metric_names(self) -> list[str]:
         """Share of samples whose largest logit is the right one."""
@@ -70,18 +70,19 @@ class Classification:
 
     def metrics(self, device: torch.device) -> dict[str, Metric]:
         """Accuracy over all samples."""
-        # torchmetrics takes a second to import, so it is loaded with the first evaluation.
+        # torchmetrics takes a second to import, so it is loaded with the first evaluation. Its checks of the values of
+        # targets would wait for the device; the loss refuses classes that there are not.
         from torchmetrics.classification import MulticlassAccuracy
 
-        return {"accuracy": MulticlassAccuracy(self.num_classes, average="micro").to(device)}
+        return {"accuracy": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False).to(device)}
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """Accuracy of each class, and how often class i was taken for class j."""
         from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
         return {
-            "per_class": MulticlassAccuracy(self.num_classes, average="none").to(device),
-            "confusion": MulticlassConfusionMatrix(self.num_classes).to(device),
+            "per_class": MulticlassAccuracy(self.num_classes, average="none", validate_args=False).to(device),
+            "confusion": MulticlassConfusionMatrix(self.num_classes, validate_args=False).to(device),
         }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, TextIO
 
-from runner.tracking.formats import aligned, clean, duration, encodable, in_order, metric
+from runner.tracking.formats import GAUGES, aligned, clean, duration, encodable, in_order, metric
 
 if TYPE_CHECKING:
     from runner.tracking.terminal import Terminal
@@ -156,7 +156,8 @@ class Console:
         self._due = perf_counter() + self._period
 
     def _draw(self, global_step: int, before: str) -> None:
-        texts = [metric(name, self._train[name]) for name in in_order(self._train)]
+        shown = {name: value for name, value in self._train.items() if name not in GAUGES or _worth_a_look(name, value)}
+        texts = [metric(name, shown[name]) for name in in_order(shown)]
         left = self._seconds_left(global_step)
         if left is not None:
             texts.append(f"eta {duration(left)}")
@@ -250,6 +251,11 @@ class Console:
         except (OSError, ValueError):
             self._log = None
             self.warn("run.log cannot be written any more; the run goes on without it")
+
+
+def _worth_a_look(gauge: str, value: float) -> bool:
+    """Whether the live bar, which has little room, shows a gauge: waiting that costs a tenth of the time."""
+    return gauge == "data_wait" and value >= 0.1
 
 
 def _marked(split: str, metrics: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -119,8 +120,9 @@ def _memory() -> int | None:
     return int(psutil.virtual_memory().total)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that a run depends on."""
+    """Installed versions of the packages that a run depends on, looked up once."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

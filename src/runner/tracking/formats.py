@@ -6,6 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+GAUGES = ("data_wait", "peak_memory_mib", "mfu")
+"""What log lines of training say about the machine, shown after everything else and drawn in no learning curve."""
+
+_SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -46,16 +50,25 @@ def duration(seconds: float | None) -> str:
 
 
 def metric(name: str, value: float | None) -> str:
-    """One metric with its name or unit: `loss 0.412`, `12.3k samples/s`."""
+    """One metric with its name or unit: `loss 0.412`, `12.3k samples/s`, `712 MiB`, `data wait 3%`."""
     if name.endswith("_per_s"):
         return f"{compact(math.nan if value is None else value)} {label(name)}"
+    if name in GAUGES and value is not None:
+        return f"{name.replace('_', ' ')} {percent(value)}" if name in _SHARES else f"{value:,.0f} MiB"
     return f"{name} {number(value)}"
 
 
+def percent(share: float) -> str:
+    """A share as two digits of percent: 0.0312 is `3.1%`, 0.312 is `31%`."""
+    return f"{share:.1%}" if abs(share) < 0.0995 else f"{share:.0%}"
+
+
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of metrics as people read them: the loss, the others as they come, the learning rate, the throughput."""
+    """Names of metrics as people read them: the loss, the others as they come, the learning rate, throughput, gauges."""
 
     def rank(name: str) -> int:
+        if name in GAUGES:
+            return 4
         return 0 if name == "loss" else 3 if name.endswith("_per_s") else 2 if name == "lr" else 1
 
     return sorted(names, key=rank)

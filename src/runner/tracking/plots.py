@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn without a display: learning curves and confusion matrix."""
+"""Pictures of a run, drawn without a display: learning curves, confusion matrix and bars."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.tracking.files import write_atomically
-from runner.tracking.formats import compact, in_order, label
+from runner.tracking.formats import GAUGES, compact, in_order, label
 from runner.tracking.records import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NOT_METRICS = {"global_step", "epoch", "split"}
+_NOT_METRICS = {"global_step", "epoch", "split", *GAUGES}
 _COLOURS = {"train": "#4477aa", "val": "#ee6677", "test": "#228833"}
 _MORE_COLOURS = ("#aa3377", "#ccbb44", "#66ccee", "#777777")
 _PANELS_A_ROW = 3
@@ -35,6 +35,7 @@ Curves = dict[str, dict[str, tuple[list[int], list[float]]]]
 def learning_curves(metrics_file: Path, target: Path) -> None:
     """Draw every metric of `metrics.jsonl` over the optimizer steps, the splits together, into a picture at `target`.
 
+    What the lines say about the machine (`GAUGES`) is left out.
     The suffix of `target` decides the format (`.png`, `.svg`, `.pdf`). Missing values leave gaps.
 
     Raises:
@@ -108,6 +109,47 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
         spine.set_color("#bbbbbb")
     if count <= _NUMBERS_UP_TO:
         _write_counts(axes, matrix, shares, side / count)
+    _save(figure, target)
+
+
+def bars(
+    names: Sequence[str],
+    values: Sequence[tuple[float, float, float]],
+    reference: float,
+    quantity: str,
+    target: Path,
+    title: str,
+) -> None:
+    """Draw a bar for each of several measurements, the spread on it, into a picture at `target`.
+
+    Args:
+        names: what was measured, from top to bottom.
+        values: (median, low, high) of each.
+        reference: value that a dashed line marks.
+        quantity: what the values are, with their unit.
+        target: where to write; the suffix decides the format.
+        title: shown above.
+
+    Raises:
+        UserError: `target` cannot be written.
+    """
+    figure = _figure(8.0, 1.2 + 0.34 * len(names))
+    axes = figure.subplots()
+    places = range(len(names))
+    middles = [median for median, _, _ in values]
+    below = [max(0.0, median - low) for median, low, _ in values]
+    above = [max(0.0, high - median) for median, _, high in values]
+    colours = [_COLOURS["test"] if middle > reference else _COLOURS["train"] for middle in middles]
+    axes.barh(places, middles, xerr=[below, above], color=colours, height=0.65, capsize=3, ecolor="#333333")
+    axes.axvline(reference, color="#555555", linewidth=0.9, linestyle="--")
+    axes.set_yticks(places, list(names), fontsize=9, parse_math=False)
+    axes.invert_yaxis()
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 5), useMathText=True)
+    axes.set_xlabel(quantity)
+    axes.set_title(title, parse_math=False)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     _save(figure, target)
 
 
