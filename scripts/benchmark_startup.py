@@ -26,12 +26,13 @@ import runner.cli
 import runner.verbs.train
 
 def stop_after_first_step():
+    import runner.build as build
     import runner.train as train
-    assemble, seconds = train.assemble, []
+    assemble, seconds = build.assemble, []
 
-    def timed(*args):
+    def timed(*args, **named):
         began = time.perf_counter()
-        splits = assemble(*args)
+        splits = assemble(*args, **named)
         seconds.append(time.perf_counter() - began)
         return splits
 
@@ -40,7 +41,7 @@ def stop_after_first_step():
         os._exit(0)
 
     progress = train.Progress
-    train.assemble, train.Progress = timed, lambda advance: progress(stop)
+    build.assemble, train.Progress = timed, lambda advance: progress(stop)
 
 job = runner.verbs.train.job
 
@@ -50,7 +51,7 @@ def patched(cfg):
 
 patched.__module__ = job.__module__
 runner.cli.verb_modules()["train"].job = patched
-runner.cli.main(["train", "log.progress=false"])
+sys.exit(runner.cli.main(["train", "log.progress=false"]))
 """
 
 

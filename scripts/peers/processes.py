@@ -1,0 +1,72 @@
+"""Measurements in processes of their own, each writing to a terminal of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peers.cases import Job
+from peers.runner_words import FURTHER, words
+
+_SCRIPTS = Path(__file__).resolve().parents[1]
+
+
+class MeasurementFailed(Exception):
+    """A contender ended with an error; the message is the end of what it printed."""
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Carry out a job in a fresh process and a fresh scratch folder.
+
+    Returns:
+        `step_s`: seconds an optimizer step, from the end of the first epoch to the end of the last; `quickest_s`: the
+        same in the quickest of these epochs; `epochs_s`: seconds of each of them; `loss` and `accuracy` of the trained
+        model; of `runner` the `curve` of its training loss as well.
+
+    Raises:
+        MeasurementFailed: if the contender did.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = replace(job, folder=name, result=str(folder / "result.json"))
+        file = folder / "job.json"
+        job.write(file)
+        command = ["runner", *words(job, file)] if job.contender in FURTHER else ["peers.measure", str(file)]
+        status, printed = run([sys.executable, "-m", *command], folder, job.threads)
+        if status != 0 or not Path(job.result).exists():
+            raise MeasurementFailed(f"{job.contender} ended with status {status}:\n{printed[-3000:]}")
+        found: dict[str, Any] = json.loads(Path(job.result).read_text())
+        return found
+
+
+def run(command: list[str], folder: Path, threads: int) -> tuple[int, str]:
+    """Exit status of a command and what it showed on its terminal."""
+    settings = {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_SCRIPTS), os.environ.get("PYTHONPATH")])),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TERM": "xterm",
+        "COLUMNS": "120",
+    }
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=os.environ | settings
+        )
+        os.close(theirs)
+        shown = bytearray()
+        # Reading fails with EIO once the last holder of the other end is gone.
+        with contextlib.suppress(OSError):
+            while chunk := os.read(ours, 65536):
+                shown += chunk
+        return process.wait(), shown.decode(errors="replace")
+    finally:
+        os.close(ours)
