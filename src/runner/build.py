@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +20,11 @@ from runner.engine.plan import Plan
 from runner.engine.state import Meter, Position, TrainState
 from runner.engine.step import StepParts
 from runner.engine.tasks import Task
-from runner.runtime.device import choose_device, compile_in_place, configure_torch
+from runner.optim.kernels import Kernels, choose_kernels
+from runner.runtime.device import choose_device, configure_torch
+from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
+from runner.runtime.toggles import Toggled, toggle
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Training:
     mode: str
     state: TrainState
     parts: StepParts
+    toggled: Toggled
+    kernels: Kernels
     warnings: list[str]
 
     @property
@@ -48,26 +54,27 @@ class Training:
         return self.state.model
 
 
-def build_training(config: Train, values: dict[str, Any], start: Position | None = None) -> Training:
+def build_training(
+    config: Train, values: dict[str, Any], start: Position | None = None, splits: Splits | None = None
+) -> Training:
     """Build what a run trains, in the order in which one thing needs another.
 
     Args:
         config: the validated config.
         values: the same as plain containers; what was taken from the data is written into them.
         start: where training starts, if not at its beginning.
+        splits: the data, where it was assembled before from the same settings.
 
     Raises:
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
     # Device and precision
     device, device_reason = choose_device(config.device)
-    warnings = configure_torch(
-        device, config.threads, config.deterministic, config.cudnn_benchmark, config.tf32, config.detect_anomaly
-    )
+    warnings = set_switches(config, device)
     precision = choose_precision(config.amp, device)
 
     # Data
-    splits = assemble(
+    splits = splits or assemble(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
     )
     values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
@@ -84,14 +91,14 @@ def build_training(config: Train, values: dict[str, Any], start: Position | None
     task, model, loss = build_learner(values, config, splits)
     place(model, loss, device, config.channels_last)
     probe(task, model, loss, splits)
-    if config.compile:
-        compile_in_place(model, device)
+    toggled = toggle(config, model, loss, precision, as_given(splits))
 
     # Optimizer and schedule
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan, start)
-    optimizer = build_optimizer(config, model)
+    optimizer, kernels = build_optimizer(config, model)
+    toggled.compile_step_of(optimizer)
     schedule = build(
         "scheduler",
         config.scheduler,
@@ -104,6 +111,7 @@ def build_training(config: Train, values: dict[str, Any], start: Position | None
         autocast=precision.autocast,
         clip_norm=config.clip.norm,
         clip_value=config.clip.value,
+        objective=toggled.objective,
     )
     return Training(
         device=device,
@@ -119,8 +127,16 @@ def build_training(config: Train, values: dict[str, Any], start: Position | None
         mode=mode,
         state=state,
         parts=parts,
-        warnings=[*warnings, *splits.warnings],
+        toggled=toggled,
+        kernels=kernels,
+        warnings=[*warnings, *toggled.warnings, *splits.warnings],
     )
+
+
+def set_switches(config: Train, device: torch.device) -> list[str]:
+    """Set torch's process-wide switches as the config says; gives warnings about those without effect."""
+    switches = (config.cudnn_benchmark, config.tf32, config.detect_anomaly, config.matmul_precision)
+    return configure_torch(device, config.threads, config.deterministic, *switches)
 
 
 def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
@@ -220,6 +236,39 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     return {name: build(f"metrics.{name}", node, facts=facts).to(device) for name, node in config.metrics.items()}
 
 
+def training_flops(training: Training, samples: int = 2) -> Flops:
+    """Operations of a batch in training, see `count_flops`; everything is left as it is but for the model's mode."""
+    splits = training.splits
+    images = as_given(splits, samples)
+    targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
+    training.model.train()
+    return count_flops(
+        training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
+    )
+
+
+def as_given(splits: Splits, copies: int = 1) -> Tensor:
+    """The first training sample as a model is given it, without augmentation: (copies, C, H, W)."""
+    image = splits.example[0].expand(copies, *splits.example[0].shape[1:])
+    return splits.train_for_eval.prepare(image, torch.zeros(copies, dtype=torch.int64, device=image.device), 0)
+
+
+def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:
+    """A function that gives fresh metrics: built when first asked, then reset, or built anew if one cannot be reset."""
+    built: dict[str, Any] = {}
+
+    def metrics() -> dict[str, Any]:
+        nonlocal built
+        if built and all(hasattr(metric, "reset") for metric in built.values()):
+            for metric in built.values():
+                metric.reset()
+        else:
+            built = build_metrics(config, task, device)
+        return built
+
+    return metrics
+
+
 def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None:
     """Send one sample through model and loss, so that what does not fit is said before training starts.
 
@@ -228,10 +277,10 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
     Raises:
         UserError: if the model cannot take the images, or the loss cannot take its outputs and the targets.
     """
-    image, target = splits.example
+    target = splits.example[1]
     outputs = task.outputs(splits.classes)
     with untouched(model):
-        inputs = splits.train_for_eval.prepare(image, torch.zeros(1, dtype=torch.int64, device=image.device), 0)
+        inputs = as_given(splits)
         shape = tuple(inputs.shape)
         try:
             logits = model(inputs)
@@ -250,6 +299,26 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
+        _probe_training(task, loss, splits, logits)
+
+
+def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor) -> None:
+    """Send the sample through what is done to samples in training alone: augmentation, and targets that are blended."""
+    image, target = splits.example
+    places = torch.zeros(1, dtype=torch.int64, device=image.device)
+    try:
+        images = splits.train.prepare(image, places, 0)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UserError(f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}") from error
+    if splits.train.mix is None:
+        return
+    try:
+        loss(logits, task.targets(splits.train.mix(images, target, places, 0)[1]))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UserError(
+            f"transform.mix: gives targets that task and loss cannot take: {_first_line(error)}\n"
+            "    allowed: transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
@@ -264,7 +333,7 @@ def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last
         model.to(memory_format=torch.channels_last)
 
 
-def build_optimizer(config: Train, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
     Raises:
@@ -273,13 +342,15 @@ def build_optimizer(config: Train, model: nn.Module) -> torch.optim.Optimizer:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    kernels = choose_kernels(config.optimizer, parameters, sparse)
     try:
-        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters)
-    except RuntimeError as error:  # how torch refuses foreach and fused together
+        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters, facts=kernels.arguments)
+    except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    return optimizer
+    return optimizer, kernels
 
 
 def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
@@ -308,11 +379,13 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
             training.device_reason,
         ),
         ("precision", precision.name, precision.reason),
+        *training.toggled.rows(plan.batch_size),
         (
             "optimizer",
             f"{type(training.state.optimizer).__name__}, {settings}",
             f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
         ),
+        *([("update", training.kernels.name, training.kernels.reason)] if training.kernels.name else []),
         (
             "steps",
             f"{training.total_steps:,}",

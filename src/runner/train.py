@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build import build_callbacks, build_metrics, build_training, describe
+from runner.build import build_callbacks, build_training, describe, fresh_metrics, training_flops
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256
@@ -31,6 +31,10 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.state import Position, TrainState, load_weights
+from runner.runtime.compilation import CompileReport
+from runner.runtime.gauges import choose_gauges
+from runner.runtime.memory import reset_peak_memory
+from runner.runtime.peaks import kind_of
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment, versions
@@ -208,14 +212,25 @@ def train(
     loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
     extra = build_callbacks(config, task, monitor, mode)
     keeper = Keeper(directory.checkpoints, config.checkpoint.keep)
+    kind = kind_of(training.precision.dtype, training.device)
+    gauges = choose_gauges(
+        config.log.utilization, training.device, kind, lambda: training_flops(training), training.warnings
+    )
 
-    def save(loop: Loop, is_best: bool) -> None:
+    text = stored.dump(values)  # complete from here on
+
+    def contents(loop: Loop) -> dict[str, Any]:
         if name := loop.state.not_finite():
             raise Diverged(f"{name} is not finite after step {loop.state.position.global_step}; it was not saved")
+        return resume.contents(loop.state, extra, text, list(splits.classes), versions())
+
+    def save(loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
+        now = contents(loop)
         for logger in loggers:
             logger.flush()
-        contents = resume.contents(loop.state, extra, stored.dump(values), list(splits.classes), versions())
-        keeper.save(contents, loop.state.position.global_step, is_best)
+        if earlier_best is not None:
+            keeper.save(earlier_best, earlier_best["position"]["global_step"], is_best=True)
+        keeper.save(now, loop.state.position.global_step, is_best)
         record(summary, loop.state, monitor)
         directory.write_summary(summary)
 
@@ -224,14 +239,25 @@ def train(
         for logger in loggers:
             logger.log(split, metrics, step, epoch)
 
+    compilation = training.toggled.compilation
+    compiling = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
+        *compiling,
         Progress(console.advance),
         *extra.values(),
-        Log(config.log.every_steps, [show]),
-        Checkpointing(config.checkpoint.every_steps, config.checkpoint.every_epochs, save),
+        Log(config.log.every_steps, [show], gauges),
+        Checkpointing(
+            config.checkpoint.every_steps,
+            config.checkpoint.every_epochs,
+            save,
+            lambda loop: resume.copied(contents(loop)),
+            config.checkpoint.min_seconds,
+        ),
     ]
 
     # Evaluation
+    metrics = fresh_metrics(config, task, training.device)
+
     def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
         split = splits.named(name)
         assert split is not None, f"there is no split {name}"
@@ -240,7 +266,7 @@ def train(
             split.loader,
             task.targets,
             training.loss,
-            build_metrics(config, task, training.device),
+            metrics(),
             training.precision.autocast,
             config.limit.eval_batches,
             interrupted,
@@ -269,12 +295,13 @@ def train(
         # A checkpoint that was moved away from its run has no metrics beside it.
         if not continued and path.parent.name == directory.checkpoints.name:
             directory.copy_metrics(path.parents[1], resumed_step)
-    directory.write_config(stored.dump(values))
+    directory.write_config(text)
     for logger in loggers:
         logger.open(directory.path, resumed_step if setup.found else None)
 
     # Tell
-    console.header(f"{config.name}  seed {config.seed}  {directory.path}", describe(config, training))
+    rows = [*describe(config, training), *gauges.rows()]
+    console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
     for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
         console.warn(warning)
     if setup.found:
@@ -288,6 +315,7 @@ def train(
             f"there is nothing left to train: the checkpoint is at step {resumed_step} of {training.total_steps}"
         )
     console.start(training.total_steps, config.epochs or 0, resumed_step)
+    reset_peak_memory(training.device)
     try:
         loop.run()
         if not keeper.last.is_file():
@@ -307,6 +335,8 @@ def train(
     except Interrupted:
         raise Preempted(signals.received) from None
     finally:
+        for report in compiling:
+            summary |= report.summary()
         console.stop()
         splits.close()
         for logger in loggers:

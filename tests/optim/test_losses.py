@@ -116,6 +116,22 @@ def test_mean_squared_error_takes_vectors_columns_matrices_and_classes() -> None
 
 
 @every_loss
+def test_blended_targets_of_one_class_are_that_class(build: Callable[[], nn.Module]) -> None:
+    logits, classes, _ = batch()
+    loss = build()
+    torch.testing.assert_close(loss(logits, F.one_hot(classes, 4).float()), loss(logits, classes))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "mse"])
+def test_the_loss_of_blended_targets_is_the_blend_of_the_losses(name: str) -> None:
+    logits, classes, _ = batch()
+    loss, others = LOSSES[name](), classes.roll(1)
+    blended = 0.3 * F.one_hot(classes, 4) + 0.7 * F.one_hot(others, 4)
+    expected = 0.3 * loss(logits, classes) + 0.7 * loss(logits, others)
+    torch.testing.assert_close(loss(logits, blended.double()), expected)
+
+
+@every_loss
 @given(size=st.integers(2, 20), parts=st.integers(1, 5), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=15)
 def test_parts_of_a_batch_add_up_to_the_whole(build: Callable[[], nn.Module], size: int, parts: int, seed: int) -> None:

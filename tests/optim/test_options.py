@@ -77,4 +77,4 @@ def test_every_key_is_explained_and_the_file_says_what_it_is_and_how_it_is_run(p
 def test_foreach_and_fused_together_are_a_sentence(run: Callable[..., Any]) -> None:
     result = run("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
     assert result.status == 2
-    assert "optimizer: torch.optim.AdamW refuses its arguments" in result.err
+    assert "optimizer.fused: is true, and so is optimizer.foreach" in result.err

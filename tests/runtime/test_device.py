@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from runner.config.errors import UserError
-from runner.runtime.device import choose_device, configure_torch
+from runner.runtime.device import choose_device, configure_torch, missing_compiler
 from runner.runtime.precision import choose_precision
 
 CPU = torch.device("cpu")
@@ -23,6 +25,7 @@ def switches() -> Iterator[None]:
     torch.autograd.set_detect_anomaly(False)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
     torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("highest")
 
 
 def configure(**keys: object) -> list[str]:
@@ -84,6 +87,114 @@ def test_switches_of_cuda_are_reported_to_have_no_effect_elsewhere() -> None:
     assert [warning.split("=")[0] for warning in warnings] == ["cudnn_benchmark", "tf32"]
     assert all("no effect on cpu" in warning for warning in warnings)
     assert configure() == []
+
+
+def test_the_precision_of_products_is_set_and_never_inherited() -> None:
+    for precision in ("high", "medium"):
+        configure(matmul_precision=precision)
+        assert torch.get_float32_matmul_precision() == precision
+    configure(tf32=True)
+    assert torch.get_float32_matmul_precision() == "highest", "TensorFloat-32 is CUDA's"
+
+
+def test_a_precision_that_makes_no_difference_here_is_said() -> None:
+    matrix = torch.linspace(-1, 1, 256 * 256).view(256, 256)
+    exact = matrix @ matrix
+    for precision in ("high", "medium"):
+        said = configure(matmul_precision=precision)
+        same = torch.equal(matrix @ matrix, exact)
+        assert [warning.split(":")[0] for warning in said] == (
+            [f"matmul_precision={precision} has no effect on this cpu"] if same else []
+        )
+    assert configure(matmul_precision="highest") == []
+
+
+def test_more_threads_than_cores_are_said() -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    assert configure(threads=cores) == []
+    (said,) = configure(threads=cores + 1)
+    assert said.startswith(f"threads={cores + 1} is more than the {cores} CPU cores")
+
+
+def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow = torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    (said,) = configure_torch(torch.device("cuda", 0), 1, False, False, True, False)
+    assert said.startswith("tf32=true has no effect: this GPU has no TensorFloat-32")
+    assert torch.get_float32_matmul_precision() == "high"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert configure_torch(torch.device("cuda", 0), 1, False, False, True, False) == []
+    torch.backends.cudnn.allow_tf32 = allow
+    configure()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "tools", "words"),
+    [
+        ("cpu", None, (), "needs a C++ compiler on the CPU"),
+        ("cpu", None, ("g++",), ""),
+        ("cuda", (6, 1), ("gcc",), "needs a GPU of compute capability 7.0"),
+        ("cuda", (9, 0), (), "needs a C compiler, with which Triton builds its launchers"),
+        ("cuda", (9, 0), ("gcc",), ""),
+        ("mps", None, (), ""),
+    ],
+)
+def test_what_compiling_lacks_is_told_apart(
+    device: str, capability: Any, tools: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert missing_compiler(torch.device(device)) == words
+
+
+def test_compiling_on_cuda_without_triton_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert missing_compiler(torch.device("cuda")) == "needs Triton on CUDA"
+
+
+def capable(*names: str) -> Callable[[], dict[str, bool]]:
+    return lambda: {name: name in names for name in ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")}
+
+
+def test_sixteen_bits_that_are_emulated_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", capable(), raising=False)
+    for amp, kind in ((True, "bf16"), ("bf16", "bf16"), ("fp16", "fp16")):
+        precision = choose_precision(amp, CPU)  # type: ignore[arg-type]
+        assert [warning.split(":")[0] for warning in precision.warnings] == [f"amp={kind}"]
+        assert "emulates" in precision.warnings[0]
+        assert "amp=bf16" not in precision.warnings[0].split(":")[1]
+    assert choose_precision(True, CPU).reason == "amp=true: cpu emulates bf16"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", capable("avx512_bf16"), raising=False)
+    assert choose_precision(True, CPU).warnings == []
+    assert "amp=bf16 or amp=false" in choose_precision("fp16", CPU).warnings[0]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", capable("amx_bf16", "amx_fp16"), raising=False)
+    assert choose_precision("fp16", CPU).warnings == []
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "unknown"}, raising=False)
+    assert choose_precision("fp16", CPU).warnings == [], "nothing is said where nothing is known"
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_gpu_that_emulates_bf16_is_given_fp16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    precision = choose_precision(True, torch.device("cuda"))
+    assert precision.dtype == (torch.bfloat16 if native else torch.float16)
+    assert precision.warnings == []
+    assert len(choose_precision("bf16", torch.device("cuda")).warnings) == (0 if native else 1)
+
+
+def test_fp16_where_the_loss_cannot_be_scaled_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(self: Any, *_: Any) -> None:
+        raise NotImplementedError("no such kernel on MPS")
+
+    # Stands for Apple's GPU, which only this tells apart.
+    elsewhere = torch.device("meta")
+    assert choose_precision("fp16", CPU).scaler is not None
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", no_kernel)
+    with pytest.raises(UserError, match=r"^amp: fp16 needs its loss scaled, .* cannot do on meta\n.*allowed: amp=bf16"):
+        choose_precision("fp16", elsewhere)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.rules import conflicts
 from runner.config.schema import Train
-from runner.config.targets import bind, refusal, targets_in
+from runner.config.targets import bind, optimizers_taking, refusal, targets_in
 from runner.config.validate import nodes, typed, with_origins
 
 T = TypeVar("T", bound=Train)
@@ -24,6 +25,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "scheduler": ("total_steps", "steps_per_epoch", "mode"),
     "metrics": ("num_classes", "task"),
     "callbacks": ("monitor", "mode"),
+    "optimizer": ("foreach", "fused"),
 }
 _POSITIONAL = {"optimizer": 1}
 
@@ -36,9 +38,18 @@ def problems_in(values: dict[str, Any], composition: Composition, schema: type[T
     for key, node in nodes(schema, values):
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
-            problems += bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
+            found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
+            problems += [_with_those_that_have_it(problem) for problem in found]
     named = with_origins(problems, composition.words, composition.choices, composition.sources, composition.primary)
     return config, named
+
+
+def _with_those_that_have_it(problem: Problem) -> Problem:
+    """Of kernels that an optimizer lacks: say which have them, in place of its arguments."""
+    argument = problem.key.removeprefix("optimizer.")
+    if argument not in FACTS["optimizer"] or argument == problem.key or "is not an argument" not in problem.message:
+        return problem
+    return dataclasses.replace(problem, allowed=f"null; {', '.join(optimizers_taking(argument))} have it", nearest="")
 
 
 def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -> T:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, get_origin
 
-from runner.config.errors import Problem
-from runner.config.schema import Train
+from runner.config import keys
+from runner.config.errors import Problem, nearest
+from runner.config.schema import Bench, Train
 
 
 def conflicts(config: Train) -> list[Problem]:
@@ -35,6 +38,7 @@ def conflicts(config: Train) -> list[Problem]:
         "rounds matrix products, which deterministic=true rules out",
         "tf32=false, or deterministic=false",
     )
+    _of_speed(config, forbid)
     split = config.data.split
     forbid(
         split.val + split.test >= 1,
@@ -64,7 +68,7 @@ def conflicts(config: Train) -> list[Problem]:
     in_memory = config.data.residency in ("device", "ram")
     workers = config.data.num_workers
     forbid(
-        in_memory and isinstance(workers, int) and workers > 0,
+        in_memory and config.data.cache is None and isinstance(workers, int) and workers > 0,
         "data.num_workers",
         f"is {workers}, but data.residency={config.data.residency} reads no sample through workers",
         "data.num_workers=auto, or data.residency=disk",
@@ -74,6 +78,12 @@ def conflicts(config: Train) -> list[Problem]:
         "transform",
         f"has sample transforms, which data.residency={config.data.residency} does not run",
         "data.residency=disk or auto, or batch transforms",
+    )
+    forbid(
+        config.transform.mix is not None and config.data.batch_size == 1,
+        "transform.mix",
+        "blends samples of a batch, but data.batch_size=1 leaves each alone",
+        "transform.mix=null, or a larger data.batch_size",
     )
     never_evaluated = config.evaluate.every_epochs is None and config.evaluate.every_steps is None
     for name, node in config.callbacks.items():
@@ -97,7 +107,84 @@ def conflicts(config: Train) -> list[Problem]:
         f"'{config.name}' cannot be a folder name",
         "letters, digits, - _ . and / between folders",
     )
+    return found + (_of_bench(config) if isinstance(config, Bench) else [])
+
+
+def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> None:
+    """What the toggles of speed and memory cannot do together."""
+    precision, optimizer, mode = config.matmul_precision, config.optimizer, config.compiler.mode
+    deterministic = config.deterministic is True
+    forbid(
+        deterministic and precision not in (None, "highest"),
+        "matmul_precision",
+        f"is {precision}, which rounds matrix products, as deterministic=true rules out",
+        "matmul_precision=highest, or deterministic=false",
+    )
+    forbid(
+        config.tf32 and precision == "highest",
+        "matmul_precision",
+        "is highest, but tf32=true asks for TensorFloat-32 in matrix products",
+        "matmul_precision=null, or tf32=false",
+    )
+    compiled = config.compile is not False
+    forbid(
+        compiled and deterministic and mode.startswith("max-autotune"),
+        "compiler.mode",
+        f"{mode} picks kernels by timing them, which deterministic=true rules out",
+        "compiler.mode=default, or deterministic=false",
+    )
+    forbid(
+        compiled and mode in ("reduce-overhead", "max-autotune") and config.accumulate > 1,
+        "compiler.mode",
+        f"{mode} replays CUDA graphs, which overwrite the gradients that accumulate={config.accumulate} adds up",
+        "compiler.mode=default or max-autotune-no-cudagraphs, or accumulate=1",
+    )
+    forbid(
+        bool(optimizer.get("fused")) and bool(optimizer.get("foreach")),
+        "optimizer.fused",
+        "is true, and so is optimizer.foreach, but a step is made in one of the two ways",
+        "one of them, or null for both",
+    )
+    forbid(
+        isinstance(config.activation_checkpointing, str | list) and not config.activation_checkpointing,
+        "activation_checkpointing",
+        "names no module",
+        "false, true, a number, or names of modules",
+    )
+
+
+def _of_bench(config: Bench) -> list[Problem]:
+    """What a comparison cannot do."""
+    found: list[Problem] = []
+    if config.ckpt_path is not None:
+        message = "has no effect on bench, which measures steps from fresh weights"
+        found.append(Problem("ckpt_path", message, "ckpt_path=null; repeat the overrides of the run instead"))
+    for key in keys.flatten(config.vary) if config.vary else {}:
+        kind = keys.find(Train, key)
+        if kind is None:
+            pool = keys.all_keys(Train)
+            found.append(Problem(f"vary.{key}", "varies what is not a key", "a key of the schema", _alike(key, pool)))
+        elif kind is not Any and _is_section(kind):
+            found.append(
+                Problem(f"vary.{key}", "varies a whole section", f"keys inside it, such as vary.{key}.name=[a,b]")
+            )
+        elif config.part == "data" and not key.startswith("data."):
+            message = "is not about the data, which is all that part=data compares"
+            found.append(Problem(f"vary.{key}", message, "keys of data, or part=train"))
     return found
+
+
+def _is_section(annotation: Any) -> bool:
+    return any(
+        dataclasses.is_dataclass(member) or get_origin(keys.bare(member)) is dict for member in keys.members(annotation)
+    )
+
+
+def _alike(key: str, pool: Sequence[str]) -> str:
+    """The key spelled most like one with a part left out or misspelled, in the form of `vary`; empty if there is none."""
+    same_leaf = [known for known in pool if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = min(same_leaf, key=len) if same_leaf else nearest(key, pool)
+    return f"vary.{close}" if close else ""
 
 
 # What a resumed run cannot change, because its saved state would mean something else afterwards.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Strict
 
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -57,6 +58,8 @@ class Data:
     shuffle: bool = True
     drop_last: bool = False
     residency: Literal["auto", "device", "ram", "disk"] = "auto"
+    cache: Literal["disk"] | None = None
+    cache_dir: str | None = None
     num_workers: Literal["auto"] | NonNegative = "auto"
     prefetch: Count = 2
     persistent_workers: bool = True
@@ -68,12 +71,13 @@ class Data:
 
 @dataclass
 class Transform:
-    """Sample transforms run where a sample is read, batch transforms on the device; each in the order listed."""
+    """Sample transforms run where a sample is read, batch transforms on the device, in the order listed; then mixing."""
 
     sample_train: list[Node] = field(default_factory=list)
     sample_eval: list[Node] = field(default_factory=list)
     train: list[Node] = field(default_factory=list)
     eval: list[Node] = field(default_factory=list)
+    mix: Node | None = None
 
 
 @dataclass
@@ -82,6 +86,15 @@ class Clip:
 
     norm: Annotated[float, Gt(0)] | None = None
     value: Annotated[float, Gt(0)] | None = None
+
+
+@dataclass
+class Compiler:
+    """How `compile` compiles: arguments of torch.compile."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    fullgraph: bool = False
+    dynamic: bool | None = False
 
 
 @dataclass
@@ -100,6 +113,7 @@ class Checkpoint:
 
     every_epochs: Count | None = 1
     every_steps: Count | None = None
+    min_seconds: Annotated[float, Ge(0)] = 10.0
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -107,10 +121,11 @@ class Checkpoint:
 
 @dataclass
 class Log:
-    """How often the device is asked for numbers, and whether a live progress bar is shown."""
+    """How often the device is asked for numbers, whether a live progress bar is shown, and utilisation logged."""
 
     every_steps: Count = 50
     progress: bool | Literal["auto"] = "auto"
+    utilization: bool | Literal["auto"] = "auto"
 
 
 @dataclass
@@ -141,15 +156,24 @@ class Train:
     threads: Count | None = None
     amp: bool | Literal["bf16", "fp16"] = False
     channels_last: bool = False
-    compile: bool = False
+    compile: bool | Literal["model", "step"] = False
+    activation_checkpointing: (  # strict, as 1 is not true here, nor 1.0 or the text 1 the same as 1
+        Annotated[bool, Strict()]
+        | Annotated[int, Strict(), Ge(1)]
+        | Annotated[float, Strict(), Gt(0), Lt(1)]
+        | Annotated[str, Strict()]
+        | list[str]
+    ) = False
     cudnn_benchmark: bool = False
     tf32: bool = False
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
     deterministic: bool | Literal["warn"] = False
     accumulate: Count = 1
     detect_anomaly: bool = False
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
     clip: Clip = field(default_factory=Clip)
+    compiler: Compiler = field(default_factory=Compiler)
     transform: Transform = field(default_factory=Transform)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -169,3 +193,56 @@ class Eval(Train):
 
 
 EVAL_ONLY = ("split", "output", "json")
+
+
+Toggle = Literal[
+    "amp",
+    "channels_last",
+    "compile",
+    "activation_checkpointing",
+    "optimizer.fused",
+    "optimizer.foreach",
+    "cudnn_benchmark",
+    "tf32",
+    "matmul_precision",
+    "threads",
+    "data.residency",
+    "data.num_workers",
+    "data.prefetch",
+    "performance",
+]
+
+
+@dataclass
+class Bench(Train):
+    """What `bench` adds: what is compared with what, and how long that may take."""
+
+    part: Literal["train", "data"] = "train"
+    toggles: list[Toggle] | None = None
+    vary: dict[str, Any] = field(default_factory=dict)
+    combine: bool = True
+    steps: Count | None = None
+    repeats: Annotated[int, Ge(2)] = 7
+    compare_steps: Annotated[int, Ge(2)] = 20
+    budget_s: Annotated[float, Gt(0)] = 60.0
+    tolerance: Annotated[float, Ge(0)] | None = None
+    json: bool = False
+
+
+@dataclass
+class Profile(Train):
+    """What `profile` adds: how many steps are measured, how long that may take, and where to write."""
+
+    warmup_steps: NonNegative = 5
+    steps: Count = 20
+    trace_steps: NonNegative = 3
+    budget_s: Annotated[float, Gt(0)] = 45.0
+    output: str | None = None
+    json: bool = False
+
+
+PROFILE_ONLY = ("warmup_steps", "steps", "trace_steps", "budget_s", "output", "json")
+
+
+# The verbs that take a config, each with the schema of its own.
+VERBS: dict[str, type[Train]] = {"train": Train, "eval": Eval, "profile": Profile, "bench": Bench}

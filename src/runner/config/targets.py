@@ -30,6 +30,10 @@ _COMPONENT_ROOMS = (
     "runner.data.folders",
     "runner.data.synthetic",
     "runner.data.augment",
+    "runner.data.crops",
+    "runner.data.colour",
+    "runner.data.mixing",
+    "runner.data.resized_crop",
     "runner.engine.callbacks",
     "runner.engine.tasks",
     "runner.tracking.loggers",
@@ -208,6 +212,19 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         if parameter.default is parameter.empty and name not in given and not node.get("_partial_"):
             problems.append(Problem(f"{key}.{name}", f"is missing: {node['_target_']} needs it"))
     return problems
+
+
+def optimizers_taking(argument: str) -> list[str]:
+    """Names of torch's optimizers that have an argument."""
+    import torch.optim
+
+    return sorted(
+        name
+        for name, member in vars(torch.optim).items()
+        if inspect.isclass(member)
+        and issubclass(member, torch.optim.Optimizer)
+        and argument in inspect.signature(member).parameters
+    )
 
 
 def _signature(target: Callable[..., Any]) -> inspect.Signature | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import torch
 
 from runner.config.errors import UserError, nearest
+from runner.runtime.allocator import keep_freed_memory
 
 _USUAL_THREADS = torch.get_num_threads()
 
@@ -61,13 +63,16 @@ def configure_torch(
     cudnn_benchmark: bool,
     tf32: bool,
     detect_anomaly: bool,
+    matmul_precision: Literal["highest", "high", "medium"] | None = None,
 ) -> list[str]:
     """Set torch's process-wide switches, all of them, so that a job of a sweep never inherits those of the last.
 
     Returns:
-        Warnings about settings that have no effect here.
+        Warnings about settings that have no effect here, or not the wanted one.
     """
     torch.set_num_threads(threads or _USUAL_THREADS)
+    if device.type == "cpu":
+        keep_freed_memory()
     if deterministic:
         # cuBLAS reads this when it is first used, which is before any of our own code on the device.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -78,20 +83,56 @@ def configure_torch(
     torch.autograd.set_detect_anomaly(detect_anomaly)
     torch.backends.cudnn.deterministic = bool(deterministic)
     torch.backends.cudnn.benchmark = cudnn_benchmark
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    on_cuda = device.type == "cuda"
+    precision = matmul_precision or ("high" if tf32 and on_cuda else "highest")
+    torch.set_float32_matmul_precision(precision)
+    if on_cuda:
         torch.backends.cudnn.allow_tf32 = tf32
-        return []
-    ignored = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
-    return [f"{name}=true has no effect on {device.type}: it is a setting of CUDA's" for name in ignored]
+    warnings = []
+    if threads is not None and threads > _cores():
+        warnings.append(
+            f"threads={threads} is more than the {_cores()} CPU cores there are, which is slower than {_cores()}"
+        )
+    if not on_cuda:
+        ignored = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
+        warnings += [f"{name}=true has no effect on {device.type}: it is a setting of CUDA's" for name in ignored]
+    elif tf32 and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        warnings.append(
+            "tf32=true has no effect: this GPU has no TensorFloat-32, which began with compute capability 8.0"
+        )
+    if matmul_precision not in (None, "highest") and not _rounds_products(device):
+        warnings.append(
+            f"matmul_precision={matmul_precision} has no effect on this {device.type}: it has no faster product"
+        )
+    return warnings
 
 
-def compile_in_place(model: torch.nn.Module, device: torch.device) -> None:
-    """Compile a model's forward without wrapping it, so that the names in its state dict stay as they are.
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    Raises:
-        UserError: on the CPU without a C++ compiler.
-    """
+
+def _rounds_products(device: torch.device) -> bool:
+    """Whether the precision that is set makes a difference: assumed on CUDA, and tried on the CPU."""
+    if device.type != "cpu":
+        return device.type == "cuda"
+    matrix = torch.linspace(-1, 1, 256 * 256).view(256, 256)
+    rounded = matrix @ matrix
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    exact = matrix @ matrix
+    torch.set_float32_matmul_precision(precision)
+    return not torch.equal(rounded, exact)
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What compiling for a device needs and lacks here, a clause such as `needs a C++ compiler on the CPU`, or nothing."""
     if device.type == "cpu" and not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++")):
-        raise UserError("compile: true needs a C++ compiler on the CPU\n    allowed: install g++, or compile=false")
-    model.compile()
+        return "needs a C++ compiler on the CPU"
+    if device.type == "cuda":
+        if torch.version.hip is None and torch.cuda.get_device_capability(device) < (7, 0):
+            return "needs a GPU of compute capability 7.0"
+        if importlib.util.find_spec("triton") is None:
+            return "needs Triton on CUDA"
+        if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang", "cc")):
+            return "needs a C compiler, with which Triton builds its launchers"
+    return ""

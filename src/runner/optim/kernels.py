@@ -1,0 +1,163 @@
+"""How an optimizer updates its tensors: fused into one kernel, many tensors a kernel (foreach), or one after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.config.errors import UserError
+from runner.config.targets import optimizers_taking, resolve
+from runner.optim.muon import Muon
+
+KINDS = ("fused", "foreach")
+
+# On the CPU, foreach holds intermediate results of all tensors at once. Those of more weights do not fit into its caches:
+# RMSprop then takes twice as long, where it takes half as long for fewer (docs/performance.md).
+_FEW_WEIGHTS = 4_000_000
+_NAMES = {"fused": "fused", "foreach": "foreach", "": "one tensor after the other"}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What was chosen.
+
+    Attributes:
+        arguments: of the optimizer; empty where it has no such choice.
+        name: for people; empty where it has no such choice.
+        reason: why, a clause.
+    """
+
+    arguments: Mapping[str, bool]
+    name: str
+    reason: str
+
+
+def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
+    """Settle `optimizer.fused` and `optimizer.foreach`, which null leaves open.
+
+    Open means fused where the class has it for this device and these parameters, else foreach where it pays: on GPUs,
+    and on the CPU for up to 4 million weights. A class from elsewhere than `torch.optim` is left to its own defaults.
+
+    Args:
+        node: section `optimizer` of the config.
+        parameters: what is trained.
+        sparse: whether the model has layers that give sparse gradients.
+
+    Raises:
+        UserError: if what is set cannot be had, or no step can be taken at all.
+    """
+    target = resolve(str(node["_target_"]))
+    arguments = _arguments(target)
+    has = [kind for kind in KINDS if kind in arguments]
+    for kind in KINDS:
+        if node.get(kind) and kind not in has:
+            raise UserError(
+                f"optimizer.{kind}: {_name(target)} has no such kernels\n"
+                f"    allowed: null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
+            )
+    if not _is_known(target):
+        return Kernels({}, "", "")
+    trial = _Trial(target, node, arguments, parameters, sparse)
+    for kind in has:
+        if node.get(kind):
+            if obstacle := trial.obstacle(kind):
+                raise UserError(f"optimizer.{kind}: true cannot be had: {obstacle}\n    allowed: null or false")
+            return _chosen(kind, has, f"optimizer.{kind}=true")
+    chosen, reason = _by_itself(trial, node, has)
+    if not chosen and not sparse and (failure := trial.obstacle("")):
+        raise UserError(f"optimizer: {_name(target)} cannot take a step: {failure}")
+    return _chosen(chosen, has, reason) if has else Kernels({}, "", "")
+
+
+def _by_itself(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tuple[str, str]:
+    """The kind of kernels for what is left open, and why."""
+    against = f"{_name(trial.target)} has no fused kernel"
+    if "fused" in has:
+        against = "optimizer.fused=false" if node.get("fused") is False else trial.obstacle("fused")
+        if not against:
+            whose = "its AdamW" if trial.target is Muon else _name(trial.target)
+            return "fused", f"auto: {whose} has one kernel for the whole update on {trial.device}"
+    if "foreach" not in has:
+        return "", f"auto: {against}"
+    if node.get("foreach") is False:
+        return "", f"{against}, and optimizer.foreach=false"
+    if trial.device == "cpu" and trial.weights > _FEW_WEIGHTS:
+        return "", f"auto: {against}, and foreach is slower for {trial.weights:,} weights on the CPU"
+    if obstacle := trial.obstacle("foreach"):
+        return "", f"auto: {against}; {obstacle}"
+    return "foreach", f"auto: {against}"
+
+
+def _chosen(kind: str, has: Sequence[str], reason: str) -> Kernels:
+    return Kernels({name: name == kind for name in has}, _NAMES[kind], reason)
+
+
+def _arguments(target: Any) -> set[str]:
+    try:
+        return set(inspect.signature(target).parameters)
+    except (ValueError, TypeError):
+        return set()
+
+
+def _is_known(target: Any) -> bool:
+    return target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", target))
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Finds out what an optimizer can do with the parameters, by updating a weight of one element in each way."""
+
+    target: Any
+    node: Mapping[str, Any]
+    arguments: set[str]
+    parameters: Sequence[Tensor]
+    sparse: bool
+
+    @property
+    def device(self) -> str:
+        return self.parameters[0].device.type
+
+    @property
+    def weights(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def obstacle(self, kind: str) -> str:
+        """Why a kind of kernels, or none for an empty string, cannot update these parameters; or an empty string."""
+        if kind and self.node.get("differentiable"):
+            return f"{kind} kernels are not differentiable, which optimizer.differentiable=true asks for"
+        if kind == "fused" and self.sparse:
+            return "fused kernels take no sparse gradients, which a layer with sparse=true gives"
+        if kind == "fused" and not all(parameter.is_floating_point() for parameter in self.parameters):
+            return "fused kernels take real floating-point weights alone"
+        kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters}
+        failures = (self._failure(kind, device, dtype) for device, dtype in sorted(kinds, key=str))
+        return next(filter(None, failures), "")
+
+    def _failure(self, kind: str, device: torch.device, dtype: torch.dtype) -> str:
+        weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+        weight.grad = torch.zeros_like(weight)
+        try:
+            self._optimizer(kind, weight).step()
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            return str(error).strip().splitlines()[0]
+        except (ValueError, TypeError):
+            return ""  # wrong arguments are told when the optimizer itself is made
+        return ""
+
+    def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
+        if self.target is Muon:  # its AdamW has the choice
+            return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
+        given = {name: value for name, value in self.node.items() if not name.startswith("_") and name not in KINDS}
+        kinds = {name: name == kind for name in KINDS if name in self.arguments}
+        optimizer: Optimizer = self.target([weight], **given, **kinds)
+        return optimizer

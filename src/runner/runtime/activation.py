@@ -1,0 +1,176 @@
+"""Activation checkpointing: what a block computes inside is dropped after the forward pass and computed again in backward.
+
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), by `torch.utils.checkpoint` in its
+non-reentrant form. Results stay the same bit for bit: dropout repeats its draws, and buffers such as the statistics of
+BatchNorm change once, in the forward pass. `runner.runtime.blocks` decides which blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from runner.config.errors import UserError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PLAIN = "_forward_without_checkpointing"
+_NAME = "_name_for_checkpointing"
+
+
+class _Switch:
+    """Whether functions marked with `checkpointed` are: one answer for the process, set by each run."""
+
+    on = False
+
+
+def switch(on: bool) -> None:
+    """Turn the functions marked with `checkpointed` on or off, for a run and whatever it trains."""
+    _Switch.on = on
+
+
+def is_switched_on() -> bool:
+    """Whether the functions marked with `checkpointed` are."""
+    return _Switch.on
+
+
+def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function or method of a model to be computed again in backward, while `activation_checkpointing` is on.
+
+        class Net(nn.Module):
+            @checkpointed
+            def branch(self, features): ...
+
+    Buffers of modules among its arguments, of `self` above all, are left alone by the second computation. What the
+    function takes from elsewhere must not change in between.
+    """
+
+    @functools.wraps(function)
+    def either(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _Switch.on or not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        return _twice(function, args, kwargs, modules, function.__qualname__)  # type: ignore[no-any-return]
+
+    return either
+
+
+def wrap(module: nn.Module, name: str) -> None:
+    """Have a module computed again in backward. It keeps its place, and its state dict its names.
+
+    Args:
+        module: a module whose forward depends on nothing but its arguments, weights and buffers.
+        name: its dotted name, for messages.
+    """
+    if is_wrapped(module):
+        return
+    # As methods these follow the module when it is copied: a copy computes with its own weights.
+    plain = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
+    module.__dict__[_PLAIN], module.__dict__[_NAME] = plain, name
+    module.__dict__["forward"] = types.MethodType(_forward, module)
+
+
+def unwrap(module: nn.Module) -> None:
+    """Undo `wrap`."""
+    if not is_wrapped(module):
+        return
+    plain = module.__dict__.pop(_PLAIN)
+    del module.__dict__[_NAME], module.__dict__["forward"]
+    if getattr(plain, "__func__", None) is not type(module).forward:
+        module.__dict__["forward"] = plain
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `wrap` was called."""
+    return _PLAIN in module.__dict__
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a wrapped module has for `forward`."""
+    plain = getattr(self, _PLAIN)
+    if not torch.is_grad_enabled():
+        return plain(*args, **kwargs)
+    return _twice(plain, args, kwargs, [self], getattr(self, _NAME))
+
+
+def _twice(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], modules: list[nn.Module], name: str
+) -> Any:
+    """Call a function whose insides autograd drops and computes again in backward.
+
+    Raises:
+        UserError: if it changes an argument in place, after which it cannot be computed again.
+    """
+    if torch.compiler.is_compiling():
+        # The compiler writes buffers back once, however often it computes; a context of ours would stop it.
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
+    versions = [value._version for value in given]
+    shield = _Shield(modules)
+    result = checkpoint(function, *args, use_reentrant=False, context_fn=shield.contexts, **kwargs)
+    if [value._version for value in given] != versions:
+        raise UserError(
+            f"activation_checkpointing: '{name}' changes its input in place, so it cannot be computed again\n"
+            "    allowed: inplace=false in its first layer, or patterns of other modules"
+        )
+    return result
+
+
+class _Shield:
+    """Keeps buffers as they are while a block is computed again, and shows it those that it saw the first time.
+
+    Args:
+        modules: the modules whose buffers, and their children's, the block may change.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._norms: list[nn.Module] = []
+        self._seen: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
+        for root in modules:
+            for module in root.modules():
+                if not module._buffers:
+                    continue
+                if _ignores_what_it_updates(module):
+                    self._norms.append(module)
+                else:
+                    self._seen.append((module, _copies(module)))
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+        """The contexts of the first and of the second computation."""
+        return contextlib.nullcontext(), self._computing_again()
+
+    @contextlib.contextmanager
+    def _computing_again(self) -> Iterator[None]:
+        stand_ins = [(module, _copies(module)) for module in self._norms]
+        stand_ins += [
+            (module, {name: None if seen is None else seen.clone() for name, seen in buffers.items()})
+            for module, buffers in self._seen
+        ]
+        kept = [(module, dict(module._buffers)) for module, _ in stand_ins]
+        for module, buffers in stand_ins:
+            module._buffers.update(buffers)
+        try:
+            yield
+        finally:
+            for module, buffers in kept:
+                module._buffers.update(buffers)
+
+
+def _ignores_what_it_updates(module: nn.Module) -> bool:
+    """Whether the running statistics change nothing about the output while they are updated: torch's own norms.
+
+    Their buffers need not be remembered from the forward pass on, which saves a copy of each in every step.
+    """
+    return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).__module__.startswith("torch.nn.")
+
+
+def _copies(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()}

@@ -1,0 +1,361 @@
+"""Which blocks of a model are checkpointed, and how much less autograd keeps for it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
+
+from runner.config.errors import UserError, nearest
+from runner.runtime import activation
+from runner.runtime.memory import SavedTensors
+
+Setting = bool | int | float | str | list[str]
+Autocast = Callable[[], contextlib.AbstractContextManager[object]]
+
+_LAYERS_OF_A_BLOCK = 3
+_KEY = "activation_checkpointing"
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What is computed again in backward, and what that saves.
+
+    Attributes:
+        names: dotted names of the blocks.
+        kinds: their classes, for people.
+        found: blocks that could be.
+        before: bytes that autograd keeps for each sample with nothing checkpointed.
+        after: the same as it is now.
+        setting: value of the config.
+        warnings: what people should know.
+    """
+
+    names: tuple[str, ...]
+    kinds: str
+    found: int
+    before: int
+    after: int
+    setting: Setting
+    warnings: list[str] = field(default_factory=list)
+
+    def row(self, batch_size: int) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        if self.names:
+            blocks = "block" if self.found == 1 else "blocks"
+            what = f"recomputed in {len(self.names)} of {self.found} {blocks}, {self.kinds}"
+        else:
+            what = "recomputed in marked functions" if self.after < self.before else "nothing recomputed"
+        before, after = (_readable(size * batch_size) for size in (self.before, self.after))
+        setting = str(self.setting).lower() if isinstance(self.setting, bool) else self.setting
+        return "activations", what, f"{_KEY}={setting}: {before} kept of a batch became {after}"
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
+
+
+def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, autocast: Autocast) -> Recomputed | None:
+    """Have blocks of a model computed again in backward, as `activation_checkpointing` says.
+
+    What is saved is measured on two and on three copies of a sample, so that what does not grow with the batch is left
+    out. Weights, buffers, modes and random generators stay as they are.
+
+    Args:
+        model: the model, on its device, not yet compiled.
+        setting: false; true for every block; N for every N-th; a share of the kept bytes that may remain; or patterns
+            of module names.
+        image: a sample as the model is given it, (1, C, H, W).
+        autocast: gives the context that forward passes run in.
+
+    Returns:
+        What was done; None for false.
+
+    Raises:
+        UserError: if a pattern matches nothing, or what it matches cannot be computed again.
+    """
+    activation.switch(setting is not False)
+    if setting is False:
+        return None
+    probe = _Probe(model, image, autocast)
+    activation.switch(False)
+    before = probe.bytes_of_sample()
+    activation.switch(True)
+    warnings: list[str] = []
+    if isinstance(setting, str | list):
+        blocks = named_blocks(model, [setting] if isinstance(setting, str) else setting)
+    else:
+        blocks = repeated_blocks(model)
+    found = len(blocks)
+    if isinstance(setting, float):
+        blocks = _fewest(probe, blocks, setting, before, warnings)
+    elif not isinstance(setting, bool | str | list):
+        blocks = blocks[::setting]
+    for name, module in blocks:
+        activation.wrap(module, name)
+    after = probe.bytes_of_sample()
+    probe.backward()
+    warnings += _without_effect(model, setting, blocks, found, before, after)
+    warnings += [f"{_KEY}: '{name}' did not run" for name in probe.idle(blocks)]
+    kinds = Counter(type(module).__name__ for _, module in blocks)
+    names = ", ".join(kinds if len(kinds) == 1 else (f"{count} {name}" for name, count in kinds.items()))
+    return Recomputed(tuple(name for name, _ in blocks), names, found, before, after, setting, warnings)
+
+
+def _without_effect(
+    model: nn.Module, setting: Setting, blocks: Sequence[Any], found: int, before: int, after: int
+) -> list[str]:
+    if after < before:
+        return []
+    shown = str(setting).lower() if isinstance(setting, bool) else setting
+    said = f"{_KEY}={shown} has no effect: "
+    if blocks:
+        return [said + f"the {len(blocks)} blocks keep nothing that could be computed again"]
+    if found:
+        return []  # a budget that is kept as it is
+    advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
+    return [said + f"{type(model).__name__} has no repeated blocks; {advice}"]
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks that a model is built of, in order.
+
+    These are modules of three or more layers with weights whose class occurs more than once. One that holds a container
+    of several such blocks, a stage or an encoder, is looked into; of others the outermost counts. Where there are none,
+    the `Sequential`s inside a container are the blocks.
+    """
+    kinds = Counter(type(module) for module in model.modules() if _is_composite(module))
+
+    def several(module: nn.Module) -> bool:
+        return _is_composite(module) and kinds[type(module)] > 1
+
+    def holds_blocks(module: nn.Module) -> bool:
+        containers = [inner for inner in module.modules() if inner is not module and _is_container(inner)]
+        return any(sum(several(child) for child in container.children()) > 1 for container in containers)
+
+    found = _outermost(model, lambda module: several(module) and not holds_blocks(module))
+    if found:
+        return found
+    stages = {
+        id(child)
+        for container in model.modules()
+        if _is_container(container)
+        for child in container.children()
+        if _is_container(child) and _is_called(child) and _layers(child) > 1
+    }
+    found = _outermost(model, lambda module: id(module) in stages)
+    return found if len(found) > 1 else []
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return not _is_container(module) and _layers(module) >= _LAYERS_OF_A_BLOCK
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether it only holds others: `Sequential`, `ModuleList` and the like."""
+    return not _is_called(module) or type(module).forward is nn.Sequential.forward
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _layers(module: nn.Module) -> int:
+    """Modules with parameters of their own."""
+    return sum(bool(inner._parameters) for inner in module.modules())
+
+
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """Modules below `model` that are wanted, and in none that is; each once."""
+    found: list[tuple[str, nn.Module]] = []
+    seen = {id(model)}
+
+    def look(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if wanted(child):
+                found.append((prefix + name, child))
+            else:
+                look(f"{prefix}{name}.", child)
+
+    look("", model)
+    return found
+
+
+def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """The outermost modules whose dotted names match a pattern, such as `layer?.*` or `encoder.layers.*`.
+
+    A `ModuleList` stands for what it holds, as it is never called itself.
+
+    Raises:
+        UserError: if a pattern matches no module.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    chosen: set[int] = set()
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            close = nearest(pattern.replace("*", ""), names)
+            hint = f"; did you mean '{close}'?" if close else ""
+            top = ", ".join(name for name, _ in model.named_children())
+            raise UserError(
+                f"{_KEY}: the model has no module '{pattern}'{hint}\n"
+                f"    allowed: true, a number, or names of modules with * and ?, which begin with {top}"
+            )
+        for name in matched:
+            module = model.get_submodule(name)
+            chosen |= {id(called) for called in _called(module)}
+    return _outermost(model, lambda module: id(module) in chosen)
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    if _is_called(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
+
+
+def _fewest(
+    probe: _Probe, blocks: list[tuple[str, nn.Module]], share: float, before: int, warnings: list[str]
+) -> list[tuple[str, nn.Module]]:
+    """As few blocks as leave no more than a share of the bytes, those that keep most first; in order."""
+    kept = probe.bytes_by_module()
+    size = {name: sum(kept[inner] for inner in kept if (inner + ".").startswith(name + ".")) for name, _ in blocks}
+    largest = sorted(blocks, key=lambda block: -size[block[0]])
+
+    def remains(count: int) -> float:
+        for place, (name, module) in enumerate(largest):
+            if place < count:
+                activation.wrap(module, name)
+            else:
+                activation.unwrap(module)
+        return probe.bytes_of_sample() / max(1, before)
+
+    fewest, most = 0, len(largest)
+    least = remains(most)
+    if least > share:
+        if blocks:
+            warnings.append(
+                f"{_KEY}={share} cannot be reached: all {most} blocks together leave {least:.2f} of the bytes"
+            )
+        return blocks
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if remains(middle) <= share:
+            most = middle
+        else:
+            fewest = middle + 1
+    for _, module in blocks:
+        activation.unwrap(module)
+    chosen = {name for name, _ in largest[:fewest]}
+    return [block for block in blocks if block[0] in chosen]
+
+
+class _Probe:
+    """Trains on copies of one sample, as far as to see what autograd keeps, and leaves no trace."""
+
+    def __init__(self, model: nn.Module, image: Tensor, autocast: Autocast) -> None:
+        self._model, self._image, self._autocast = model, image, autocast
+
+    def _forward(self, samples: int) -> Any:
+        with self._autocast():
+            try:
+                return self._model(torch.cat([self._image] * samples))
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                shape = (samples, *self._image.shape[1:])
+                raise UserError(f"model: cannot be trained on images of shape {shape}: {_first_line(error)}") from error
+
+    def _saved(self, samples: int) -> SavedTensors:
+        with _untouched(self._model, self._image.device), SavedTensors(self._model) as saved:
+            # What comes out holds the graph, so it must live until all is counted.
+            outputs = self._forward(samples)
+            saved.activations  # noqa: B018  # counts up to here
+            del outputs
+        return saved
+
+    def bytes_of_sample(self) -> int:
+        """Bytes that autograd keeps for one more sample."""
+        return max(0, self._saved(3).activations - self._saved(2).activations)
+
+    def bytes_by_module(self) -> dict[str, int]:
+        """Bytes kept of three samples, by the module that was running."""
+        return self._saved(3).by_module
+
+    def idle(self, blocks: Sequence[tuple[str, nn.Module]]) -> list[str]:
+        """Those blocks that the forward pass does not call."""
+        ran: set[int] = set()
+        hooks = [module.register_forward_pre_hook(lambda module, _: ran.add(id(module))) for _, module in blocks]
+        with _untouched(self._model, self._image.device), torch.no_grad():
+            self._forward(2)
+        for hook in hooks:
+            hook.remove()
+        return [name for name, module in blocks if id(module) not in ran]
+
+    def backward(self) -> None:
+        """Find out whether what is checkpointed can be computed again.
+
+        Raises:
+            UserError: if not.
+        """
+        weights = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        with _untouched(self._model, self._image.device):
+            total = sum(tensor.float().sum() for tensor in _tensors(self._forward(2)) if tensor.requires_grad)
+            if not isinstance(total, Tensor):
+                return
+            try:
+                torch.autograd.grad(total, weights, allow_unused=True)
+            except (CheckpointError, RuntimeError) as error:
+                raise UserError(
+                    f"{_KEY}: what is checkpointed cannot be computed again: {_first_line(error)}\n"
+                    "    allowed: patterns that leave out what is not a function of its input, or false"
+                ) from error
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Training mode; afterwards modes, buffers and random generators are as before. No gradient is accumulated."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device.index or 0] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
+        try:
+            model.train()
+            for module, own in buffers:
+                copies = {name: None if buffer is None else buffer.detach().clone() for name, buffer in own.items()}
+                module._buffers.update(copies)
+            yield
+        finally:
+            for module, own in buffers:
+                module._buffers.update(own)
+            for module, mode in modes:
+                module.training = mode
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,332 @@
+"""Compilation by `torch.compile`: of the model or of the step, timed apart, with what it could not do told in words."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.runtime.device import missing_compiler
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+_TOLD = 5  # recompilations and graph breaks that are told one by one
+
+
+@dataclass(frozen=True)
+class Options:
+    """Arguments of `torch.compile`.
+
+    Attributes:
+        mode: what it optimises for.
+        fullgraph: stop at the first operation that cannot be compiled, in place of leaving it to Python.
+        dynamic: compile once for all batch sizes; None does so when a second one comes; False compiles for each, so
+            that which kernel computes a batch depends on its size alone and a resumed run repeats every bit.
+    """
+
+    mode: Mode = "default"
+    fullgraph: bool = False
+    dynamic: bool | None = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `torch.compile`."""
+        return {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether kernels are replayed as CUDA graphs."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
+
+class CompileMeter:
+    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward.
+
+    Attributes:
+        seconds: time spent compiling.
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo.callback import callback_handler
+        from torch._dynamo.utils import counters
+
+        self.seconds = 0.0
+        self._counters = counters
+        self._breaks_before = dict(counters["graph_break"])
+        self._compiled_before = self._compiled()
+        self._made = time.time()
+        self._began: float | None = None
+        # The handlers are the process's own: they must not keep the meter of a run that has ended.
+        start, end = (_weakly(method) for method in (self._on_start, self._on_end))
+        callback_handler.register_start_callback(start)
+        callback_handler.register_end_callback(end)
+        weakref.finalize(self, _remove, callback_handler, start, end)
+
+    def _on_start(self) -> None:
+        self._began = time.perf_counter()
+
+    def _on_end(self) -> None:
+        if self._began is not None:
+            self.seconds += time.perf_counter() - self._began
+            self._began = None
+
+    def _compiled(self) -> int:
+        return int(self._counters["stats"]["unique_graphs"])
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled."""
+        return self._compiled() - self._compiled_before
+
+    def graph_breaks(self) -> dict[str, int]:
+        """What could not be compiled, each reason with how often it occurred."""
+        found: dict[str, int] = {}
+        for reason, count in self._counters["graph_break"].items():
+            if count > self._breaks_before.get(reason, 0):
+                said = in_one_line(reason)
+                found[said] = found.get(said, 0) + count - self._breaks_before.get(reason, 0)
+        return found
+
+    def recompilations(self) -> list[str]:
+        """Why something was compiled anew, in order."""
+        reasons = [getattr(frame, "recompile_reason", None) for frame in _compilations_since(self._made)]
+        return [in_one_line(reason) for reason in reasons if reason]
+
+
+def _compilations_since(moment: float) -> list[Any]:
+    """What torch noted of each compilation that began later; empty where it notes nothing."""
+    from torch._dynamo import utils
+
+    noted: list[Any] = getattr(utils, "get_compilation_metrics", list)()
+    return [frame for frame in noted if (getattr(frame, "start_time", None) or 0.0) >= moment]
+
+
+def _weakly(method: Callable[[], None]) -> Callable[..., None]:
+    reference = weakref.WeakMethod(method)
+
+    def call(*_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _remove(handler: Any, start: Callable[..., None], end: Callable[..., None]) -> None:
+    if start in handler.start_callbacks:
+        handler.remove_start_callback(start)
+    if end in handler.end_callbacks:
+        handler.remove_end_callback(end)
+
+
+def in_one_line(reason: str) -> str:
+    """The sentence in what the compiler says about a graph break or a recompilation, of at most 200 characters."""
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
+    text = re.sub(r"^\d+/\d+: ", "", lines[0]) if lines else "no reason given"
+    for name in ("Explanation: ", "Graph Break Reason: "):
+        said = [line.removeprefix(name) for line in lines if line.startswith(name)]
+        if said and said[0] not in text:
+            text = f"{text}: {said[0]}"
+            break
+    text = re.sub(r"\s+", " ", text.split("  #")[0]).strip()
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+@dataclass
+class Compilation:
+    """What is compiled in a run.
+
+    Attributes:
+        what: `model` or `step`.
+        options: arguments of `torch.compile`.
+        meter: what it costs.
+        objective: (images, targets) -> loss, for `step`; None for `model`.
+        optimizer: what became of the optimizer's step, a clause.
+        warnings: what people should know.
+    """
+
+    what: Literal["model", "step"]
+    options: Options
+    meter: CompileMeter
+    objective: Callable[[Tensor, Tensor], Tensor] | None = None
+    optimizer: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    def row(self) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
+        shapes = {
+            False: "for each batch size",
+            None: "for other batch sizes when they come",
+            True: "for all batch sizes",
+        }
+        return "compiled", parts, f"compile={self.what}, mode {self.options.mode}, {shapes[self.options.dynamic]}"
+
+
+def compile_learner(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    device: torch.device,
+    what: Literal["model", "step"],
+    options: Options,
+    deterministic: bool = False,
+) -> Compilation:
+    """Compile a model, or model and loss together, in place: the names in its state dict stay as they are.
+
+    Nothing is compiled before it is first called, so this costs little.
+
+    Args:
+        model: the model on its device, with all that changes its forward already done.
+        loss: (logits, targets) -> scalar.
+        device: where they compute.
+        what: `model`, which serves evaluations too, or `step`, after which evaluations run as they are.
+        options: arguments of `torch.compile`.
+        deterministic: have the compiler choose no kernel by timing it.
+
+    Raises:
+        UserError: without the compiler that the device needs.
+    """
+    if missing := missing_compiler(device):
+        raise UserError(
+            f"compile: {what if what == 'step' else 'true'} {missing}\n    allowed: install it, or compile=false"
+        )
+    _choose_without_timing(deterministic)
+    compilation = Compilation(what, options, CompileMeter())
+    if options.uses_cuda_graphs and device.type != "cuda":
+        compilation.warnings.append(
+            f"compiler.mode={options.mode}: there are no CUDA graphs on {device.type}, so it does what the mode "
+            f"{'default' if options.mode == 'reduce-overhead' else 'max-autotune-no-cudagraphs'} does"
+        )
+    if what == "model":
+        model.compile(**options.arguments())
+        model._compiled_call_impl = _told(model._compiled_call_impl)
+    else:
+
+        def objective(images: Tensor, targets: Tensor) -> Tensor:
+            return loss(model(images), targets)
+
+        compilation.objective = _told(torch.compile(objective, **options.arguments()))
+    return compilation
+
+
+def _choose_without_timing(deterministic: bool) -> None:
+    from torch._inductor import config
+
+    if hasattr(config, "deterministic"):
+        config.deterministic = deterministic
+
+
+def _told(compiled: Any) -> Any:
+    """A compiled callable whose failure to compile is a sentence."""
+    from torch._dynamo import exc
+
+    failures = tuple(
+        getattr(exc, name)
+        for name in ("Unsupported", "BackendCompilerFailed", "FailOnRecompileLimitHit")
+        if hasattr(exc, name)
+    )
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except failures as error:
+            unsupported = isinstance(error, exc.Unsupported)
+            allowed = "compiler.fullgraph=false, " if unsupported else ""
+            raise UserError(
+                f"{'compiler.fullgraph' if unsupported else 'compile'}: {in_one_line(str(error))}\n"
+                f"    allowed: {allowed}a change in the model, or compile=false"
+            ) from error
+
+    return call
+
+
+def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str:
+    """Compile an optimizer's step in place, where that pays and works.
+
+    The learning rate goes in as a tensor while the step runs, as the compiler would compile anew for every number.
+
+    Returns:
+        What was done and why, a clause.
+    """
+    kind = type(optimizer)
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return "the optimizer's step is one kernel already"
+    if not kind.__module__.startswith("torch.optim"):
+        return f"the step of {kind.__name__} as it is"
+    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+        return "the optimizer's step as it is, as its rate is a tensor"
+    # Without the hooks around a step, which cannot be compiled.
+    bare: Callable[..., Any] = inspect.unwrap(kind.step)
+    update = torch.compile(functools.partial(bare, optimizer), mode=_without_graphs(options), dynamic=False)
+    rates = [torch.tensor(float(group["lr"])) for group in optimizer.param_groups]
+
+    def step(closure: None = None) -> None:
+        numbers = [group["lr"] for group in optimizer.param_groups]
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate.fill_(group["lr"])
+        try:
+            with torch.no_grad():
+                update()
+        finally:
+            for group, number in zip(optimizer.param_groups, numbers, strict=True):
+                group["lr"] = number
+
+    optimizer.step = step  # type: ignore[assignment, method-assign]
+    return "and the optimizer's step"
+
+
+def _without_graphs(options: Options) -> Mode:
+    modes: Mapping[Mode, Mode] = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+    return modes.get(options.mode, options.mode)
+
+
+class CompileReport:
+    """Tells what compiling cost when the first compiled step has ended, and whenever something is compiled anew.
+
+    Args:
+        compilation: what is compiled.
+        line: shows a line.
+        warn: shows a warning.
+    """
+
+    def __init__(self, compilation: Compilation, line: Callable[[str], None], warn: Callable[[str], None]) -> None:
+        self._meter, self._line, self._warn = compilation.meter, line, warn
+        self._seconds = 0.0
+        self._recompiled = 0
+        self._breaks: dict[str, int] = {}
+
+    def on_step(self, loop: Any) -> None:
+        """Tell what has been compiled since the last step."""
+        if self._meter.seconds == self._seconds:
+            return
+        first = self._seconds == 0.0
+        took, self._seconds = self._meter.seconds - self._seconds, self._meter.seconds
+        step = loop.state.position.global_step
+        reasons = self._meter.recompilations()[self._recompiled :]
+        if first:
+            graphs = self._meter.graphs
+            self._line(f"compiled in {took:.1f} s by the end of step {step}: {graphs} graph{'s' * (graphs != 1)}")
+        elif self._recompiled < _TOLD:
+            self._line(f"compiled more in {took:.1f} s by the end of step {step}: {'; '.join(reasons) or 'new code'}")
+        self._recompiled += len(reasons)
+        for reason, count in self._meter.graph_breaks().items():
+            if reason not in self._breaks and len(self._breaks) < _TOLD:
+                self._warn(f"compile: the graph breaks {count} time{'s' * (count != 1)}: {reason}")
+            self._breaks[reason] = count
+
+    def summary(self) -> dict[str, Any]:
+        """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
+        return {
+            "compile_s": round(self._meter.seconds, 3),
+            "graph_breaks": sum(self._meter.graph_breaks().values()),
+            "recompilations": len(self._meter.recompilations()),
+        }

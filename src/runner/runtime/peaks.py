@@ -1,0 +1,156 @@
+"""How many floating-point operations a second a device can do at most."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["bf16", "fp16", "tf32", "float32"]
+"""What matrix products are computed in."""
+
+# Dense, with float32 accumulation, in 1e12 operations a second: (bf16 and fp16, tf32, float32), from the vendor's data
+# sheets and white papers, which often give twice that, with structured sparsity. None: the GPU has no such units.
+_TABLE: tuple[tuple[str, float, float | None, float], ...] = (
+    (r"GB200|B200", 2250, 1125, 75),
+    (r"H200 NVL", 835.5, 417.5, 60),
+    (r"H200|GH200", 989.5, 494.7, 67),
+    (r"H100 NVL", 835.5, 417.5, 60),
+    (r"H100 PCIe", 756, 378, 51),
+    (r"H100", 989.5, 494.7, 67),
+    (r"A100|A800", 312, 156, 19.5),
+    (r"A30", 165, 82, 10.3),
+    (r"A10", 125, 62.5, 31.2),
+    (r"A40", 149.7, 74.8, 37.4),
+    (r"L40S", 362, 183, 91.6),
+    (r"L40", 181, 90.5, 90.5),
+    (r"L4", 121, 60, 30.3),
+    (r"RTX 6000 Ada", 364.2, 182.1, 91.1),
+    (r"RTX A6000", 154.8, 77.4, 38.7),
+    (r"RTX 5090(?! D)", 209.5, 104.8, 104.8),
+    (r"RTX 4090(?! D)", 165.2, 82.6, 82.6),
+    (r"RTX 3090 Ti", 80, 40, 40),
+    (r"RTX 3090", 71, 35.6, 35.6),
+    (r"V100S", 130, None, 16.4),
+    (r"V100-PCIE", 112, None, 14),
+    (r"V100", 125, None, 15.7),
+    (r"T4", 65, None, 8.1),
+)
+# Without matrix units for bf16, these compute it far below the figure for fp16.
+_NO_BF16 = ("V100S", "V100-PCIE", "V100", "T4")
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """The most operations a second.
+
+    Attributes:
+        flops: operations a second.
+        kind: what they compute in.
+        measured: whether it was measured with matrix products here, rather than taken from a data sheet.
+        source: where the figure is from, for people.
+    """
+
+    flops: float
+    kind: Kind
+    measured: bool
+    source: str
+
+
+def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
+    """What matrix products are computed in, as torch is set.
+
+    Args:
+        autocast: dtype of autocast; None without it.
+        device: where.
+    """
+    if autocast is not None:
+        return "bf16" if autocast is torch.bfloat16 else "fp16"
+    rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if rounded else "float32"
+
+
+def listed_peak(name: str, kind: Kind) -> Ceiling | None:
+    """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG).
+
+    Args:
+        name: as `torch.cuda.get_device_name` gives it.
+        kind: what is computed in.
+    """
+    if "MIG" in name or "Laptop" in name or "Max-Q" in name:
+        return None
+    for pattern, half, tf32, single in _TABLE:
+        if not re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![0-9A-Za-z])", name):
+            continue
+        if kind == "bf16" and pattern in _NO_BF16:
+            return None
+        if kind == "tf32" and tf32 is None:  # a GPU without it computes as if it were not allowed
+            kind = "float32"
+        figure = {"bf16": half, "fp16": half, "tf32": tf32, "float32": single}[kind]
+        assert figure is not None, "only tf32 can be missing"
+        return Ceiling(figure * 1e12, kind, False, f"data sheet of {name}, dense {kind}")
+    return None
+
+
+def known_peak(device: torch.device, kind: Kind) -> Ceiling | None:
+    """The peak of a device according to its maker; None if it is not known."""
+    return listed_peak(torch.cuda.get_device_name(device), kind) if device.type == "cuda" else None
+
+
+def peak(device: torch.device, kind: Kind) -> Ceiling:
+    """The peak of a device: its maker's figure, or else what large matrix products reach."""
+    return known_peak(device, kind) or measured_peak(device, kind)
+
+
+def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> Ceiling:
+    """What large square matrix products reach: the median of several, with as many threads as torch has.
+
+    Random generators are left as they were. Waits for the device.
+
+    Args:
+        device: where.
+        kind: what to compute in; for `tf32` and `float32` as torch is set.
+        seconds: about how long to measure.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    size, took = 256, 0.0
+    # Products of a size that hides launches, but takes a small part of the time there is.
+    while True:
+        a, b = (_random(size, dtype, device, seed) for seed in (0, 1))
+        _seconds(a, b, 1)
+        took = _seconds(a, b, 1)
+        if took >= seconds / 40 or size >= 8192:
+            break
+        size *= 2
+    repeats = max(1, round(seconds / 8 / max(took, 1e-9)))
+    times = [_seconds(a, b, repeats) / repeats for _ in range(7)]
+    reached = 2 * size**3 / statistics.median(times)
+    where = f"{device} with threads={torch.get_num_threads()}" if device.type == "cpu" else str(device)
+    return Ceiling(reached, kind, True, f"measured: matrix products of {size}x{size} in {kind} on {where}")
+
+
+def _random(size: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
+    # Constant numbers would draw less power, and so run faster than any training.
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(size, size, device=device, generator=generator).to(dtype)
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor, repeats: int) -> float:
+    _wait(a.device)
+    began = time.perf_counter()
+    with torch.inference_mode():
+        for _ in range(repeats):
+            torch.mm(a, b)
+    _wait(a.device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,81 @@
+"""The toggles of speed and memory that change a model in place, put together in the order in which they must be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from runner.config.schema import Compiler, Train
+from runner.runtime.blocks import Recomputed, checkpoint_activations
+from runner.runtime.compilation import Compilation, Options, compile_learner, compile_optimizer
+from runner.runtime.precision import Precision
+
+
+@dataclass
+class Toggled:
+    """What was done to a model, and what people should know about it.
+
+    Attributes:
+        recomputed: what is computed again in backward; None for nothing.
+        compilation: what is compiled; None for nothing.
+        warnings: settings that have no effect, or not the wanted one.
+    """
+
+    recomputed: Recomputed | None = None
+    compilation: Compilation | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def objective(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """(images, targets) -> loss, where forward and loss are compiled together."""
+        return self.compilation.objective if self.compilation else None
+
+    def compile_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compile the optimizer's step too, if the step is what is compiled."""
+        if self.compilation is not None and self.compilation.what == "step":
+            self.compilation.optimizer = compile_optimizer(optimizer, self.compilation.options)
+
+    def rows(self, batch_size: int) -> list[tuple[str, str, str]]:
+        """Labels, values and reasons for people."""
+        recomputed = [self.recomputed.row(batch_size)] if self.recomputed else []
+        return recomputed + ([self.compilation.row()] if self.compilation else [])
+
+
+def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precision, image: Tensor) -> Toggled:
+    """Checkpoint activations, and compile the result, as the config says.
+
+    Args:
+        config: the config.
+        model: the model on its device, in its memory layout.
+        loss: the loss.
+        precision: what forward passes are computed in.
+        image: a sample as the model is given it, (1, C, H, W).
+
+    Raises:
+        UserError: if a setting cannot be had.
+    """
+    toggled = Toggled(warnings=list(precision.warnings))
+    if config.channels_last and not any(
+        isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules()
+    ):
+        toggled.warnings.append(
+            f"channels_last=true has no effect: {type(model).__name__} has no 2-d convolution, whose layout it is"
+        )
+    toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, image, precision.autocast)
+    if toggled.recomputed is not None:
+        toggled.warnings += toggled.recomputed.warnings
+    options = Options(**dataclasses.asdict(config.compiler))
+    if config.compile is False:
+        if config.compiler != Compiler():
+            toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
+        return toggled
+    what: Literal["model", "step"] = "step" if config.compile == "step" else "model"
+    deterministic = bool(config.deterministic)
+    toggled.compilation = compile_learner(model, loss, precision.device, what, options, deterministic)
+    toggled.warnings += toggled.compilation.warnings
+    return toggled

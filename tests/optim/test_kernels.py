@@ -1,0 +1,171 @@
+"""How many tensors an optimizer updates at once: chosen where it is left open, and refused where it cannot be had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.optim.kernels import Kernels, choose_kernels
+
+SMALL = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
+MANY = [nn.Parameter(torch.empty(5_000_000))]
+COMPLEX = [nn.Parameter(torch.randn(3, dtype=torch.complex64))]
+
+
+def choose(name: str, parameters: list[Any] = SMALL, sparse: bool = False, **options: Any) -> Kernels:
+    target = name if "." in name else f"torch.optim.{name}"
+    return choose_kernels({"_target_": target, "foreach": None, **options}, parameters, sparse)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "runner.optim.muon.Muon"])
+def test_left_open_it_is_fused_where_torch_has_that(name: str) -> None:
+    found = choose(name)
+    assert found.arguments["fused"] is True
+    assert not found.arguments["foreach"]
+    assert found.name == "fused"
+    assert found.reason.startswith("auto: ")
+    assert found.reason.endswith("on cpu")
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "NAdam"])
+def test_left_open_it_is_foreach_where_nothing_is_fused_and_that_pays(name: str) -> None:
+    assert choose(name) == Kernels({"foreach": True}, "foreach", f"auto: {name} has no fused kernel")
+    found = choose(name, MANY)
+    assert found.arguments == {"foreach": False}
+    assert found.reason.endswith("foreach is slower for 5,000,000 weights on the CPU")
+
+
+def test_what_has_no_such_choice_is_left_alone() -> None:
+    assert choose("torch.optim.Muon", SMALL[:1]) == Kernels({}, "", "")
+    assert choose("torch.optim.LBFGS") == Kernels({}, "", "")
+    assert choose("runner.models.mlp.MLP") == Kernels({}, "", ""), "what torch does not know has its own defaults"
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "reason"),
+    [
+        ({"fused": True}, {"fused": True, "foreach": False}, "optimizer.fused=true"),
+        ({"foreach": True}, {"fused": False, "foreach": True}, "optimizer.foreach=true"),
+        ({"foreach": True, "fused": False}, {"fused": False, "foreach": True}, "optimizer.foreach=true"),
+        ({"fused": False}, {"fused": False, "foreach": True}, "auto: optimizer.fused=false"),
+        (
+            {"fused": False, "foreach": False},
+            {"fused": False, "foreach": False},
+            "optimizer.fused=false, and optimizer.foreach=false",
+        ),
+        (
+            {"foreach": False},
+            {"fused": True, "foreach": False},
+            "auto: AdamW has one kernel for the whole update on cpu",
+        ),
+    ],
+)
+def test_what_is_set_is_kept(options: dict[str, Any], arguments: dict[str, bool], reason: str) -> None:
+    found = choose("AdamW", **options)
+    assert (found.arguments, found.reason) == (arguments, reason)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sparse", "options", "words"),
+    [
+        (SMALL, False, {"differentiable": True}, "not differentiable, which optimizer.differentiable=true asks for"),
+        (SMALL, True, {}, "fused kernels take no sparse gradients"),
+        (COMPLEX, False, {}, "real floating-point weights alone"),
+    ],
+)
+def test_fused_where_it_cannot_be_had_is_a_sentence(
+    parameters: list[Any], sparse: bool, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=rf"^optimizer.fused: true cannot be had: .*{words}.*\n.*allowed: null or false"):
+        choose("AdamW", parameters, sparse, fused=True, **options)
+    if not options:
+        found = choose("AdamW", parameters, sparse)
+        assert found.arguments == {"fused": False, "foreach": True}
+        assert words in found.reason
+
+
+def test_a_kernel_that_the_device_lacks_is_found_out_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise RuntimeError("not on this device\nand more")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", refuses)
+    assert choose("AdamW").reason == "auto: not on this device"
+    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: not on this device\n"):
+        choose("AdamW", fused=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "those"),
+    [("RMSprop", "fused", "Adagrad, Adam, AdamW, SGD"), ("torch.optim.Muon", "foreach", "ASGD, .*RMSprop")],
+)
+def test_kernels_that_a_class_lacks_are_refused_with_those_that_have_them(name: str, kind: str, those: str) -> None:
+    with pytest.raises(UserError, match=rf"^optimizer.{kind}: \w+ has no such kernels\n.*{those}"):
+        choose(name, **{kind: True})
+
+
+def test_an_optimizer_that_cannot_take_a_step_is_a_sentence() -> None:
+    with pytest.raises(UserError, match=r"^optimizer: AdamW cannot take a step: If capturable=True"):
+        choose("AdamW", fused=False, capturable=True)
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("kept", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_scaled_fp16_loss_trains_and_an_infinite_gradient_is_left_out(kind: str, kept: Any) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+
+    def step(model: nn.Module, optimizer: Any, scaler: Any, spoil: bool) -> None:
+        loss = model(torch.ones(2, 4)).square().mean()
+        (scaler.scale(loss) if scaler else loss).backward()
+        if spoil:
+            next(model.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    scaled = kept(layer.parameters(), lr=0.1, **{kind: True})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    step(layer, scaled, scaler, spoil=False)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    step(layer, scaled, scaler, spoil=True)
+    assert all(map(torch.equal, before, layer.parameters()))
+    assert scaler.get_scale() == 2.0**9
+    step(layer, scaled, scaler, spoil=False)
+    reference = kept(plain.parameters(), lr=0.1, foreach=False)
+    for _ in range(2):
+        step(plain, reference, None, spoil=False)
+    pairs = zip(layer.parameters(), plain.parameters(), strict=True)
+    assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in pairs)
+
+
+def test_a_loaded_state_follows_the_settings_of_the_optimizer_that_loads_it() -> None:
+    from runner.engine.state import load_optimizer
+
+    seen: list[Any] = []
+
+    class Watched(torch.optim.AdamW):
+        def load_state_dict(self, state: Any) -> None:
+            seen.extend(group["fused"] for group in state["param_groups"])
+            super().load_state_dict(state)
+
+    def trained(kind: Any, **options: Any) -> tuple[Tensor, Any]:
+        weight = torch.ones(3, requires_grad=True)
+        weight.grad = torch.ones(3)
+        optimizer = kind([weight], **options)
+        optimizer.step()
+        return weight, optimizer
+
+    _, before = trained(torch.optim.AdamW, fused=False, lr=0.5)
+    _, after = trained(Watched, fused=True, lr=0.1)
+    load_optimizer(after, before.state_dict())
+    assert seen == [True], "torch moves the counter of steps to where fused kernels need it only if told that they are"
+    assert (after.param_groups[0]["fused"], after.param_groups[0]["lr"]) == (True, 0.1)

@@ -1,0 +1,294 @@
+"""Activation checkpointing changes what is kept, and not one bit of what is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.runtime import activation
+from runner.runtime.activation import checkpointed
+from runner.runtime.blocks import Setting, checkpoint_activations
+from runner.runtime.memory import SavedTensors
+
+IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """BatchNorm in both of its kinds of averaging, dropout, and an in-place operation."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+        self.other_norm = nn.BatchNorm2d(width, momentum=None)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, features: Tensor) -> Tensor:
+        inside = self.norm(self.first(features)).relu_()
+        return self.drop(self.other_norm(self.second(inside))) + features
+
+
+class Drifting(nn.Module):
+    """Divides by an average that the same forward pass has brought up to date, as no module of torch's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 1)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("nothing", None)
+        self.weight = nn.Parameter(torch.ones(4, 1, 1))
+        self.last = nn.Conv2d(4, 4, 1)
+        self.scale: Tensor
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = self.layer(features) * self.weight
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(features.abs().mean(), alpha=0.5)
+        return self.last(features / self.scale)
+
+
+class Net(nn.Module):
+    """Blocks, one of them used twice, one that drifts, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.drifting = Drifting()
+        self.unused = nn.Conv2d(4, 4, 1)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stem(images)
+        for block in [*self.blocks, self.blocks[1]]:
+            features = block(features)
+        return self.head(self.drifting(features).mean(dim=(2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def switched_off() -> Iterator[None]:
+    yield
+    activation.switch(False)
+
+
+def net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def apply(model: nn.Module, setting: Setting, autocast: Any = contextlib.nullcontext) -> Any:
+    done = checkpoint_activations(model, setting, IMAGE, autocast)
+    assert done is not None
+    return done
+
+
+def train(model: nn.Module, autocast: Any = contextlib.nullcontext, steps: int = 2) -> list[Tensor]:
+    """All that some steps change, and the gradients of the last."""
+    model.train()
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for number in range(steps):
+        optimizer.zero_grad()
+        for _ in range(2):  # accumulated
+            images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+            with autocast():
+                loss = nn.functional.cross_entropy(model(images).float(), torch.tensor([0, 1, 2, 0]))
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*model.state_dict().values(), *gradients, torch.get_rng_state()]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype"),
+    [
+        (True, None),
+        (True, torch.bfloat16),
+        (True, torch.float16),
+        (2, None),
+        (0.4, torch.bfloat16),
+        ("drifting", None),
+        (["blocks.[12]", "stem"], torch.float16),
+        ("*", None),
+    ],
+    ids=str,
+)
+def test_weights_buffers_gradients_and_random_draws_are_those_of_a_plain_run(
+    setting: Setting, dtype: torch.dtype | None
+) -> None:
+    def autocast() -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    plain, less = net(), net()
+    done = apply(less, setting, autocast)
+    assert done.names
+    assert equal(train(less, autocast), train(plain, autocast))
+
+
+def test_the_statistics_of_batchnorm_are_counted_once_a_step() -> None:
+    model = net()
+    apply(model, True)
+    train(model, steps=1)
+    counts = [int(block.norm.num_batches_tracked) for block in model.blocks]  # type: ignore[union-attr, arg-type]
+    assert counts == [2, 4, 2, 2], "two micro-batches, and the second block is used twice"
+
+
+def test_less_is_kept() -> None:
+    plain, less = net(), net()
+    done = apply(less, True)
+    images = IMAGE.expand(5, -1, -1, -1)
+    found = []
+    for model in (plain, less):
+        with SavedTensors(model) as saved:
+            outputs = model(images)
+        found.append(saved.activations)
+        del outputs
+    assert found[1] < 0.5 * found[0]
+    assert done.after < 0.5 * done.before
+    assert done.before == pytest.approx(found[0] / 5, rel=0.05), "bytes of a sample"
+
+
+def test_names_and_copies_are_those_of_the_model() -> None:
+    plain, less = net(), net()
+    apply(less, True)
+    assert list(less.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in less.named_modules()] == [name for name, _ in plain.named_modules()]
+    twin = copy.deepcopy(less)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert twin(IMAGE).abs().max() == 0, "a copy computes with its own weights"
+    assert less(IMAGE).abs().max() > 0
+
+
+def test_a_forward_that_was_replaced_before_is_kept_and_restored() -> None:
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda inputs: inputs * 3  # type: ignore[method-assign]
+    activation.wrap(layer, "layer")
+    activation.wrap(layer, "layer")
+    given = torch.ones(2, requires_grad=True)
+    layer(given).sum().backward()
+    assert torch.equal(given.grad, torch.full((2,), 3.0))  # type: ignore[arg-type]
+    activation.unwrap(layer)
+    activation.unwrap(layer)
+    assert not activation.is_wrapped(layer)
+    assert torch.equal(layer(given), 3 * given)
+
+
+def test_measuring_leaves_no_trace() -> None:
+    model = net()
+    model.blocks[2].eval()
+    modes = [module.training for module in model.modules()]
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    apply(model, 0.4)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]  # type: ignore[union-attr]
+    assert equal(list(model.state_dict().values()), list(before.values()))
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_is_computed_twice_where_nothing_is_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    apply(model, True)
+    monkeypatch.setattr(activation, "checkpoint", None)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            model(IMAGE)
+    with pytest.raises(TypeError, match="NoneType"):
+        model(IMAGE)
+
+
+def test_off_means_untouched() -> None:
+    model = net()
+    assert checkpoint_activations(model, False, IMAGE, contextlib.nullcontext) is None
+    assert not any(activation.is_wrapped(module) for module in model.modules())
+    assert not activation.is_switched_on()
+
+
+class Marked(nn.Module):
+    """A model whose one expensive part is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5))
+        self.calls = 0
+
+    @checkpointed
+    def branch(self, images: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.branch(images).mean(dim=(2, 3))
+
+
+def test_marked_functions_are_computed_twice_only_while_it_is_on() -> None:
+    torch.manual_seed(3)
+    plain = Marked()
+    less = copy.deepcopy(plain)
+    done = apply(less, True)
+    assert done.after < done.before
+    assert done.names == ()
+    assert done.warnings == []
+    assert "marked functions" in done.row(8)[1]
+    less.calls = 0
+    found = train(less, steps=1)
+    assert less.calls == 4
+    activation.switch(False)
+    assert equal(train(plain, steps=1), found)
+    assert plain.calls == 2
+
+
+class InPlace(nn.Module):
+    """A block that spoils its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.layer(features.mul_(2))
+
+
+class Moody(nn.Module):
+    """A block that computes something else the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 4, 1)
+        self.calls = 0
+
+    def forward(self, features: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(features) if self.calls % 2 else self.layer(features).exp().sin()
+
+
+@pytest.mark.parametrize(
+    ("block", "words"), [(InPlace, "changes its input in place"), (Moody, "cannot be computed again")]
+)
+def test_a_block_that_cannot_be_computed_again_is_a_sentence(block: Callable[[], nn.Module], words: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), block(), nn.Flatten(), nn.LazyLinear(2))
+    model(IMAGE)
+    with pytest.raises(UserError, match=rf"^activation_checkpointing: .*{words}"):
+        apply(model, "1")

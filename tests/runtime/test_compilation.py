@@ -1,0 +1,224 @@
+"""What is compiled is the same model under the same names, and what compiling cost and could not do is told.
+
+Compiling by Inductor takes seconds; most of this runs on torch's backends that only trace.
+"""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.runtime import compilation as compilation_module
+from runner.runtime.compilation import (
+    Compilation,
+    CompileMeter,
+    CompileReport,
+    Options,
+    compile_learner,
+    compile_optimizer,
+    in_one_line,
+)
+
+CPU = torch.device("cpu")
+
+# Of torch's own looking through what it resumes with.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile by tracing alone, without a compiler."""
+    plain = torch.compile
+    torch._dynamo.reset()  # else what an earlier test compiled is found again
+
+    def tracing(function: Any, mode: str | None = None, **options: Any) -> Any:
+        return plain(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", tracing)
+    monkeypatch.setattr(compilation_module, "missing_compiler", lambda device: "")
+
+
+def loop_at(step: int) -> Any:
+    return SimpleNamespace(state=SimpleNamespace(position=SimpleNamespace(global_step=step)))
+
+
+class Talkative(nn.Module):
+    """Does something in its forward that cannot be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layer(inputs)
+        torch._dynamo.graph_break("on purpose")
+        return hidden * 2
+
+
+@pytest.mark.usefixtures("traced")
+def test_compiling_is_timed_and_what_could_not_be_compiled_is_told_once() -> None:
+    model = Talkative()
+    names = list(model.state_dict())
+    lines: list[str] = []
+    warnings: list[str] = []
+    done = compile_learner(model, nn.CrossEntropyLoss(), CPU, "model", Options())
+    report = CompileReport(done, lines.append, warnings.append)
+    assert report.summary() == {"compile_s": 0.0, "graph_breaks": 0, "recompilations": 0}
+    targets = torch.tensor([0, 1])
+    for step in (1, 2, 3):
+        nn.functional.cross_entropy(model(torch.ones(2, 3)), targets).backward()  # type: ignore[no-untyped-call]
+        report.on_step(loop_at(step))
+    assert list(model.state_dict()) == names
+    assert len(lines) == 1
+    assert lines[0].startswith("compiled in ")
+    assert lines[0].endswith(" s by the end of step 1: 2 graphs")
+    assert len(warnings) == 1
+    assert warnings[0].startswith("compile: the graph breaks 1 time: ")
+    assert "graph_break" in warnings[0]
+    summary = report.summary()
+    assert summary["compile_s"] > 0
+    assert summary["graph_breaks"] == 1
+    model(torch.ones(5, 3))
+    report.on_step(loop_at(4))
+    assert len(lines) == 2
+    assert "compiled more" in lines[1]
+    assert "size mismatch" in lines[1]
+    assert report.summary()["recompilations"] >= 1
+    assert report.summary()["compile_s"] > summary["compile_s"]
+    assert len(warnings) == 1, "each reason is told once"
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_meter_counts_its_own_run_alone_and_leaves_nothing_behind() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    def double(inputs: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return inputs * 2
+
+    torch.compile(double)(torch.ones(3))
+    gc.collect()
+    before = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
+    meter = CompileMeter()
+    assert (meter.seconds, meter.graphs, meter.graph_breaks(), meter.recompilations()) == (0.0, 0, {}, [])
+    assert len(callback_handler.start_callbacks) == before[0] + 1
+    del meter
+    gc.collect()
+    assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_graph_that_must_be_whole_and_is_not_is_a_sentence() -> None:
+    model = Talkative()
+    compile_learner(model, nn.CrossEntropyLoss(), CPU, "model", Options(fullgraph=True))
+    with pytest.raises(
+        UserError, match=r"^compiler.fullgraph: .*graph_break.*\n.*allowed: compiler.fullgraph=false, .*"
+    ):
+        model(torch.ones(2, 3))
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_compiled_step_gives_the_loss_of_model_and_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    done = compile_learner(model, criterion, CPU, "step", Options())
+    inputs, targets = torch.randn(5, 3), torch.randint(0, 2, (5,))
+    assert done.objective is not None
+    assert torch.allclose(done.objective(inputs, targets), criterion(model(inputs), targets))
+    assert model._compiled_call_impl is None, "evaluations run the model as it is"
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.RMSprop, {}), (torch.optim.SGD, {"momentum": 0.9})])
+def test_a_compiled_optimizer_follows_the_learning_rate_and_is_compiled_once(
+    kind: Any, options: dict[str, Any]
+) -> None:
+    def trained(compiled: bool) -> tuple[Tensor, Any, list[int]]:
+        weight = torch.linspace(-1, 1, 6).requires_grad_()
+        optimizer = kind([weight], lr=0.1, **options)
+        if compiled:
+            assert compile_optimizer(optimizer, Options()) == "and the optimizer's step"
+        meter = CompileMeter()
+        graphs = []
+        for step in range(4):
+            weight.grad = torch.cos(weight.detach())
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            optimizer.step()
+            assert optimizer.param_groups[0]["lr"] == 0.1 / (step + 1), "the rate stays a number"
+            graphs.append(meter.graphs)
+        return weight, optimizer.state_dict(), graphs
+
+    plain, state, _ = trained(False)
+    compiled, compiled_state, graphs = trained(True)
+    assert torch.allclose(plain, compiled, atol=1e-6)
+    assert 1 <= graphs[1] == graphs[3] <= 2, "once more at most, when there is momentum"
+    assert compiled_state["param_groups"] == state["param_groups"]
+    assert compiled_state["state"].keys() == state["state"].keys()
+
+
+def test_an_optimizer_that_gains_nothing_is_left_alone() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    fused = torch.optim.AdamW([weight], fused=True)
+    assert compile_optimizer(fused, Options()) == "the optimizer's step is one kernel already"
+    rate = torch.optim.SGD([weight], lr=torch.tensor(0.1), foreach=False)
+    assert "its rate is a tensor" in compile_optimizer(rate, Options())
+
+    class Own(torch.optim.SGD):
+        pass
+
+    assert compile_optimizer(Own([weight]), Options()) == "the step of Own as it is"
+    assert all("step" not in vars(optimizer) for optimizer in (fused, rate))
+
+
+def test_modes_of_cuda_graphs_elsewhere_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation_module, "missing_compiler", lambda device: "")
+    for mode, same in (("reduce-overhead", "default"), ("max-autotune", "max-autotune-no-cudagraphs")):
+        options = Options(mode=mode)  # type: ignore[arg-type]
+        assert options.uses_cuda_graphs
+        (said,) = compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "step", options).warnings
+        assert said.startswith(f"compiler.mode={mode}: there are no CUDA graphs on cpu")
+        assert said.endswith(f"the mode {same} does")
+    assert not Options(mode="max-autotune-no-cudagraphs").uses_cuda_graphs
+
+
+def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"^compile: true needs a C\+\+ compiler on the CPU\n.*compile=false"):
+        compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "model", Options())
+
+
+@pytest.mark.usefixtures("traced")
+def test_the_compiler_times_no_kernels_where_algorithms_are_deterministic() -> None:
+    from torch._inductor import config
+
+    for deterministic in (True, False):
+        compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "model", Options(), deterministic)
+        assert getattr(config, "deterministic", deterministic) is deterministic
+
+
+def test_the_row_of_the_header_says_what_is_compiled() -> None:
+    done = Compilation("step", Options(dynamic=None), CompileMeter(), optimizer="and the optimizer's step")
+    label, value, reason = done.row()
+    assert (label, value) == ("compiled", "forward and loss together, and the optimizer's step")
+    assert reason == "compile=step, mode default, for other batch sizes when they come"
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ("0/1: tensor 'x' size mismatch. expected 8, actual 5", "tensor 'x' size mismatch. expected 8, actual 5"),
+        ("L['n'] == 3  # comment\nUser stack trace:\n  File", "L['n'] == 3"),
+        ("Call to `print`\n  Explanation: Cannot trace it.\n  Hint: none", "Call to `print`: Cannot trace it."),
+        ("", "no reason given"),
+        ("x" * 300, "x" * 197 + "..."),
+    ],
+)  # fmt: skip
+def test_reasons_are_told_in_one_line(said: str, line: str) -> None:
+    assert in_one_line(said) == line

@@ -1,0 +1,103 @@
+"""Operations are counted right, and counting them leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from runner.checkpoint.digest import weights_sha256
+from runner.runtime.flops import Flops, count_flops
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A convolution, a norm, dropout and two layers, of which the first may be checkpointed."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.hidden = nn.Sequential(nn.Linear(4 * 8 * 8, 32), nn.ReLU(), nn.Dropout(0.5))
+        self.head = nn.Linear(32, 5)
+        self.again = again
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm(self.conv(images)).flatten(1)
+        x = checkpoint(self.hidden, x, use_reentrant=False) if self.again else self.hidden(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def counted(model: nn.Module, samples: int = 2, **keys: Any) -> Flops:
+    targets = torch.zeros(samples, dtype=torch.int64)
+    images = torch.randn(samples, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return count_flops(model, images, lambda logits: nn.functional.cross_entropy(logits, targets), **keys)
+
+
+CONV = 2 * 4 * 8 * 8 * 3 * 9
+HIDDEN = 2 * 256 * 32
+HEAD = 2 * 32 * 5
+
+
+def test_a_forward_pass_is_what_pencil_and_paper_say() -> None:
+    found = counted(Net(), 3)
+    assert found.forward == 3 * (CONV + HIDDEN + HEAD)
+    assert found.by_module == {"": found.forward, "conv": 3 * CONV, "hidden": 3 * HIDDEN, "hidden.0": 3 * HIDDEN,
+                               "head": 3 * HEAD}  # fmt: skip
+
+
+def test_a_backward_pass_costs_two_products_a_layer_and_one_where_the_input_needs_no_gradient() -> None:
+    found = counted(Net(), 3)
+    assert found.backward == 3 * (CONV + 2 * HIDDEN + 2 * HEAD)
+    assert found.recomputed == 0
+    assert found.of_sample == 2 * CONV + 3 * HIDDEN + 3 * HEAD
+
+
+def test_what_checkpointing_computes_again_is_told_apart() -> None:
+    plain, again = counted(Net()), counted(Net(again=True))
+    assert again.recomputed == 2 * HIDDEN
+    assert (again.forward, again.backward) == (plain.forward, plain.backward)
+
+
+def test_frozen_layers_cost_no_gradient() -> None:
+    model = Net()
+    model.conv.requires_grad_(False)
+    model.norm.requires_grad_(False)
+    assert counted(model).backward == 2 * (HIDDEN + 2 * HEAD)
+    model.requires_grad_(False)
+    assert counted(model).backward == 0
+
+
+def test_autocast_changes_no_count() -> None:
+    assert counted(Net(), autocast=lambda: torch.autocast("cpu", torch.bfloat16)) == counted(Net())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_buffers_gradients_modes_and_generators_are_left_as_they_were(training: bool) -> None:
+    model = Net(again=True).train(training)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before, state = weights_sha256(model.state_dict()), torch.get_rng_state()
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    counted(model)
+    assert weights_sha256(model.state_dict()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert model.conv.weight.grad is None
+    assert model.training is training
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+def test_a_compiled_model_is_counted_without_running_compiled_code() -> None:
+    model = Net()
+    expected = counted(copy.deepcopy(model))
+
+    def refuse(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model.compile(backend=refuse)
+    assert counted(model) == expected
