@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from runner.config.errors import UserError
-from runner.data.augment import Pipeline, RandomBrightnessContrast, RandomErasing, RandomFlip, RandomShift
+from runner.data import augment
+from runner.data.augment import Pipeline, RandomBrightnessContrast, RandomErasing, RandomFlip, RandomShift, chosen_from
+from runner.data.colour import ColorJitter
 from runner.data.keyed import Draws
+from runner.data.resized_crop import RandomResizedCrop
 
 CPU = torch.device("cpu")
 TRANSFORMS: dict[str, Callable[[], Callable[[Tensor, Draws], Tensor]]] = {
     "shift": lambda: RandomShift(0.25),
+    "shift edge": lambda: RandomShift(0.25, "edge"),
+    "shift reflect": lambda: RandomShift(0.25, "reflect"),
     "flip": lambda: RandomFlip(0.5),
+    "flip alternate": lambda: RandomFlip(0.5, alternate=True),
     "light": lambda: RandomBrightnessContrast(0.3, 0.4),
     "erase": lambda: RandomErasing(0.7, 0.5),
+    "crop": lambda: RandomResizedCrop(),
+    "colour": lambda: ColorJitter(0.4, 0.4, 0.4, 0.1),
 }
 
 
@@ -58,7 +68,11 @@ def test_dtype_shape_and_range_are_kept(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(images, before), "the input was overwritten"
 
 
-@pytest.mark.parametrize("transform", [RandomShift(0), RandomFlip(0), RandomBrightnessContrast(0, 0), RandomErasing(0)])
+@pytest.mark.parametrize(
+    "transform",
+    [RandomShift(0), RandomFlip(0), RandomBrightnessContrast(0, 0), RandomErasing(0), ColorJitter(0, 0, 0, 0)],
+    ids=lambda transform: type(transform).__name__,
+)
 def test_a_chance_or_strength_of_zero_changes_nothing(transform: Callable[[Tensor, Draws], Tensor]) -> None:
     images = pictures(32)
     assert torch.equal(transform(images, draws(32)), images)
@@ -83,6 +97,36 @@ def test_a_shift_moves_the_image_by_no_more_than_its_share_and_leaves_zeros(
         assert found
 
 
+@pytest.mark.parametrize(("padding", "mode"), [("edge", "replicate"), ("reflect", "reflect")])
+def test_what_comes_in_at_the_border_is_what_torch_pads_with(padding: Any, mode: str) -> None:
+    images = pictures(200, 2, 6, 5)
+    out = RandomShift(0.4, padding)(images, draws(200))
+    padded = F.pad(images.float(), (2, 2, 2, 2), mode=mode).to(torch.uint8)
+    windows = padded.unfold(2, 6, 1).unfold(3, 5, 1).flatten(2, 3)  # (B, C, places, 6, 5)
+    fits = (windows == out[:, :, None]).all(dim=(1, 3, 4))
+    assert fits.any(1).all()
+    assert (fits.sum(0) > 0).all(), "some shifts never occur"
+
+
+def test_a_single_row_is_not_moved_where_there_is_nothing_to_reflect() -> None:
+    images = pictures(50, 1, 1, 1)
+    assert torch.equal(RandomShift(0.5, "reflect")(images, draws(50)), images)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
+def test_the_cpu_takes_the_windows_and_choices_that_other_devices_take(dtype: torch.dtype) -> None:
+    images, others = pictures(9, 3, 7, 8).to(dtype), pictures(9, 3, 7, 8, low=100).to(dtype)
+    down, across = torch.arange(9) % 3, torch.arange(9) % 4
+    expected = [image[:, i : i + 5, j : j + 5] for image, i, j in zip(images, down, across, strict=True)]
+    for windows in (augment._rows_copied, augment._pixels_gathered):
+        assert torch.equal(windows(images, down * 8 + across, 5, 5), torch.stack(expected))
+    chosen = torch.arange(9) % 3 == 0
+    whole = torch.where(chosen[:, None, None, None], images, others)
+    assert torch.equal(chosen_from(chosen, images.clone(), others), whole)
+    pixels = others[:, :1] > 180
+    assert torch.equal(chosen_from(pixels, images.clone(), others), torch.where(pixels, images, others))
+
+
 def test_all_shifts_occur_equally_often() -> None:
     image = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     image[..., 4, 4] = 1
@@ -102,9 +146,34 @@ def test_flips_happen_as_often_as_asked_and_mirror_left_to_right(p: float) -> No
     assert abs(float((flipped & ~same).float().mean()) - p) < 0.03
 
 
-def test_flips_with_certainty_flip_everything() -> None:
+@pytest.mark.parametrize("alternate", [False, True])
+def test_flips_with_certainty_flip_everything(alternate: bool) -> None:
     images = pictures(50)
-    assert torch.equal(RandomFlip(1)(images, draws(50)), images.flip(-1))
+    assert torch.equal(RandomFlip(1, alternate)(images, draws(50)), images.flip(-1))
+
+
+def mirrored(p: float, epochs: int, samples: int) -> Tensor:
+    """Whether each sample is mirrored in each epoch, (epochs, samples)."""
+    images = torch.arange(2, dtype=torch.uint8).expand(samples, 1, 1, 2)
+    flip = RandomFlip(p, alternate=True)
+    return torch.stack([flip(images, draws(samples, epoch))[:, 0, 0, 0] == 1 for epoch in range(epochs)])
+
+
+def test_an_alternating_flip_mirrors_each_image_in_every_other_epoch_by_a_parity_of_its_own() -> None:
+    found = mirrored(0.5, 6, 4000)
+    assert (found[1:] != found[:-1]).all()
+    assert abs(float(found[0].float().mean()) - 0.5) < 0.03
+    other_seed = RandomFlip(0.5, alternate=True)(
+        torch.arange(2, dtype=torch.uint8).expand(4000, 1, 1, 2), Draws(12, 0, torch.arange(4000) * 3)
+    )
+    assert abs(float((other_seed[:, 0, 0, 0] == found[0]).float().mean()) - 0.5) < 0.03
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.3, 0.8])
+def test_an_alternating_flip_spreads_any_share_of_the_epochs_evenly(p: float) -> None:
+    times = mirrored(p, 60, 300).int().cumsum(0)
+    expected = p * torch.arange(1, 61)[:, None]
+    assert (times - expected).abs().max() < 1 + 1e-3, "an image is mirrored too often or too rarely at some time"
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
@@ -142,6 +211,7 @@ def test_light_and_contrast_stay_within_their_bounds() -> None:
     ("make", "words"),
     [
         (lambda: RandomShift(0.6), "share"),
+        (lambda: RandomShift(0.1, "wrap"), "padding must be zeros, edge or reflect, got 'wrap'"),  # type: ignore[arg-type]
         (lambda: RandomFlip(1.1), "p must be from 0 to 1"),
         (lambda: RandomErasing(0.5, 0), "share above 0"),
         (lambda: RandomBrightnessContrast(-0.1), "brightness"),

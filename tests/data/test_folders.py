@@ -2,6 +2,7 @@
 
 import io
 import multiprocessing
+import os
 import pickle
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
 from runner.config.errors import UserError
-from runner.data.folders import ImageFolder, image_folder, read_image
+from runner.data.folders import ImageFolder, image_folder
+from runner.data.pictures import read_image
 
 
 def _save(path: Path, color=(10, 20, 30), size=(6, 4), mode="RGB", **options) -> Path:
@@ -116,7 +118,7 @@ def test_folders_that_cannot_be_a_data_set_are_a_sentence(root, prepare, message
         image_folder(str(prepare(root)))
 
 
-@pytest.mark.parametrize("wrong", [{"image_size": 0}, {"channels": 2}])
+@pytest.mark.parametrize("wrong", [{"image_size": 0}, {"channels": 2}, {"crop_share": 0.0}, {"crop_share": 1.1}])
 def test_values_out_of_range_are_named(root, wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         image_folder(str(root), **wrong)
@@ -211,6 +213,39 @@ def test_the_orientation_noted_by_the_camera_is_applied(tmp_path):
     assert tensor[0, 0, 1] == 255
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", [".jpg", ".png"])
+def test_every_orientation_is_turned_upright_also_where_the_image_is_cut(tmp_path, orientation, suffix):
+    pixels = np.kron(
+        np.random.default_rng(0).integers(0, 256, (5, 8, 3), dtype=np.uint8), np.ones((16, 16, 1), np.uint8)
+    )
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(
+        tmp_path / f"turned{suffix}", exif=exif, **({"quality": 95} if suffix == ".jpg" else {})
+    )
+    with Image.open(tmp_path / f"turned{suffix}") as opened:
+        upright = torch.from_numpy(np.array(ImageOps.exif_transpose(opened))).permute(2, 0, 1)
+    assert torch.equal(read_image(tmp_path / f"turned{suffix}", None), upright)
+
+    def corner(height, width):
+        assert (height, width) == upright.shape[1:]
+        return 3, 5, 32, 32
+
+    part = read_image(tmp_path / f"turned{suffix}", 32, 3, corner)
+    assert torch.equal(part, upright[:, 3:35, 5:37])
+    halved = read_image(tmp_path / f"turned{suffix}", 16, 3, corner)
+    assert (halved.float() - part.float().unfold(1, 2, 2).unfold(2, 2, 2).mean((3, 4))).abs().mean() < 12
+
+
+def test_grey_comes_from_the_brightness_of_a_jpeg_alone(tmp_path):
+    pixels = np.kron(np.random.default_rng(1).integers(0, 256, (4, 4, 3), dtype=np.uint8), np.ones((8, 8, 1), np.uint8))
+    Image.fromarray(pixels).save(tmp_path / "colour.jpg", quality=95, subsampling=0)
+    with Image.open(tmp_path / "colour.jpg") as opened:
+        grey = torch.from_numpy(np.array(opened.convert("L"))).float()
+    assert (read_image(tmp_path / "colour.jpg", None, 1)[0].float() - grey).abs().mean() < 1
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 24), st.sampled_from([1, 3]))
 def test_any_size_becomes_the_square_asked_for(tmp_path_factory, width, height, size, channels):
@@ -278,3 +313,34 @@ def test_reading_draws_no_random_numbers(root):
     before = torch.get_rng_state()
     list(image_folder(str(root), image_size=3)["train"])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_share_of_the_middle_can_be_cut_out(tmp_path):
+    pixels = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16)
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.fromarray(pixels).save(tmp_path / "train" / "a" / "0.png")
+    train = image_folder(str(tmp_path), image_size=6, channels=1, crop_share=0.5)["train"]
+    assert torch.equal(train[0][0][0], torch.from_numpy(pixels[3:9, 5:11]))
+
+
+def test_a_fingerprint_follows_files_and_settings(root):
+    def print_of(**settings):
+        return image_folder(str(root), **settings)["train"].fingerprint()
+
+    first = print_of(image_size=4)
+    assert print_of(image_size=4) == first
+    others = {
+        print_of(image_size=5),
+        print_of(),
+        print_of(image_size=4, channels=1),
+        print_of(image_size=4, crop_share=0.5),
+    }
+    os.utime(root / "train/cat/0.png", ns=(1, 1))
+    others.add(print_of(image_size=4))
+    (root / "train/cat/0.png").rename(root / "train/cat/00.png")
+    others.add(print_of(image_size=4))
+    assert len(others | {first}) == 7
+    gone = image_folder(str(root))["train"]
+    (root / "train/cat/00.png").unlink()
+    with pytest.raises(UserError, match=r"cannot read the image .*00\.png: No such file"):
+        gone.fingerprint()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.data.keyed import Draws, mix, preserved_rng, seed_generators
+from runner.data.keyed import Draws, _hash, _hash_anywhere, mix, preserved_rng, seed_generators
 
 MANY = torch.arange(20_000)
 
@@ -89,6 +89,56 @@ def test_streams_epochs_seeds_calls_and_neighbours_are_uncorrelated() -> None:
 def test_integers_are_equally_likely() -> None:
     counts = torch.bincount(Draws(3, 1, MANY).integers(9), minlength=9)
     assert float(((counts - 20_000 / 9).square() / (20_000 / 9)).sum()) < 30  # chi-squared, 8 degrees of freedom
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40))
+def test_the_cpu_draws_the_bits_that_other_devices_draw(values: list[int]) -> None:
+    tensor = torch.tensor(values)
+    assert torch.equal(_hash(tensor), _hash_anywhere(tensor))
+
+
+@given(count=st.integers(1, 60), epoch=st.integers(0, 50), data=st.data())
+def test_a_ring_pairs_every_sample_with_another_whatever_their_order(
+    count: int, epoch: int, data: st.DataObject
+) -> None:
+    indices = torch.arange(count) * 7
+    neighbours = indices[Draws(4, epoch, indices).ring()]
+    assert sorted(neighbours.tolist()) == indices.tolist()
+    assert count == 1 or not (neighbours == indices).any()
+    places = torch.tensor(data.draw(st.permutations(range(count))))
+    assert torch.equal(indices[places][Draws(4, epoch, indices[places]).ring()], neighbours[places])
+
+
+def test_every_other_sample_is_as_often_the_neighbour() -> None:
+    counts = torch.zeros(6, 6)
+    for epoch in range(3000):
+        counts[torch.arange(6), Draws(0, epoch, torch.arange(6)).ring()] += 1
+    others = counts[~torch.eye(6, dtype=torch.bool)]
+    assert (others - 600).abs().max() < 110  # five standard errors
+
+
+def test_a_batch_draws_one_number_whatever_the_order_of_its_samples() -> None:
+    indices = torch.arange(32)
+    drawn = [int(Draws(0, epoch, indices).of_batch(3)) for epoch in range(900)]
+    assert [int(Draws(0, epoch, indices.flip(0)).of_batch(3)) for epoch in range(900)] == drawn
+    assert all(abs(drawn.count(number) - 300) < 75 for number in range(3))
+    assert Draws(0, 0, indices).of_batch(3).shape == ()
+    assert len({int(Draws(0, 0, indices + batch).of_batch(1000)) for batch in range(20)}) > 15
+
+
+def test_lasting_draws_are_the_same_in_every_epoch_and_of_no_epoch() -> None:
+    lasting = [Draws(0, epoch, MANY).lasting().uniform() for epoch in (0, 7)]
+    assert torch.equal(*lasting)
+    for epoch in range(3):
+        assert abs(correlation(lasting[0], Draws(0, epoch, MANY).uniform())) < 0.035
+    assert not torch.equal(lasting[0], Draws(1, 0, MANY).lasting().uniform())
+
+
+def test_draws_of_several_consumers_are_apart() -> None:
+    draws = Draws(0, 0, MANY, -1)
+    drawn = [draws.uniform(), draws.apart(0).uniform(), draws.apart(1).uniform(), Draws(0, 0, MANY).uniform()]
+    for one, other in itertools.combinations(drawn, 2):
+        assert abs(correlation(one, other)) < 0.035
 
 
 def test_mix_tells_numbers_and_their_order_apart() -> None:

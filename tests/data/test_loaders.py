@@ -18,8 +18,9 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.data.loaders import Batch, MemoryLoader
+from runner.data.samples import as_target, as_tensor
 from runner.data.synthetic import synthetic
-from runner.data.workers import WorkerLoader, as_target, as_tensor
+from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -309,3 +310,48 @@ def test_samples_read_one_by_one_equal_those_of_arrays() -> None:
     listed = Listed([ARRAYS[index] for index in range(len(ARRAYS))])
     loaded = list(through_workers(listed).batches(3, 0, BATCHES))
     assert same(loaded, list(in_memory().batches(3, 0, BATCHES)))
+
+
+class Counting(Dataset[Any]):
+    """Gives the number of threads that torch computes on where it is read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1, 2, 2), torch.get_num_threads(), dtype=torch.uint8), index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_are_computed_on_one_thread_wherever_they_are_read(workers: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        loader = through_workers(Counting(), torch.arange(4), workers=workers, persistent=False)
+        (batch,) = loader.batches(0, 0, 1)
+        assert batch.images.eq(1).all()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_worker_writes_a_batch_straight_into_shared_memory() -> None:
+    for workers, shared in ((1, True), (0, False)):
+        (batch,) = through_workers(indices=torch.arange(8), workers=workers, persistent=False).batches(0, 0, 1)
+        assert batch.images.is_shared() == shared
+        assert batch.images.is_contiguous()
+
+
+def test_images_of_two_kinds_in_one_batch_are_a_sentence() -> None:
+    items = [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)]
+    with pytest.raises(UserError, match=r"different kinds: torch.float32, torch.uint8"):
+        list(through_workers(Listed(items), torch.arange(2)).batches(0, 0, 1))
+
+
+def test_an_array_that_must_not_be_written_to_is_copied() -> None:
+    array = np.zeros((4, 5, 3), np.uint8)
+    array.setflags(write=False)
+    as_tensor(array).add_(1)
+    view = np.zeros((3, 4, 5), np.uint8).transpose(1, 2, 0)
+    as_tensor(view).add_(1)
+    assert not view.any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,20 +16,23 @@ from runner.config.targets import build
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline
 from runner.data.loaders import Loader, MemoryLoader
+from runner.data.mixing import Mixing
+from runner.data.residency import plan_reading
+from runner.data.samples import SampleTransform, as_target, as_tensor
 from runner.data.splits import carve, targets_of
-from runner.data.workers import SampleTransform, WorkerLoader, as_target, as_tensor
+from runner.data.workers import WorkerLoader
 
 _MEASURED = 2048  # images that statistics are measured on where they are read one by one
-_SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 
 
 @dataclass
 class SplitData:
-    """One split: batches as the model is given them, and what was done to them on the device."""
+    """One split: batches as the model is given them, and what was done to them on the device; blending last, if any."""
 
     loader: Loader
     prepare: Pipeline
     samples: int
+    mix: Mixing | None = None
 
 
 @dataclass
@@ -75,7 +77,13 @@ class Splits:
 
 
 def assemble(
-    data: Data, transform: Transform, seed: int, device: torch.device, eval_batch_size: int, channels_last: bool
+    data: Data,
+    transform: Transform,
+    seed: int,
+    device: torch.device,
+    eval_batch_size: int,
+    channels_last: bool,
+    make_cache: bool = True,
 ) -> Splits:
     """Read the data set and prepare its splits.
 
@@ -86,6 +94,7 @@ def assemble(
         device: where batches are wanted.
         eval_batch_size: samples of a batch of an evaluation.
         channels_last: memory layout of the batches.
+        make_cache: False uses a cache of `data.cache` that is there and makes none, for images that are read once.
 
     Raises:
         UserError: if the data cannot be found, read or split, or does not fit the settings.
@@ -96,11 +105,11 @@ def assemble(
     parts = carve(datasets, split.val, split.test, split.seed, split.stratified)
     sample_train = _callables("transform.sample_train", transform.sample_train)
     sample_eval = _callables("transform.sample_eval", transform.sample_eval)
-    in_memory, choices, warnings = _residency(data, datasets, bool(sample_train or sample_eval), device)
-    workers = _workers(data, in_memory, choices, warnings)
 
     train_set, train_indices = parts["train"]
     first, target = _sample(train_set, int(train_indices[0]), sample_eval)
+    reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
+    choices, warnings = reading.choices, reading.warnings
     classes = _classes(train_set)
     targets = targets_of(train_set)
     mean, std = data.normalize.mean, data.normalize.std
@@ -114,30 +123,27 @@ def assemble(
         )
     _check_statistics(mean, channels)
 
-    storage: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def loader(name: str, training: bool, prepare: Pipeline) -> Loader:
+    def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
         size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
-        if in_memory is not None and isinstance(dataset, ImageArrays):
-            if id(dataset) not in storage:
-                storage[id(dataset)] = (dataset.images.to(in_memory), dataset.targets.to(in_memory))
-            images, numbers = storage[id(dataset)]
-            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare)
+        if reading.in_memory is not None:
+            images, numbers = reading.stored(dataset)
+            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare, mix)
         return WorkerLoader(
-            dataset,
+            reading.source(dataset),
             indices,
             size,
             seed,
             shuffle,
             device,
             sample_train if training else sample_eval,
-            workers,
+            reading.workers,
             data.prefetch,
             data.persistent_workers,
-            device.type == "cuda" if data.pin_memory == "auto" else data.pin_memory,
+            reading.pin,
             data.non_blocking,
             prepare,
+            mix,
         )
 
     def part(name: str, training: bool) -> SplitData | None:
@@ -147,8 +153,10 @@ def assemble(
         nodes = transform.train if training else transform.eval
         steps = _callables(f"transform.{key}", nodes)
         pipeline = Pipeline(steps, mean, std, seed, device, channels_last)
-        return SplitData(loader(name, training, pipeline), pipeline, len(parts[name][1]))
+        mix = mixing if training else None
+        return SplitData(loader(name, training, pipeline, mix), pipeline, len(parts[name][1]), mix)
 
+    mixing = _mixing(transform.mix, seed, len(classes))
     train, again = part("train", True), part("train", False)
     assert train is not None
     assert again is not None
@@ -183,65 +191,21 @@ def _as_splits(made: Any) -> dict[str, Dataset[Any]]:
     return datasets
 
 
+def _mixing(node: dict[str, Any] | None, seed: int, classes: int) -> Mixing | None:
+    if node is None:
+        return None
+    made = build("transform.mix", node)
+    if not callable(made):
+        raise UserError(f"transform.mix: {node['_target_']} gives something that cannot be called")
+    return Mixing(made, seed, classes or None)
+
+
 def _callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
     built = [build(f"{key}.{index}", node) for index, node in enumerate(nodes)]
     for index, made in enumerate(built):
         if not callable(made):
             raise UserError(f"{key}.{index}: {nodes[index]['_target_']} gives something that cannot be called")
     return built
-
-
-def _residency(
-    data: Data, datasets: Mapping[str, Dataset[Any]], sample_transforms: bool, device: torch.device
-) -> tuple[torch.device | None, list[tuple[str, str, str]], list[str]]:
-    """Where the images live: a device, or None to read them through workers."""
-    arrays = [dataset for dataset in datasets.values() if isinstance(dataset, ImageArrays)]
-    possible = len(arrays) == len(datasets)
-    if data.residency in ("device", "ram") and not possible:
-        raise UserError(
-            f"data.residency: '{data.residency}' needs a data set of image tensors in memory\n    allowed: auto or disk"
-        )
-    if data.residency == "disk" or not possible or sample_transforms:
-        reason = "as set" if data.residency == "disk" else "images are read one by one"
-        if data.residency != "disk" and sample_transforms:
-            reason = "transform has sample transforms"
-        return None, [("data path", "workers", reason)], []
-    size = sum(dataset.images.numel() for dataset in arrays)
-    warnings = []
-    if isinstance(data.num_workers, int) and data.num_workers > 0:
-        warnings.append(
-            f"data.num_workers={data.num_workers} has no effect: the images are in memory "
-            "(data.residency=disk reads them through workers)"
-        )
-    shown = f"{size / 2**20:.1f} MiB"
-    if device.type == "cpu" or data.residency == "ram":
-        reason = "as set" if data.residency != "auto" else f"{shown} of images, and the CPU computes"
-        return torch.device("cpu"), [("data path", "in RAM", reason)], warnings
-    if data.residency == "auto" and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if size > _SHARE_OF_DEVICE * free:
-            reason = f"{shown} of images are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
-            return torch.device("cpu"), [("data path", "in RAM", reason)], warnings
-    reason = "as set" if data.residency == "device" else f"{shown} of images fit"
-    return device, [("data path", f"on {device}", reason)], warnings
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _workers(
-    data: Data, in_memory: torch.device | None, choices: list[tuple[str, str, str]], warnings: list[str]
-) -> int:
-    if in_memory is not None:
-        return 0
-    if data.num_workers != "auto":
-        if data.num_workers > _cores():
-            warnings.append(f"data.num_workers={data.num_workers} is more than the {_cores()} CPU cores there are")
-        return data.num_workers
-    workers = min(8, _cores())
-    choices.append(("workers", str(workers), "auto: one a CPU core, at most 8"))
-    return workers
 
 
 def _sample(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:

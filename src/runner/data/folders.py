@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import features
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.data.pictures import DECODING, Cut, middle_square, read_image
 
 EXTENSIONS = frozenset(
     (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
 )
-_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -29,6 +31,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         classes: names of the classes.
         image_size: edge of the square that every image is resized and cropped to, or None to leave them as they are.
         channels: 3 for RGB, 1 for grey.
+        crop_share: edge of the square that is cut from the middle, as a share of the shorter side.
     """
 
     def __init__(
@@ -38,11 +41,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         classes: Sequence[str],
         image_size: int | None = None,
         channels: Literal[1, 3] = 3,
+        crop_share: float = 1.0,
     ) -> None:
         if image_size is not None and image_size < 1:
             raise ValueError(f"image_size must be at least 1, got {image_size}")
         if channels not in (1, 3):
             raise ValueError(f"channels must be 1 or 3, got {channels}")
+        if not 0 < crop_share <= 1:
+            raise ValueError(f"crop_share must be above 0 and at most 1, got {crop_share}")
         if len(paths) != len(targets):
             raise ValueError(f"there are {len(targets)} targets for {len(paths)} paths")
         # One bytes object and not a list: reading a million strings in a forked worker copies their pages, by and by
@@ -54,6 +60,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.classes = tuple(classes)
         self.image_size = image_size
         self.channels = channels
+        self.crop_share = crop_share
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -64,7 +71,39 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         Raises:
             UserError: if the file cannot be decoded; it names the file.
         """
-        return read_image(self.path(index), self.image_size, self.channels), int(self.targets[index])
+        middle = functools.partial(middle_square, share=self.crop_share)
+        return read_image(self.path(index), self.image_size, self.channels, middle), int(self.targets[index])
+
+    def read_part(self, index: int, cut: Cut, size: int) -> tuple[Tensor, int]:
+        """Decode no more of an image than a random crop needs: see `runner.data.crops`.
+
+        Args:
+            index: number of the item.
+            cut: says which part is wanted of an image of a given height and width.
+            size: edge of the square that the part is resized to.
+
+        Raises:
+            UserError: if the file cannot be decoded; it names the file.
+        """
+        return read_image(self.path(index), size, self.channels, cut), int(self.targets[index])
+
+    def fingerprint(self) -> str:
+        """A digest of all that the images depend on: files with their sizes and times, settings, decoder.
+
+        Raises:
+            UserError: if a file is gone.
+        """
+        settings = (DECODING, self.image_size, self.channels, self.crop_share)
+        libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
+        digest = hashlib.sha256(repr((settings, libraries, self._ends.tolist())).encode())
+        digest.update(self._names)
+        for path in self.paths:
+            try:
+                found = path.stat()
+            except OSError as error:
+                raise UserError(f"cannot read the image {path}: {error.strerror}") from error
+            digest.update(struct.pack("<qq", found.st_size, found.st_mtime_ns))
+        return digest.hexdigest()
 
     def path(self, index: int) -> Path:
         """The file of item `index`."""
@@ -85,6 +124,7 @@ def image_folder(
     train_folder: str = "train",
     val_folder: str = "val",
     test_folder: str = "test",
+    crop_share: float = 1.0,
 ) -> dict[str, ImageFolder]:
     """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` for one without splits.
 
@@ -93,19 +133,20 @@ def image_folder(
 
     Args:
         root: folder of the data set.
-        image_size: every image is resized (antialiased) until its shorter side has this many pixels and its middle
-            is cut out as a square; None leaves the sizes as they are.
+        image_size: the middle of every image is cut out as a square and resized (bilinear, antialiased) to this many
+            pixels a side; None leaves the sizes as they are.
         channels: 3 for RGB, 1 for grey.
         train_folder: name of the folder with the training images.
         val_folder: name of the folder with the validation images; it may be absent.
         test_folder: name of the folder with the test images; it may be absent.
+        crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
 
     Returns:
         'train', and 'val' and 'test' where they exist.
 
     Raises:
         UserError: if a folder is missing or empty, or the splits have different classes.
-        ValueError: if `image_size` or `channels` is out of range.
+        ValueError: if `image_size`, `channels` or `crop_share` is out of range.
     """
     base = Path(root).expanduser()
     if not base.is_dir():
@@ -123,62 +164,10 @@ def image_folder(
     classes = {split: _classes_in(folder) for split, folder in folders.items()}
     for split, names in classes.items():
         _require_same(classes["train"], names, folders["train"], folders[split])
-    return {split: _listed(folder, classes["train"], image_size, channels) for split, folder in folders.items()}
-
-
-def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3) -> Tensor:
-    """Decode an image file of any kind that Pillow reads.
-
-    The orientation that the camera noted is applied, transparent pixels are laid over white, 16-bit greys are scaled
-    to 8 bits, and palettes, CMYK and other colour spaces are converted. Of an animation it is the first frame.
-
-    Args:
-        path: the file.
-        image_size: edge of the square to resize and crop to as in `image_folder`, or None.
-        channels: 3 for RGB, 1 for grey.
-
-    Returns:
-        uint8 (channels, H, W).
-
-    Raises:
-        UserError: if the file is missing, truncated or no image; it names the file.
-    """
-    try:
-        with Image.open(path) as opened:
-            opened.load()
-            image = _as_mode(_upright(opened), "RGB" if channels == 3 else "L")
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow's decoders raise a dozen kinds for damaged files, SyntaxError among them.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"cannot read the image {path}: {reason}. Replace it or delete it.") from error
-    if image_size is not None and image.size != (image_size, image_size):
-        image = ImageOps.fit(image, (image_size, image_size), Image.Resampling.BILINEAR)
-    pixels = torch.from_numpy(np.array(image))
-    return pixels.permute(2, 0, 1).contiguous() if channels == 3 else pixels.unsqueeze(0)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # Damaged notes of the camera do not make the picture unusable.
-        return image.copy()
-
-
-def _as_mode(image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
-    if image.mode in _SIXTEEN_BIT or image.mode == "F":
-        image = Image.fromarray(_eight_bit(np.asarray(image)))
-    elif image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == mode else image.convert(mode)
-
-
-def _eight_bit(values: np.ndarray) -> np.ndarray:
-    """Scale 16-bit greys to 8 bits; Pillow's own conversion would cut them off at 255."""
-    if values.dtype.kind == "f" or values.min() < 0 or values.max() > 65535:
-        raise ValueError("its pixels are 32-bit numbers, whose black and white are unknown; save it with 8 or 16 bits")
-    return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+    return {
+        split: ImageFolder(*_listed(folder, classes["train"]), classes["train"], image_size, channels, crop_share)
+        for split, folder in folders.items()
+    }
 
 
 def _classes_in(folder: Path) -> list[str]:
@@ -205,7 +194,7 @@ def _require_same(expected: Sequence[str], found: Sequence[str], train: Path, ot
         )
 
 
-def _listed(folder: Path, classes: Sequence[str], image_size: int | None, channels: Literal[1, 3]) -> ImageFolder:
+def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
     paths: list[Path] = []
     targets: list[int] = []
     for target, name in enumerate(classes):
@@ -217,7 +206,7 @@ def _listed(folder: Path, classes: Sequence[str], image_size: int | None, channe
             )
         paths += found
         targets += [target] * len(found)
-    return ImageFolder(paths, targets, classes, image_size, channels)
+    return paths, targets
 
 
 def _images_below(folder: Path) -> Iterator[Path]:

@@ -7,6 +7,7 @@ integer arithmetic only, so that they are the same bits on every device, in ever
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator
 
@@ -36,14 +37,25 @@ def _signed(value: int) -> int:
 
 
 def _hash(values: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 `values` of any shape; products wrap around as in C."""
+    """splitmix64's finaliser on int64 `values` of shape (B,); products wrap around as in C."""
+    if values.device.type == "cpu":
+        # NumPy's operations take a third of the time at these sizes, and it shifts unsigned numbers.
+        bits = values.numpy().view(np.uint64)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+        return torch.from_numpy((bits ^ (bits >> np.uint64(31))).view(np.int64))
+    return _hash_anywhere(values)
+
+
+def _hash_anywhere(values: Tensor) -> Tensor:
+    """The same with torch's operations alone, whose shifts of negative numbers fill up with ones."""
     values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
     values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
     return values ^ ((values >> 31) & ((1 << 33) - 1))
 
 
 class Draws:
-    """Random numbers for the samples of one batch: each call gives one number a sample.
+    """Random numbers for the samples of one batch: each call gives new ones, a number a sample.
 
     Args:
         seed: seed of the run.
@@ -53,8 +65,13 @@ class Draws:
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor, stream: int = 0) -> None:
-        self._keys = _hash(indices * _signed(_GOLDEN) + _signed(mix(seed, epoch, stream) << 1))
+        self.seed, self.epoch, self.indices, self.stream = seed, epoch, indices, stream
         self._calls = 0
+
+    @functools.cached_property
+    def _keys(self) -> Tensor:
+        base = _signed(mix(self.seed, self.epoch, self.stream) << 1)
+        return _hash(self.indices * _signed(_GOLDEN) + base)
 
     def uniform(self) -> Tensor:
         """Float32 numbers in [0, 1) of shape (B,), with 24 random bits each."""
@@ -65,6 +82,29 @@ class Draws:
         """Int64 numbers from 0 to `count` - 1 of shape (B,)."""
         self._calls += 1
         return ((_hash(self._keys + self._calls) >> 32) & 0x7FFFFFFF) % count
+
+    def of_batch(self, count: int) -> Tensor:
+        """One int64 number from 0 to `count` - 1 for the whole batch, of shape (); the order of the samples plays no part."""
+        self._calls += 1
+        return ((_hash(self._keys.sum(0, keepdim=True) + self._calls)[0] >> 32) & 0x7FFFFFFF) % count
+
+    def ring(self) -> Tensor:
+        """Another sample of the batch for each, int64 of shape (B,): its neighbour where all stand in a ring in random order.
+
+        Every sample is the neighbour of exactly one, and of itself only where it is alone. Who is whose follows from the
+        samples of the batch, whatever order they come in.
+        """
+        self._calls += 1
+        order = torch.argsort(_hash(self._keys + self._calls), stable=True)
+        return torch.empty_like(order).scatter_(0, order, order.roll(1))
+
+    def lasting(self) -> Draws:
+        """Draws of the same samples that are the same in every epoch."""
+        return Draws(self.seed, -1, self.indices, self.stream)
+
+    def apart(self, number: int) -> Draws:
+        """Draws of the same samples for consumer `number` of several, apart from these and from each other's."""
+        return Draws(self.seed, self.epoch, self.indices, mix(self.stream, number))
 
 
 @contextlib.contextmanager

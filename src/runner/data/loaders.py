@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from runner.data.order import order
+from runner.data.overlap import overlapped
 
 # Batches are gathered and prepared many at a time, as much as stays in a cache (CPU) or hides launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -117,6 +118,13 @@ class MemoryLoader:
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch."""
+        batches = self._gathered(epoch, start, stop)
+        # Only what draws from no generator with a state may be done before it is asked for.
+        if self._images.device != self._device and (self._prepare is None or self._prepare.per_sample):
+            batches = overlapped(batches, self._device)
+        return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
+
+    def _gathered(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         size = self.batch_size
         order_of_epoch = self._indices[order(self.samples, self._seed, epoch, self._shuffle)].to(self._images.device)
         for first in range(start, stop, self._chunk):
@@ -129,16 +137,16 @@ class MemoryLoader:
                 images = self._prepare(images, places, epoch)
             parts = (torch.split(tensor, size) for tensor in (images, targets, places))
             for some, theirs, where in zip(*parts, strict=True):
-                yield Batch(some, theirs, where) if self._mix is None else self._mixed(some, theirs, where, epoch)
+                yield Batch(some, theirs, where)
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         if tensor.device == self._device:
             return tensor
         return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
 
-    def _mixed(self, images: Tensor, targets: Tensor, places: Tensor, epoch: int) -> Batch:
-        assert self._mix is not None
-        return Batch(*self._mix(images, targets, places, epoch), places)
+    def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
+        for batch in batches:
+            yield Batch(*mix_batch(*batch, epoch), batch.indices)
 
     def close(self) -> None:
         """Nothing to end."""

@@ -6,44 +6,19 @@ import contextlib
 import math
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from runner.config.errors import UserError
-from runner.data.keyed import mix, preserved_rng, seed_generators
+from runner.data.keyed import mix
 from runner.data.loaders import Batch, Mix, Prepare
 from runner.data.order import order
-
-SampleTransform = Callable[[Any], Any]
-
-
-class _Keyed(Dataset[Any]):
-    """A data set whose items are asked for as (epoch, index), random draws keyed by both."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int, transforms: Sequence[SampleTransform]) -> None:
-        self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
-
-    def __getitems__(self, places: list[tuple[int, int]]) -> list[tuple[Any, Any, int]]:
-        items = []
-        with preserved_rng():
-            for epoch, index in places:
-                seed_generators(self._seed, epoch, index)
-                image, target = self._dataset[index]
-                for transform in self._transforms:
-                    image = transform(image)
-                items.append((image, target, index))
-        return items
-
-    def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any, int]:
-        return self.__getitems__([place])[0]
-
-    def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+from runner.data.overlap import overlapped
+from runner.data.samples import Keyed, Read, SampleTransform, collate
 
 
 class _Slices(Sampler[list[tuple[int, int]]]):
@@ -57,59 +32,6 @@ class _Slices(Sampler[list[tuple[int, int]]]):
 
     def __len__(self) -> int:
         return len(self.batches)
-
-
-def _collate(items: list[tuple[Any, Any, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Stack samples; anything that is not a tensor yet becomes one (PIL images as uint8 CHW)."""
-    images = [as_tensor(image) for image, _, _ in items]
-    shapes = {tuple(image.shape) for image in images}
-    if len(shapes) > 1:
-        first, second = sorted(shapes)[:2]
-        raise UserError(
-            f"images of one batch have different shapes, such as {first} and {second}; "
-            "set data.image_size, or add a transform that makes them equal (transform.sample_train, sample_eval)"
-        )
-    targets = torch.stack([as_target(target) for _, target, _ in items])
-    return torch.stack(images), targets, torch.tensor([index for _, _, index in items])
-
-
-def as_target(target: Any) -> Tensor:
-    """One target as a tensor; Python's and NumPy's floats become float32.
-
-    Raises:
-        UserError: if it is no number.
-    """
-    try:
-        tensor = torch.as_tensor(target)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"data.dataset: a target is {target!r}, which is not a number") from error
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
-
-
-def as_tensor(image: Any) -> Tensor:
-    """One image as a CHW tensor: tensors as they are, arrays and PIL images as uint8 or float.
-
-    Raises:
-        UserError: for anything else, or another number of dimensions.
-    """
-    tensor: Tensor
-    if isinstance(image, Tensor):
-        tensor = image
-    else:
-        array = np.asarray(image)
-        if array.dtype == object or array.ndim not in (2, 3):
-            kind = type(image).__name__
-            raise UserError(
-                f"data.dataset: gave {kind} where an image was expected (a tensor, an array or a PIL image)"
-            )
-        tensor = torch.from_numpy(array.copy())
-        if tensor.ndim == 3:
-            tensor = tensor.permute(2, 0, 1).contiguous()
-    if tensor.ndim == 2:
-        tensor = tensor[None]
-    if tensor.ndim != 3:
-        raise UserError(f"data.dataset: an image has shape {tuple(tensor.shape)}; expected (channels, height, width)")
-    return tensor if tensor.dtype == torch.uint8 or tensor.is_floating_point() else tensor.float()
 
 
 # A scheduler signals the whole process group; only the main process decides what happens then.
@@ -179,16 +101,17 @@ class WorkerLoader:
     ) -> None:
         self.samples = len(indices)
         self.batch_size = batch_size
+        self.workers = workers
         self._prepare, self._mix = prepare, mix_batch
         self._indices, self._seed, self._shuffle = indices, seed, shuffle
-        self._device, self._non_blocking = device, non_blocking
+        self._device, self._pin, self._non_blocking = device, pin, non_blocking
         self._slices = _Slices()
         with _without_advice():
             self._loader: DataLoader[Any] = DataLoader(
-                _Keyed(dataset, seed, transforms),
+                Keyed(dataset, seed, transforms),
                 batch_sampler=self._slices,
                 num_workers=workers,
-                collate_fn=_collate,
+                collate_fn=collate,
                 pin_memory=pin,
                 worker_init_fn=_start_worker,
                 prefetch_factor=prefetch if workers else None,
@@ -202,16 +125,36 @@ class WorkerLoader:
         chosen = self._indices[order(self.samples, self._seed, epoch, self._shuffle)]
         stop = min(stop, math.ceil(self.samples / self.batch_size))
         parts = [chosen[batch * self.batch_size : (batch + 1) * self.batch_size] for batch in range(start, stop)]
-        self._slices.batches = [[(epoch, index) for index in part.tolist()] for part in parts]
-        for tensors in self._read():
-            images, targets, places = (tensor.to(self._device, non_blocking=self._non_blocking) for tensor in tensors)
-            if self._prepare is not None:
-                images = self._prepare(images, places, epoch)
-            if self._mix is not None:
-                images, targets = self._mix(images, targets, places, epoch)
-            yield Batch(images, targets, places)
+        batches: Iterator[Batch] = self._copied(parts, epoch)
+        # Only what draws from no generator with a state may be done before it is asked for.
+        early = self._prepare is None or self._prepare.per_sample
+        if early:
+            batches = self._prepared(batches, epoch)
+        if self._non_blocking:
+            batches = overlapped(batches, self._device)
+        if not early:
+            batches = self._prepared(batches, epoch)
+        return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
 
-    def _read(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _copied(self, parts: list[Tensor], epoch: int) -> Iterator[Batch]:
+        self._slices.batches = [[(epoch, index) for index in part.tolist()] for part in parts]
+        for read, places in zip(self._read(), parts, strict=True):
+            yield Batch(*(self._to_device(tensor) for tensor in (read.images, torch.from_numpy(read.targets), places)))
+
+    def _prepared(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
+        for images, targets, places in batches:
+            yield Batch(images if self._prepare is None else self._prepare(images, places, epoch), targets, places)
+
+    def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
+        for batch in batches:
+            yield Batch(*mix_batch(*batch, epoch), batch.indices)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self._pin and not tensor.is_pinned():
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=self._non_blocking)
+
+    def _read(self) -> Iterator[Read]:
         try:
             with _without_advice(), _signals_wait():
                 iterator = iter(self._loader)

@@ -1,0 +1,178 @@
+"""Images a second out of a folder of JPEGs: `runner` against torchvision's `ImageFolder` and a `DataLoader`.
+
+    python scripts/benchmark_folder.py --images 1000 --rounds 5
+
+Both read the same files (about 500x375 pixels, noise with the spectrum of photographs, made by this script) with as many
+workers and give normalised float32 batches of one size. The peer is written as in most training scripts: version 1
+transforms on PIL images. Two kinds of training transforms are timed, in alternation, by whole epochs with workers that are
+already running: `middle` (Resize, CenterCrop, flip) and `random` (RandomResizedCrop, flip). Then `data.cache=disk` is timed:
+the epoch that decodes the images and writes the cache, and the epoch after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+import torchvision
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from runner.config.schema import Data, Normalize, Split, Transform
+from runner.data.assembly import Splits, assemble
+from runner.runtime.device import configure_torch
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+BATCH = 64
+CPU = torch.device("cpu")
+
+
+def photograph(generator: np.random.Generator, height: int, width: int) -> Image.Image:
+    """Noise whose strength falls with the frequency as in pictures of nature, the colours alike."""
+    rows, columns = np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None]
+    frequency = np.hypot(rows, columns)
+    frequency[0, 0] = 1 / max(height, width)
+    planes = []
+    for _ in range(4):
+        spectrum = generator.normal(size=frequency.shape) + 1j * generator.normal(size=frequency.shape)
+        plane = np.fft.irfft2(spectrum / frequency**1.1, s=(height, width))
+        planes.append((plane - plane.mean()) / plane.std())
+    pixels = 128 + 50 * np.stack([0.8 * planes[0] + 0.4 * plane for plane in planes[1:]], -1)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def make_folder(root: Path, images: int, shrink: float) -> None:
+    """Write `<root>/<class>/<number>.jpg`, 4 classes, sizes around 500x375 divided by `shrink`."""
+    generator = np.random.default_rng(0)
+    for number in range(images):
+        folder = root / "abcd"[number % 4]
+        folder.mkdir(parents=True, exist_ok=True)
+        width, height = int(generator.integers(400, 600) / shrink), int(generator.integers(300, 450) / shrink)
+        photograph(generator, height, width).save(folder / f"{number:05d}.jpg", quality=90)
+
+
+def peer(root: Path, kind: str, size: int, workers: int) -> DataLoader[Any]:
+    """What most training scripts have."""
+    crop = (
+        [transforms.Resize(size), transforms.CenterCrop(size)]
+        if kind == "middle"
+        else [transforms.RandomResizedCrop(size)]
+    )
+    steps = [*crop, transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
+    return DataLoader(
+        ImageFolder(str(root), transforms.Compose(steps)),
+        batch_size=BATCH,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+
+
+def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None = None) -> Splits:
+    """The same through the program's own configuration."""
+    data = Data(
+        dataset={"_target_": "runner.data.folders.image_folder"},
+        root=str(root),
+        batch_size=BATCH,
+        image_size=size,
+        num_workers=workers,
+        normalize=Normalize(MEAN, STD),
+        split=Split(val=0, test=0),
+        cache=None if cache_dir is None else "disk",
+        cache_dir=None if cache_dir is None else str(cache_dir),
+    )
+    crops = [{"_target_": "runner.data.crops.RandomResizedCrop", "size": size}] if kind == "random" else []
+    transform = Transform(sample_train=crops, train=[{"_target_": "runner.data.augment.RandomFlip"}])
+    return assemble(data, transform, 0, CPU, BATCH, channels_last=False)
+
+
+def seconds(epoch: Callable[[], Iterable[Any]], images: int) -> float:
+    """Time of an epoch that must give so many images."""
+    began, seen = time.perf_counter(), 0
+    for batch in epoch():
+        assert batch[0].dtype == torch.float32
+        seen += len(batch[0])
+    assert seen == images
+    return time.perf_counter() - began
+
+
+def epochs(splits: Splits) -> Callable[[], Iterable[Any]]:
+    """Gives one epoch after the other."""
+    count = -(-splits.train.samples // BATCH)
+    number = iter(range(10**9))
+    return lambda: splits.train.loader.batches(next(number), 0, count)
+
+
+def compare(root: Path, kind: str, arguments: argparse.Namespace, workers: int) -> tuple[float, float, float]:
+    """Images a second of the peer and of us, and the median of the ratios of neighbouring epochs."""
+    theirs, mine = peer(root, kind, arguments.size, workers), ours(root, kind, arguments.size, workers)
+    turns = (lambda: theirs, epochs(mine))
+    rates: tuple[list[float], list[float]] = ([], [])
+    for turn in range(arguments.rounds + 1):
+        for epoch, found in zip(turns, rates, strict=True):
+            rate = arguments.images / seconds(epoch, arguments.images)
+            if turn:  # the first one starts the workers
+                found.append(rate)
+    mine.close()
+    ratios = [ours_ / peers for peers, ours_ in zip(*rates, strict=True)]
+    return statistics.median(rates[0]), statistics.median(rates[1]), statistics.median(ratios)
+
+
+def with_cache(root: Path, arguments: argparse.Namespace, workers: int) -> tuple[float, float, float]:
+    """Seconds of the epoch that makes the cache, of the one after it, and the median of their ratios."""
+    found = []
+    for _ in range(arguments.rounds):
+        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+            began = time.perf_counter()
+            splits = ours(root, "middle", arguments.size, workers, Path(folder))
+            epoch = epochs(splits)
+            first = time.perf_counter() - began + seconds(epoch, arguments.images)
+            found.append((first, seconds(epoch, arguments.images)))
+            splits.close()
+    firsts, seconds_ = zip(*found, strict=True)
+    return (
+        statistics.median(firsts),
+        statistics.median(seconds_),
+        statistics.median(first / second for first, second in found),
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", type=int, default=224, help="pixels of a side of what the model is given")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shrink", type=float, default=1.0, help="files of 500x375 pixels divided by this")
+    arguments = parser.parse_args()
+    configure_torch(CPU, torch.get_num_threads(), False, False, False, False)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name) / "images"
+        make_folder(root, arguments.images, arguments.shrink)
+        size = sum(path.stat().st_size for path in root.rglob("*.jpg"))
+        print(f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision.__version__}, ", end="")
+        print(f"Pillow {PIL.__version__}, {torch.get_num_threads()} threads")
+        print(f"{arguments.images:,} JPEGs of {size / arguments.images / 1000:.0f} kB to {arguments.size}x{arguments.size}")
+        for workers in arguments.workers:
+            for kind in ("middle", "random"):
+                theirs, mine, ratio = compare(root, kind, arguments, workers)
+                print(f"{kind}, {workers} workers: peer {theirs:,.0f} images/s, runner {mine:,.0f}, ratio {ratio:.2f}")
+        workers = max(arguments.workers)
+        first, second, ratio = with_cache(root, arguments, workers)
+        print(f"cache, {workers} workers: first epoch {first:.2f} s, second {second:.2f} s, ratio {ratio:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Decoded and resized images kept on the disk, so that each is decoded once and not once an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import inspect
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import PIL
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable, Unwritable, temporary_prefix, write
+from runner.data.samples import Keyed, as_target, as_tensor
+from runner.data.splits import targets_of
+from runner.data.workers import WorkerLoader
+
+_BATCH = 64
+_COMPARED = 4  # images that are read again when a cache is opened
+_POLL_S = 0.2
+_SHOWN_AFTER_S = 2.0
+_SHOWN_EVERY_S = 10.0
+_GIB = 2**30
+
+
+class Opened(NamedTuple):
+    """A cache ready to be read, and what was done to get it.
+
+    Attributes:
+        images: the images; None if they are not there and not to be made, or a signal asked the run to stop meanwhile.
+        done: 'opened', or 'made' and in what time.
+        complaint: why a file that was there could not be used; empty if there was none.
+    """
+
+    images: MappedImages | None
+    done: str
+    complaint: str = ""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Where the images of a data set are kept.
+
+    Attributes:
+        folder: holds one file a split.
+        name: short name of the data set, for the names of the files.
+        recipe: what the data set is built from, as plain containers; another recipe gets other files.
+    """
+
+    folder: Path
+    name: str
+    recipe: dict[str, Any]
+
+    def path(self, split: str) -> Path:
+        """The file of a split."""
+        digest = hashlib.sha256(json.dumps(self.recipe, sort_keys=True, default=str).encode()).hexdigest()
+        plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in self.name)
+        return self.folder / f"{plain}-{split}-{digest[:12]}.images"
+
+    def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
+        """Map the images of a data set, which are decoded first if they are not there, damaged or others.
+
+        Args:
+            dataset: map-style data set of uint8 images of one size; reading it draws no random numbers.
+            split: its name.
+            workers: how many processes are to decode; asked if something is to be decoded. None opens what is there.
+
+        Raises:
+            UserError: if the images cannot be kept, or there is no space for them.
+        """
+        path, key = self.path(split), identity(dataset, self.recipe)
+        found = _existing(path, key, dataset)
+        if isinstance(found, MappedImages):
+            return Opened(found, "opened")
+        if workers is None:
+            return Opened(None, "")
+        example, target = _example(dataset)
+        with _noticing_signals() as stopped, _alone(path, stopped) as locked:
+            if stopped():
+                return Opened(None, "")
+            found = _existing(path, key, dataset)  # another process may have made it while we waited
+            if isinstance(found, MappedImages):
+                return Opened(found, "opened")
+            began = time.perf_counter()
+            _remove_useless(path, unfinished=locked)
+            count = len(dataset)  # type: ignore[arg-type]
+            _require_space(self.folder, count, example, target)
+            try:
+                with contextlib.closing(_decoded(dataset, example, split, workers(), stopped)) as decoded:
+                    write(path, key, count, decoded)
+            except _Stopped:
+                return Opened(None, "")
+            except Unwritable as error:
+                raise _cannot_write(path, str(error)) from error
+            return Opened(MappedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
+
+
+class _Stopped(Exception):
+    """A signal asked the run to stop."""
+
+
+def identity(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
+    """A digest of all that the images of a data set depend on, as far as can be told without reading them.
+
+    A data set with a method `fingerprint` says it itself. Of any other it is the recipe, the length, the targets, the file
+    that its class is written in, and the versions of the libraries that decode.
+    """
+    told = getattr(dataset, "fingerprint", None)
+    if callable(told):
+        return hashlib.sha256(str(told()).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode())
+    kind = type(dataset)
+    digest.update(repr((kind.__qualname__, len(dataset), torch.__version__, PIL.__version__)).encode())  # type: ignore[arg-type]
+    targets = targets_of(dataset)
+    if targets is not None:
+        digest.update(targets.numpy().tobytes())
+    with contextlib.suppress(TypeError, OSError):  # classes that were defined nowhere
+        digest.update(Path(inspect.getfile(kind)).read_bytes())
+    return digest.hexdigest()
+
+
+def _existing(path: Path, key: str, dataset: Dataset[Any]) -> MappedImages | str:
+    """The cache at `path`, or why there is none to use: empty if there is no file."""
+    try:
+        mapped = MappedImages(path, key)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"{path} was made anew: it cannot be read ({error.strerror})"
+    except Unusable as error:
+        return f"{path} was made anew: {error}"
+    count = len(dataset)  # type: ignore[arg-type]
+    if len(mapped) != count:
+        return f"{path} was made anew: it has {len(mapped):,} images for {count:,}"
+    for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)}):
+        image, target = _sample(dataset, place)
+        if not (_same(mapped.images[place], image) and _same(mapped.targets[place], target)):
+            return f"{path} was made anew: image {place} is another than in the data set"
+    return mapped
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _sample(dataset: Dataset[Any], index: int, epoch: int = 0) -> tuple[Tensor, Tensor]:
+    image, target = Keyed(dataset, 0)[epoch, index]
+    return as_tensor(image), as_target(target)
+
+
+def _example(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    """The first sample, for its shape; checked to be of a kind that can be kept."""
+    (image, target), (again, _) = _sample(dataset, 0), _sample(dataset, 0, epoch=1)
+    if image.dtype != torch.uint8:
+        raise UserError(
+            f"data.cache: 'disk' keeps uint8 images, and this data set gives {str(image.dtype).removeprefix('torch.')}\n"
+            "    allowed: data.cache=null, or a data set of uint8 images"
+        )
+    if not _same(image, again):
+        raise UserError(
+            "data.cache: 'disk' would keep one random version of each image: this data set gives another at every reading\n"
+            "    allowed: data.cache=null, or random changes in the section transform"
+        )
+    return image, target
+
+
+def _cannot_write(path: Path, reason: str) -> UserError:
+    return UserError(
+        f"data.cache_dir: cannot write {path}: {reason}\n    allowed: a folder that can be written, or data.cache=null"
+    )
+
+
+def _remove_useless(path: Path, unfinished: bool) -> None:
+    """Make room: remove a cache that cannot be used and, if nobody else can be at work, what killed processes have left."""
+    left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if unfinished else ()
+    try:
+        for useless in (path, *left):
+            useless.unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot_write(path, error.strerror or str(error)) from error
+
+
+def _require_space(folder: Path, samples: int, example: Tensor, target: Tensor) -> None:
+    needed = HEADER_BYTES + samples * (example.numel() + target.numel() * target.element_size())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"data.cache: {samples:,} images of {'x'.join(map(str, example.shape))} need {needed / _GIB:.2f} GiB, and "
+            f"{folder} has {free / _GIB:.2f} GiB free\n"
+            "    allowed: data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"
+        )
+
+
+def _decoded(
+    dataset: Dataset[Any], example: Tensor, split: str, workers: int, stopped: Callable[[], bool]
+) -> Generator[tuple[Tensor, Tensor], None, None]:
+    """All samples in order, in batches."""
+    count = len(dataset)  # type: ignore[arg-type]
+    cpu = torch.device("cpu")
+    loader = WorkerLoader(dataset, torch.arange(count), _BATCH, 0, False, cpu, (), workers, persistent=False)
+    shown = _Progress(split, count)
+    with contextlib.closing(loader):
+        for batch in loader.batches(0, 0, count):
+            if stopped():
+                raise _Stopped
+            if batch.images.dtype != torch.uint8 or batch.images.shape[1:] != example.shape:
+                raise UserError(
+                    f"data.cache: 'disk' keeps uint8 images of one size, and beside {_kind(example)} there is "
+                    f"{_kind(batch.images[0])}\n    allowed: data.image_size=224, say, or data.cache=null"
+                )
+            yield batch.images, batch.targets
+            shown.advance(len(batch.indices))
+    shown.end()
+
+
+def _kind(image: Tensor) -> str:
+    return f"{str(image.dtype).removeprefix('torch.')} {'x'.join(map(str, image.shape))}"
+
+
+class _Progress:
+    """Says on standard error how far it is, once it has taken a while; on a terminal in one line."""
+
+    def __init__(self, split: str, total: int) -> None:
+        self._split, self._total, self._done = split, total, 0
+        self._live = sys.stderr.isatty()
+        self._began = time.perf_counter()
+        self._due = self._began + _SHOWN_AFTER_S
+        self._shown = False
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.perf_counter()
+        if now < self._due:
+            return
+        self._due = now + (_POLL_S if self._live else _SHOWN_EVERY_S)
+        self._shown = True
+        rate = self._done / (now - self._began)
+        left = (self._total - self._done) / rate
+        text = (
+            f"caching {self._split}: {self._done:,} of {self._total:,} images, {rate:,.0f} a second, {left:.0f} s left"
+        )
+        print(f"\r{text:<78}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._live and self._shown:
+            print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _noticing_signals() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether a signal came that the run has a handler of its own for, which is called too."""
+    received: list[int] = []
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        before[number](number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not signal.default_int_handler:
+                before[number] = handler
+                signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        for watched, handler in before.items():
+            signal.signal(watched, handler)
+
+
+@contextlib.contextmanager
+def _alone(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
+    """Let one process at a time make a cache; the lock of one that is killed ends with it.
+
+    Gives whether no other can be at work: some file systems have no locks. There, both make it and the last one stays.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _cannot_write(path, error.strerror or str(error)) from error
+    try:
+        locked = _locked(lock, path, stopped)
+        yield locked
+        if locked:  # and not by closing alone: a process that was forked meanwhile would go on holding it
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int, path: Path, stopped: Callable[[], bool]) -> bool:
+    told = False
+    while not stopped():
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not told:
+                print(f"waiting for another process that makes {path}", file=sys.stderr, flush=True)
+            told = True
+            time.sleep(_POLL_S)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            return False
+    return False

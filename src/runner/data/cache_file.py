@@ -1,0 +1,228 @@
+"""The file that keeps decoded images: one line of text, then raw bytes, mapped into memory and never unpickled.
+
+The first 4096 bytes are a mark and a JSON object, padded with spaces; then come the images (uint8, N x C x H x W), then the
+targets. A file is whole or it is not there: it is written under another name and renamed once it is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import mmap
+import os
+import secrets
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+HEADER_BYTES = 4096
+_MARK = "runner images 1 "
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
+}
+
+T = TypeVar("T")
+
+
+class Unusable(Exception):
+    """A file is no cache of the images that are wanted; the message says why."""
+
+
+class Unwritable(Exception):
+    """A file cannot be written; the message says why."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says about itself.
+
+    Attributes:
+        key: digest of all that its images depend on.
+        images: (N, C, H, W).
+        targets: (N, ...).
+        targets_dtype: name of a dtype that torch has.
+        targets_crc32: checksum of the targets' bytes.
+    """
+
+    key: str
+    images: tuple[int, ...]
+    targets: tuple[int, ...]
+    targets_dtype: str
+    targets_crc32: int
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the images."""
+        return math.prod(self.images)
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes of the targets."""
+        return math.prod(self.targets) * _DTYPES[self.targets_dtype].itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return HEADER_BYTES + self.image_bytes + self.target_bytes
+
+    def dump(self) -> bytes:
+        """The first bytes of the file."""
+        return (_MARK + json.dumps(dataclasses.asdict(self))).encode().ljust(HEADER_BYTES - 1) + b"\n"
+
+
+def parse(block: bytes, size: int) -> Header:
+    """Read a header, and check it against the size of its file before anything relies on it.
+
+    Raises:
+        Unusable: if it is none, or says something else than the size.
+    """
+    text = block.decode("utf-8", "replace")
+    if len(block) < HEADER_BYTES or not text.startswith(_MARK):
+        raise Unusable("it is not a cache of images")
+    try:
+        fields = json.loads(text.removeprefix(_MARK))
+        images, targets = (tuple(fields[name]) for name in ("images", "targets"))
+        header = Header(fields["key"], images, targets, fields["targets_dtype"], fields["targets_crc32"])
+    except (ValueError, TypeError, KeyError):
+        raise Unusable("its header is damaged") from None
+    whole = all(type(number) is int and number > 0 for number in (*images, *targets))
+    if not whole or len(images) != 4 or images[:1] != targets[:1] or header.targets_dtype not in _DTYPES:
+        raise Unusable("its header is damaged")
+    if header.file_bytes != size:
+        raise Unusable(f"it has {size:,} bytes in place of {header.file_bytes:,}")
+    return header
+
+
+class MappedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images and targets in a file that is mapped into memory: all processes share the pages that the system holds.
+
+    Args:
+        path: the file.
+        key: digest that the file must have; None for any.
+
+    Attributes:
+        images: uint8 (N, C, H, W); the system reads pages of it when they are touched.
+        targets: (N, ...), in memory.
+
+    Raises:
+        Unusable: if the file is damaged or of other data.
+        FileNotFoundError: if there is none.
+    """
+
+    def __init__(self, path: Path, key: str | None = None) -> None:
+        self.path, self.key = path, key
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = parse(file.read(HEADER_BYTES), size)
+            if key is not None and header.key != key:
+                raise Unusable("it was made from other files, settings or library versions")
+            # Private: whatever writes to these tensors changes its own copy of a page and never the file.
+            mapped = torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        end = HEADER_BYTES + header.image_bytes
+        self.images = mapped[HEADER_BYTES:end].view(header.images)
+        self.targets = mapped[end:].clone().view(_DTYPES[header.targets_dtype]).view(header.targets)
+        if _crc32(self.targets) != header.targets_crc32:
+            raise Unusable("its targets are damaged")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """One sample, a copy: a transform may write to it."""
+        return self.images[index].clone(), self.targets[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedImages, (self.path, self.key)
+
+
+def write(path: Path, key: str, samples: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Write a file; a crash at any instant leaves either what was there or all of the new one.
+
+    Args:
+        path: the file; its folder exists.
+        key: digest of all that the images depend on.
+        samples: how many there will be.
+        batches: images uint8 (B, C, H, W) of one shape, and targets (B, ...).
+
+    Raises:
+        Unwritable: if it cannot be written; nothing is left behind.
+    """
+    temporary = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(6)}"
+    try:
+        with _told(), temporary.open("xb") as file:
+            _fill(file, key, samples, batches)
+        with _told():
+            os.replace(temporary, path)
+            _flush_folder(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _fill(file: IO[bytes], key: str, samples: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    kept, shape = [], torch.Size()
+    file.write(b" " * HEADER_BYTES)
+    for images, targets in _apart(batches):
+        file.write(images.contiguous().numpy().data)
+        kept.append(targets)
+        shape = images.shape[1:]
+    joined = torch.cat(kept)
+    file.write(joined.numpy().tobytes())
+    dtype = str(joined.dtype).removeprefix("torch.")
+    header = Header(key, (samples, *shape), tuple(joined.shape), dtype, _crc32(joined))
+    assert file.tell() == header.file_bytes, "every sample was written"
+    file.seek(0)
+    file.write(header.dump())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _OfTheData(Exception):
+    """Carries an `OSError` of what gives the batches past those of writing."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _apart(batches: Iterator[T]) -> Iterator[T]:
+    try:
+        yield from batches
+    except OSError as error:
+        raise _OfTheData(error) from error
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except _OfTheData as found:
+        raise found.error from None
+    except OSError as error:
+        raise Unwritable(error.strerror or str(error)) from error
+
+
+def _flush_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def temporary_prefix(path: Path) -> str:
+    """What the names of unfinished files begin with."""
+    return f".{path.name}.unfinished-"
+
+
+def _crc32(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().numpy().tobytes())

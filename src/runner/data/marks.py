@@ -1,0 +1,89 @@
+"""A loader whose work is done in named ranges, for profiling; a run that is not profiled pays nothing for them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from runner.data.arrays import ImageArrays
+from runner.data.loaders import Batch, Loader, MemoryLoader
+from runner.data.workers import WorkerLoader
+
+WAIT, PREPARE = "data wait", "copy and augment"
+
+Mark = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Gives a context for a range of that name."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a loader comes by its samples.
+
+    Attributes:
+        workers: processes that read them one by one, 0 where this one does; None if they are in memory.
+        resident: where they are in memory; None if they are read.
+        could_be_resident: whether they are read although they are tensors in memory.
+    """
+
+    workers: int | None
+    resident: torch.device | None
+    could_be_resident: bool
+
+
+def reading(loader: Loader) -> Reading:
+    """How a loader comes by its samples."""
+    if isinstance(loader, MemoryLoader):
+        return Reading(None, loader._images.device, False)
+    assert isinstance(loader, WorkerLoader), "there are two kinds of loaders"
+    keyed = loader._loader.dataset
+    tensors = isinstance(getattr(keyed, "_dataset", None), ImageArrays) and not getattr(keyed, "_transforms", ())
+    return Reading(loader._loader.num_workers, None, tensors)
+
+
+def marked(loader: Loader, mark: Mark) -> Loader:
+    """The same batches, made in ranges.
+
+    `data wait` is the time until samples that are read one by one have come: from worker processes, or read in this one
+    where there are none. `copy and augment` is everything else about a batch: gathering it from memory, moving it to the
+    device, transforming and normalising it.
+
+    Args:
+        loader: stays as it is; closing either closes both.
+        mark: gives the ranges; those inside another count by themselves.
+    """
+    if isinstance(loader, WorkerLoader):
+        inner, read = copy.copy(loader), loader._read
+        inner._read = lambda: _each(read, mark, WAIT)  # type: ignore[method-assign]
+        return _MarkedLoader(inner, mark)
+    return _MarkedLoader(loader, mark)
+
+
+class _MarkedLoader:
+    def __init__(self, inner: Loader, mark: Mark) -> None:
+        self.samples, self.batch_size = inner.samples, inner.batch_size
+        self._inner, self._mark = inner, mark
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        return _each(lambda: self._inner.batches(epoch, start, stop), self._mark, PREPARE)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _each(begin: Callable[[], Iterator[T]], mark: Mark, name: str) -> Iterator[T]:
+    """What an iterator gives, each item made in a range."""
+    with mark(name):
+        items = begin()
+    while True:
+        with mark(name):
+            item = next(items, None)
+        if item is None:
+            return
+        yield item

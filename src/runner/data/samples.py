@@ -1,0 +1,146 @@
+"""Samples of any data set as tensors, read many at a time with random draws of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from runner.config.errors import UserError
+from runner.data.keyed import preserved_rng, seed_generators
+
+SampleTransform = Callable[[Any], Any]
+
+
+class Read(NamedTuple):
+    """A batch as it comes from where it was read.
+
+    Attributes:
+        images: (B, C, H, W), uint8 with values 0 to 255 or float; in shared memory if a worker read it.
+        targets: (B, ...) numbers. An array, since a small one passes between processes faster than a tensor.
+    """
+
+    images: Tensor
+    targets: np.ndarray
+
+
+class Keyed(Dataset[Any]):
+    """A data set that is asked for (epoch, index), many at a time, random draws keyed by both.
+
+    Args:
+        dataset: map-style data set giving (image, target).
+        seed: seed of the run.
+        transforms: callables on one image, in order. If the first has a method `region(height, width)` and a `size`, and
+            the data set a method `read_part`, the data set is asked for that part of the image instead of the whole.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, transforms: Sequence[SampleTransform] = ()) -> None:
+        self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
+        self._cut: Any = None
+        if cuts_while_reading(dataset, transforms):
+            self._cut = self._transforms.pop(0)
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[tuple[Any, Any]]:
+        with preserved_rng(), _one_thread():
+            return [self._item(epoch, index) for epoch, index in places]
+
+    def _item(self, epoch: int, index: int) -> tuple[Any, Any]:
+        seed_generators(self._seed, epoch, index)
+        if self._cut is None:
+            image, target = self._dataset[index]
+        else:
+            image, target = self._dataset.read_part(index, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
+        for transform in self._transforms:
+            image = transform(image)
+        return image, target
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
+        return self.__getitems__([place])[0]
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+
+def cuts_while_reading(dataset: Dataset[Any], transforms: Sequence[SampleTransform]) -> bool:
+    """Whether the first transform says which part of an image to decode, and the data set can do that."""
+    first = transforms[0] if transforms else None
+    return hasattr(dataset, "read_part") and hasattr(first, "region") and getattr(first, "size", None) is not None
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread, as worker processes do: sums over many pixels round differently on several."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def collate(items: list[tuple[Any, Any]]) -> Read:
+    """Put samples into one batch; in a worker, images are written straight into shared memory.
+
+    Raises:
+        UserError: if images have different shapes or dtypes, or something is no image or no number.
+    """
+    images = [as_tensor(image) for image, _ in items]
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        first, second = sorted(shapes)[:2]
+        raise UserError(
+            f"images of one batch have different shapes, such as {first} and {second}; "
+            "set data.image_size, or add a transform that makes them equal (transform.sample_train, sample_eval)"
+        )
+    dtypes = {str(image.dtype) for image in images}
+    if len(dtypes) > 1:
+        raise UserError(f"data.dataset: images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
+    targets = torch.stack([as_target(target) for _, target in items])
+    return Read(default_collate(images), targets.numpy())
+
+
+def as_target(target: Any) -> Tensor:
+    """One target as a tensor; floats of any width become float32.
+
+    Raises:
+        UserError: if it is no number.
+    """
+    try:
+        tensor = torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"data.dataset: a target is {target!r}, which is not a number") from error
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def as_tensor(image: Any) -> Tensor:
+    """One image as a contiguous CHW tensor: tensors as they are, arrays and PIL images as uint8 or float.
+
+    Raises:
+        UserError: for anything else, or another number of dimensions.
+    """
+    tensor: Tensor
+    if isinstance(image, Tensor):
+        tensor = image
+    else:
+        array = np.asarray(image)
+        if array.dtype == object or array.ndim not in (2, 3):
+            kind = type(image).__name__
+            raise UserError(
+                f"data.dataset: gave {kind} where an image was expected (a tensor, an array or a PIL image)"
+            )
+        # A copy in any case: the memory may be another's, or not to be written to.
+        tensor = torch.from_numpy(np.array(array.transpose(2, 0, 1) if array.ndim == 3 else array, order="C"))
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    if tensor.ndim != 3:
+        raise UserError(f"data.dataset: an image has shape {tuple(tensor.shape)}; expected (channels, height, width)")
+    tensor = tensor if tensor.dtype == torch.uint8 or tensor.is_floating_point() else tensor.float()
+    return tensor.contiguous()

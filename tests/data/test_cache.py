@@ -1,0 +1,493 @@
+"""The cache of decoded images: the same bits with it as without, never half of it, never another's."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+from runner.config.schema import Data, Normalize, Split, Transform
+from runner.data import cache as cache_module
+from runner.data.assembly import Splits, assemble
+from runner.data.cache import Cache, Opened
+from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable
+from runner.data.loaders import MemoryLoader
+from runner.data.workers import WorkerLoader
+
+CPU = torch.device("cpu")
+
+
+class Made(Dataset[Any]):
+    """Images out of nothing; counts how often it is read, and calls a function before."""
+
+    def __init__(self, samples: int = 150, before: Callable[[int], None] = lambda index: None) -> None:
+        self.samples, self.before, self.read = samples, before, 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        self.read += 1
+        self.before(index)
+        return torch.arange(index, index + 48, dtype=torch.int64).to(torch.uint8).view(3, 4, 4), index % 5
+
+
+class Listed(Dataset[Any]):
+    """A data set made of a list."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+def cache(folder: Path, **recipe: Any) -> Cache:
+    return Cache(folder, "made/up", recipe)
+
+
+def opened(folder: Path, dataset: Dataset[Any] | None = None, workers: int = 0, **recipe: Any) -> Opened:
+    return cache(folder, **recipe).open(Made() if dataset is None else dataset, "train", lambda: workers)
+
+
+def check(images: MappedImages | None, dataset: Dataset[Any]) -> None:
+    assert images is not None
+    assert len(images) == len(dataset)  # type: ignore[arg-type]
+    for index in range(len(images)):
+        image, target = dataset[index]
+        assert torch.equal(images.images[index], image)
+        assert torch.equal(images.targets[index], torch.as_tensor(target))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_it_holds_what_the_data_set_gives_whoever_decodes(tmp_path: Path, workers: int) -> None:
+    found = opened(tmp_path, workers=workers)
+    check(found.images, Made())
+    assert found.done.startswith("made in ")
+    assert found.complaint == ""
+    path = cache(tmp_path).path("train")
+    assert path.name.startswith("made_up-train-")
+    assert path.read_bytes()[HEADER_BYTES : HEADER_BYTES + 48] == bytes(range(48))
+    assert sorted(tmp_path.iterdir()) == [path.parent / f".{path.name}.lock", path]
+
+
+def test_once_made_it_is_opened_and_few_images_are_read_again(tmp_path: Path) -> None:
+    opened(tmp_path)
+    dataset = Made()
+    found = opened(tmp_path, dataset)
+    assert (found.done, found.complaint) == ("opened", "")
+    assert 1 <= dataset.read <= 4
+    check(found.images, Made())
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [(2.5, torch.float32), (torch.tensor([0.5, 1.5]), torch.float32), (torch.tensor(True), torch.bool)],
+    ids=["number", "vector", "truth"],
+)
+def test_targets_of_other_kinds_are_kept_as_they_are(tmp_path: Path, target: Any, dtype: torch.dtype) -> None:
+    dataset = Listed([(torch.full((1, 2, 2), index, dtype=torch.uint8), target) for index in range(3)])
+    found = opened(tmp_path, dataset).images
+    check(found, dataset)
+    assert found is not None
+    assert found.targets.dtype == dtype
+
+
+def _lie(path: Path, **fields: Any) -> None:
+    block = path.read_bytes()
+    said = json.loads(block[:HEADER_BYTES].decode().removeprefix("runner images 1 ")) | fields
+    path.write_bytes(f"runner images 1 {json.dumps(said)}".encode().ljust(HEADER_BYTES) + block[HEADER_BYTES:])
+
+
+def _flip(path: Path, place: int) -> None:
+    block = bytearray(path.read_bytes())
+    block[place] ^= 1
+    path.write_bytes(bytes(block))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), "not a cache of images"),
+    "text": (lambda path: path.write_text("hello" * 9999), "not a cache of images"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps(list(range(9999)))), "not a cache of images"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes in place of"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes in place of"),
+    "no header": (lambda path: path.write_bytes(b"runner images 1 {".ljust(9999)), "header is damaged"),
+    "half a header": (lambda path: path.write_bytes(path.read_bytes()[:100]), "not a cache of images"),
+    "huge": (lambda path: _lie(path, images=[150, 3, 4, 2**60]), "bytes in place of"),
+    "negative": (lambda path: _lie(path, images=[150, 3, -4, -4]), "header is damaged"),
+    "truths": (lambda path: _lie(path, images=[150, 3, 4, True]), "header is damaged"),
+    "float": (lambda path: _lie(path, images=[150, 3, 4, 4.0]), "header is damaged"),
+    "text for numbers": (lambda path: _lie(path, images="many"), "header is damaged"),
+    "another dtype": (lambda path: _lie(path, targets_dtype="complex64"), "header is damaged"),
+    "fewer targets": (lambda path: _lie(path, targets=[75, 2]), "header is damaged"),
+    "another key": (lambda path: _lie(path, key="0" * 64), "made from other files, settings or library versions"),
+    "targets": (lambda path: _flip(path, path.stat().st_size - 4), "targets are damaged"),
+    "first image": (lambda path: _flip(path, HEADER_BYTES + 5), "image 0 is another than in the data set"),
+    "last image": (lambda path: _flip(path, HEADER_BYTES + 150 * 48 - 1), "image 149 is another"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_made_anew_and_that_is_said(tmp_path: Path, damage: str) -> None:
+    opened(tmp_path)
+    path = cache(tmp_path).path("train")
+    hurt, complaint = DAMAGES[damage]
+    hurt(path)
+    found = opened(tmp_path)
+    assert complaint in found.complaint
+    assert found.complaint.startswith(f"{path} was made anew: ")
+    check(found.images, Made())
+    assert opened(tmp_path).done == "opened"
+
+
+def test_another_recipe_has_another_file_and_other_data_replace_the_file(tmp_path: Path) -> None:
+    opened(tmp_path, image_size=4)
+    assert opened(tmp_path, image_size=5).complaint == ""
+    assert len(list(tmp_path.glob("*.images"))) == 2
+    found = opened(tmp_path, Made(151), image_size=5)
+    assert "made from other files" in found.complaint
+    check(found.images, Made(151))
+    assert len(list(tmp_path.glob("*.images"))) == 2
+
+
+def test_a_data_set_may_say_itself_what_its_images_depend_on(tmp_path: Path) -> None:
+    class Told(Made):
+        version = "1"
+
+        def fingerprint(self) -> str:
+            return self.version
+
+    opened(tmp_path, Told())
+    assert opened(tmp_path, Told()).done == "opened"
+    Told.version = "2"
+    assert "made from other files" in opened(tmp_path, Told()).complaint
+
+
+def test_what_a_transform_does_to_a_sample_stays_with_the_sample(tmp_path: Path) -> None:
+    images = opened(tmp_path).images
+    assert images is not None
+    images[3][0].zero_()
+    images.images[4].zero_()
+    check(opened(tmp_path).images, Made())
+    assert images.images[3].any()
+
+
+def test_passed_to_another_process_it_is_mapped_there_and_not_copied(tmp_path: Path) -> None:
+    images = opened(tmp_path).images
+    text = pickle.dumps(images)
+    assert len(text) < 1000
+    check(pickle.loads(text), Made())
+    cache(tmp_path).path("train").write_bytes(b"")
+    with pytest.raises(Unusable):
+        pickle.loads(text)
+
+
+ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([ITEM] * 64 + [(torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"one size.*uint8 1x4x4 there is uint8 1x4x5"),
+        ([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"different shapes.*data\.image_size"),
+        ([(torch.zeros(1, 4, 4), 0)] * 3, r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
+    ],
+)
+def test_images_that_cannot_be_kept_are_a_sentence(tmp_path: Path, items: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path, Listed(items))
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_data_set_that_draws_its_images_is_refused(tmp_path: Path) -> None:
+    class Drawn(Made):
+        def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+            return torch.randint(0, 256, (1, 4, 4), dtype=torch.uint8), 0
+
+    before = torch.get_rng_state()
+    with pytest.raises(UserError, match="one random version of each image"):
+        opened(tmp_path, Drawn())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 5000))  # type: ignore[attr-defined]
+    big = Listed([(torch.zeros(3, 200, 200, dtype=torch.uint8), 0)] * 9000)
+    with pytest.raises(
+        UserError, match=r"9,000 images of 3x200x200 need 1\.01 GiB, and .* has 0\.00 GiB free"
+    ) as caught:
+        opened(tmp_path, big)
+    assert "allowed: data.cache_dir on another disk" in str(caught.value)
+
+
+def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"data.cache_dir: cannot write .*: File too large"):
+            opened(tmp_path, Listed([(torch.zeros(3, 100, 100, dtype=torch.uint8), 0)] * 100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+
+
+def test_an_error_of_the_data_is_not_taken_for_one_of_writing(tmp_path: Path) -> None:
+    def gone(index: int) -> None:
+        if index == 100:
+            raise FileNotFoundError("no such picture")
+
+    with pytest.raises(FileNotFoundError, match="no such picture"):
+        opened(tmp_path, Made(before=gone))
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data.cache_dir: cannot write .*Not a directory"):
+        opened(tmp_path / "file" / "folder")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_cache import Made, opened
+
+def kill(index):
+    if index == 100:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+opened(Path(sys.argv[1]), Made(before=kill))
+"""
+
+
+def test_a_process_killed_at_work_leaves_nothing_that_is_read(tmp_path: Path) -> None:
+    program = KILLED.format(tests=str(Path(__file__).parent))
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+    assert len(left) == 1
+    found = opened(tmp_path)
+    assert found.complaint == ""
+    check(found.images, Made())
+    assert not left[0].exists()
+
+
+def _at_once(count: int, work: Callable[[], Any]) -> list[Any]:
+    results: list[Any] = []
+    threads = [threading.Thread(target=lambda: results.append(work())) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_of_two_at_once_one_makes_it_and_the_other_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = Made(before=lambda index: time.sleep(0.002))
+    found = _at_once(2, lambda: opened(tmp_path, dataset))
+    for each in found:
+        check(each.images, Made())
+    assert sorted(each.done.split()[0] for each in found) == ["made", "opened"]
+    assert dataset.read < 200
+    assert capsys.readouterr().err.startswith("waiting for another process that makes ")
+
+
+def test_without_locks_both_make_it_and_both_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(lock: int, how: int) -> None:
+        raise OSError(cache_module.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache_module.fcntl, "flock", unsupported)
+    dataset = Made(before=lambda index: time.sleep(0.002))
+    for each in _at_once(2, lambda: opened(tmp_path, dataset)):
+        check(each.images, Made())
+    assert dataset.read > 250
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    yield received
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_the_run_handles_ends_the_making_and_is_passed_on(tmp_path: Path, handled: list[int]) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    found = opened(tmp_path, Made(before=lambda index: os.kill(os.getpid(), signal.SIGTERM) if index == 70 else None))
+    assert found.images is None
+    assert handled == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
+
+
+def test_progress_is_told_once_it_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache_module, "_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(cache_module, "_SHOWN_EVERY_S", 0.0)
+    opened(tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" images")[0] for line in lines] == [f"caching train: {n} of 150" for n in (64, 128, 150)]
+
+
+# Through the configuration
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(24):
+        folder = tmp_path / "photos" / ("train" if number < 18 else "test") / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (20 + number, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return tmp_path / "photos"
+
+
+AUGMENTED = Transform(
+    train=[{"_target_": "runner.data.augment.RandomShift"}, {"_target_": "runner.data.augment.RandomFlip"}]
+)
+NOISY = Transform(sample_train=[{"_target_": "runner.data.crops.RandomResizedCrop", "size": None}])
+
+
+def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> Splits:
+    settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
+    node = {"_target_": "runner.data.folders.image_folder"}
+    data = Data(dataset=node, root=str(root), **(settings | keys))
+    return assemble(data, transform or Transform(), 3, CPU, 4, channels_last=False)
+
+
+def assert_same_batches(one: Splits, other: Splits) -> None:
+    assert (one.mean, one.std, one.classes) == (other.mean, other.std, other.classes)
+    assert torch.equal(one.class_counts, other.class_counts)  # type: ignore[arg-type]
+    for first, second in zip(
+        (one.train, one.val, one.test, one.train_for_eval),
+        (other.train, other.val, other.test, other.train_for_eval),
+        strict=True,
+    ):
+        assert first is not None
+        assert second is not None
+        for epoch in (0, 1):
+            batches = zip(first.loader.batches(epoch, 0, 4), second.loader.batches(epoch, 0, 4), strict=True)
+            for ours, theirs in batches:
+                for name in ("images", "targets", "indices"):
+                    assert torch.equal(getattr(ours, name), getattr(theirs, name))
+                    assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+
+
+@pytest.mark.parametrize(
+    ("transform", "keys"),
+    [
+        (AUGMENTED, {}),
+        (AUGMENTED, {"residency": "ram"}),
+        (AUGMENTED, {"normalize": Normalize([0.5], [0.2])}),
+        (AUGMENTED, {"residency": "disk"}),
+        (NOISY, {"num_workers": 2}),
+    ],
+    ids=["usual", "in RAM", "statistics given", "one by one", "sample transforms"],
+)
+def test_batches_are_the_same_bits_with_it_and_without(
+    photos: Path, transform: Transform, keys: dict[str, Any]
+) -> None:
+    reference = put_together(photos, transform, **{key: value for key, value in keys.items() if key != "residency"})
+    for _ in range(2):
+        splits = put_together(photos, transform, cache="disk", **keys)
+        assert_same_batches(reference, splits)
+        read = transform is NOISY or keys.get("residency") == "disk"
+        assert isinstance(splits.train.loader, WorkerLoader if read else MemoryLoader)
+        assert splits.warnings == []
+        splits.close()
+
+
+def rows(splits: Splits) -> dict[str, tuple[str, str]]:
+    return {label: (value, reason) for label, value, reason in splits.choices}
+
+
+def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Path, tmp_path: Path) -> None:
+    first = rows(put_together(photos, cache="disk"))
+    assert first["data path"] == ("mapped file", "0.0 MiB of images, and the CPU computes")
+    for split in ("train", "test"):
+        path, done = first[f"{split} cache"]
+        assert Path(path).parent == tmp_path / "photos.cache"
+        assert done.startswith("made in")
+    assert rows(put_together(photos, cache="disk"))["test cache"][1] == "opened"
+    put_together(photos, cache="disk", cache_dir=str(tmp_path / "elsewhere"))
+    assert len(list((tmp_path / "elsewhere").glob("*.images"))) == 2
+    assert rows(put_together(photos, cache="disk", residency="ram"))["data path"] == ("in RAM", "as set")
+
+
+def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
+    def read_once() -> Splits:
+        node = {"_target_": "runner.data.folders.image_folder"}
+        data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0)
+        return assemble(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
+
+    splits = read_once()
+    assert rows(splits) == rows(read_once())
+    assert rows(splits)["data path"] == ("workers", "images are read one by one")
+    assert splits.warnings == []
+    assert not (tmp_path / "photos.cache").exists()
+    put_together(photos, cache="disk")
+    assert rows(read_once())["train cache"][1] == "opened"
+
+
+def test_a_changed_file_is_decoded_again(photos: Path) -> None:
+    put_together(photos, cache="disk")
+    changed = next((photos / "train" / "a").iterdir())
+    Image.new("RGB", (30, 30), (200, 10, 10)).save(changed)
+    splits = put_together(photos, cache="disk")
+    (warning,) = splits.warnings
+    assert "was made anew: it was made from other files" in warning
+    assert rows(splits)["test cache"][1] == "opened"
+    assert_same_batches(put_together(photos), splits)
+
+
+def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other(photos: Path) -> None:
+    crops = Transform(sample_train=[{"_target_": "runner.data.crops.RandomResizedCrop", "size": 16}])
+    with pytest.raises(UserError, match=r"transform.sample_train.0 cuts from whole images\n.*allowed: data.cache=null"):
+        put_together(photos, crops, cache="disk")
+
+
+def test_a_run_that_is_told_to_stop_meanwhile_goes_on_from_the_files(
+    photos: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded = cache_module._decoded
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return decoded(*args)
+
+    monkeypatch.setattr(cache_module, "_decoded", interrupted)
+    splits = put_together(photos, cache="disk")
+    assert handled == [signal.SIGTERM]
+    assert splits.warnings == ["data.cache was not made: a signal asks the run to stop"]
+    assert_same_batches(put_together(photos), splits)
+
+
+def test_a_whole_run_ends_with_the_same_weights(train: Any, photos: Path) -> None:
+    words = ["data=image_folder", f"data.root={photos}", "data.image_size=16", "data.batch_size=6", "epochs=2"]
+    words += ["model=small_cnn", "transform=standard", "evaluate.test=false", "callbacks=none"]
+    digests = [train(*words, f"data.cache={kind}").summary["weights_sha256"] for kind in ("null", "disk")]
+    assert digests[0] == digests[1]

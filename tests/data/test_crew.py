@@ -1,0 +1,110 @@
+"""The number of workers is measured, told with its reason, and changes nothing else."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.data import crew
+from runner.data.crew import Crew, Timing, enough, muster
+
+
+@pytest.mark.parametrize(
+    ("read_ms", "handed_over_ms", "epoch_s", "cores", "allowed", "workers", "reason"),
+    [
+        (1.5, 0.5, 60, 8, 99, 0, "auto: a batch takes 1.5 ms to read, not worth handing over"),
+        (70, 40, 60, 8, 99, 0, "auto: a batch takes 70 ms to read, not worth handing over"),
+        (30, 1, 0.09, 8, 99, 0, "auto: an epoch takes 90 ms to read, less than starting a process"),
+        (5, 2, 60, 8, 99, 3, "auto: a batch takes 5.0 ms to read on one core and 2.0 ms to hand over"),
+        (180, 5, 60, 2, 99, 2, "auto: a batch takes 180 ms to read on one core; 2 cores"),
+        (180, 5, 60, 64, 4, 4, "auto: a batch takes 180 ms to read on one core; /dev/shm has room for as many"),
+        (1800, 5, 60, 64, 99, 16, "auto: a batch takes 1,800 ms to read on one core; at most 16"),
+    ],
+)
+def test_the_fewest_that_keep_ahead_are_chosen(
+    read_ms: float, handed_over_ms: float, epoch_s: float, cores: int, allowed: int, workers: int, reason: str
+) -> None:
+    count, told = enough(Timing(read_ms / 1000, handed_over_ms / 1000, epoch_s), cores, allowed)
+    assert count == workers
+    assert told.startswith(reason)
+
+
+class Slow(Dataset[Any]):
+    """Takes a while for each sample, draws random numbers, and counts its readings."""
+
+    def __init__(self, seconds: float, samples: int = 1000) -> None:
+        self.seconds, self.samples, self.read = seconds, samples, 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read += 1
+        if self.seconds:
+            time.sleep(self.seconds)
+        return torch.rand(1, 4, 4) + random.random() + float(np.random.rand()), 0
+
+
+def mustered(dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64) -> Crew:
+    indices = torch.arange(len(dataset))
+    return muster(wanted, prefetch, dataset, indices, (), batch, batch, sample_bytes)
+
+
+def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "cores", lambda: 3)
+    found = mustered(Slow(0.004))
+    assert found.workers == 3
+    assert found.reason.endswith(" ms to read on one core; 3 cores")
+    assert mustered(Slow(0), batch=4).workers == 0
+    assert mustered(Slow(0.004, samples=5)).workers == 0
+
+
+def test_measuring_is_short_and_draws_nothing() -> None:
+    dataset = Slow(0.05)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index,union-attr]
+    began = time.perf_counter()
+    mustered(dataset)
+    assert time.perf_counter() - began < 1
+    assert dataset.read <= 8
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index,union-attr]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_number_that_was_set_is_taken_without_reading() -> None:
+    dataset = Slow(1)
+    assert mustered(dataset, wanted=1) == Crew(1)
+    assert mustered(dataset, wanted=0) == Crew(0)
+    assert dataset.read == 0
+
+
+def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "_free_shared_memory", lambda: 64 * 2**20)
+    monkeypatch.setattr(crew, "cores", lambda: 2)
+    few = mustered(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
+    assert few.workers == 4
+    assert few.warnings[0] == "data.num_workers=4 is more than the 2 CPU cores there are"
+    assert few.warnings[1].startswith(
+        "data.num_workers=4 reads up to 800 MiB of batches ahead, and /dev/shm has 64 MiB"
+    )
+    none = mustered(Slow(0.01), batch=100, sample_bytes=2**20)
+    assert none == Crew(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
+    assert mustered(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1)])
+def test_the_share_of_a_container_counts(
+    quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(crew, "_CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(crew.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert crew.cores() == expected

@@ -1,0 +1,115 @@
+"""Loaders in ranges give the same batches, and say what they spend their time on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.data.arrays import ImageArrays
+from runner.data.augment import Pipeline, RandomShift
+from runner.data.loaders import Loader, MemoryLoader
+from runner.data.marks import PREPARE, WAIT, Reading, marked, reading
+from runner.data.workers import WorkerLoader
+
+CPU = torch.device("cpu")
+NAMES = tuple(str(number) for number in range(4))
+IMAGES = torch.arange(10 * 3 * 4 * 4, dtype=torch.int64).remainder(251).to(torch.uint8).view(10, 3, 4, 4)
+
+
+class Diary:
+    """Notes in which ranges things happen."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.book: list[str] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.open.append(name)
+        yield
+        self.open.pop()
+
+    def note(self, event: str) -> None:
+        self.book.append(f"{event} in {self.open[-1] if self.open else 'nothing'}")
+
+
+class Noting(Dataset[Any]):
+    def __init__(self, diary: Diary) -> None:
+        self.diary = diary
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.diary.note("read")
+        return IMAGES[index], index % 4
+
+
+def pipeline(diary: Diary) -> Pipeline:
+    class Shift(RandomShift):
+        def __call__(self, images: Tensor, draws: Any) -> Tensor:
+            diary.note("augment")
+            return super().__call__(images, draws)
+
+    return Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU)
+
+
+def memory(diary: Diary) -> Loader:
+    return MemoryLoader(IMAGES, torch.arange(10) % 4, torch.arange(10), 4, 0, True, CPU, pipeline(diary))
+
+
+def disk(diary: Diary) -> Loader:
+    return WorkerLoader(Noting(diary), torch.arange(10), 4, 0, True, CPU, prepare=pipeline(diary))
+
+
+@pytest.mark.parametrize("make", [memory, disk])
+def test_the_batches_are_the_same(make: Callable[[Diary], Loader]) -> None:
+    diary = Diary()
+    plain, loader = make(diary), make(diary)
+    with_ranges = marked(loader, diary)
+    assert (with_ranges.samples, with_ranges.batch_size) == (plain.samples, plain.batch_size)
+    for start in (0, 1):
+        pairs = zip(plain.batches(2, start, 3), with_ranges.batches(2, start, 3), strict=True)
+        assert sum(all(torch.equal(x, y) for x, y in zip(a, b, strict=True)) for a, b in pairs) == 3 - start
+    with_ranges.close()
+
+
+def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
+    diary = Diary()
+    for batch in marked(disk(diary), diary).batches(0, 0, 3):
+        diary.note(f"step of {len(batch.images)}")
+    one, last = [f"read in {WAIT}"] * 4, [f"read in {WAIT}"] * 2
+    augment = f"augment in {PREPARE}"
+    assert diary.book == [
+        *one, augment, "step of 4 in nothing", *one, augment, "step of 4 in nothing", *last, augment, "step of 2 in nothing",
+    ]  # fmt: skip
+
+
+def test_images_in_memory_are_prepared_and_never_waited_for() -> None:
+    diary = Diary()
+    for _ in marked(memory(diary), diary).batches(0, 0, 3):
+        diary.note("step")
+    assert set(diary.book) == {f"augment in {PREPARE}", "step in nothing"}
+
+
+def test_the_loader_itself_stays_as_it_is() -> None:
+    diary = Diary()
+    loader = disk(diary)
+    marked(loader, diary)
+    list(loader.batches(0, 0, 1))
+    assert set(diary.book) == {"read in nothing", "augment in nothing"}
+
+
+def test_how_samples_are_read_is_known() -> None:
+    diary = Diary()
+    arrays = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES)
+    assert reading(memory(diary)) == Reading(None, CPU, False)
+    assert reading(disk(diary)) == Reading(0, None, False)
+    assert reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU)) == Reading(0, None, True)
+    assert not reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, [lambda image: image])).could_be_resident

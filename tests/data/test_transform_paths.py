@@ -1,0 +1,111 @@
+"""Every shipped transform gives the same bits in any split of the samples, from memory and through workers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.config.schema import Data, Transform
+from runner.data import augment, colour, mixing, resized_crop
+from runner.data.assembly import Splits, assemble
+from runner.data.augment import Pipeline
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+CPU = torch.device("cpu")
+TRAIN: dict[str, dict[str, Any]] = {
+    "runner.data.augment.RandomShift": {"share": 0.3},
+    "runner.data.augment.RandomFlip": {},
+    "runner.data.augment.RandomBrightnessContrast": {},
+    "runner.data.augment.RandomErasing": {"p": 0.8, "share": 0.5},
+    "runner.data.colour.ColorJitter": {"hue": 0.2},
+    "runner.data.resized_crop.RandomResizedCrop": {},
+}
+MIX: dict[str, dict[str, Any]] = {
+    "runner.data.mixing.Mixup": {"alpha": 0.5},
+    "runner.data.mixing.CutMix": {},
+    "runner.data.mixing.OneOf": {
+        "choices": [{"_target_": "runner.data.mixing.Mixup"}, {"_target_": "runner.data.mixing.CutMix"}]
+    },
+}
+FURTHER = [("runner.data.augment.RandomShift", {"share": 0.3, "padding": padding}) for padding in ("edge", "reflect")]
+FURTHER += [("runner.data.augment.RandomFlip", {"alternate": True})]
+CASES = [*TRAIN.items(), *FURTHER]
+cases = pytest.mark.parametrize(
+    ("target", "arguments"), CASES, ids=[f"{target.rsplit('.')[-1]}-{words}" for target, words in CASES]
+)
+
+
+def built(target: str, arguments: dict[str, Any]) -> Any:
+    from runner.config.targets import build
+
+    return build("transform.train.0", {"_target_": target, **arguments})
+
+
+def test_no_transform_is_left_out() -> None:
+    there = {
+        f"{module.__name__}.{name}"
+        for module in (augment, colour, resized_crop, mixing)
+        for name, made in vars(module).items()
+        if inspect.isclass(made) and made.__module__ == module.__name__ and name not in ("Pipeline", "Mixing")
+    }
+    assert there == {*TRAIN, *MIX}
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@cases
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_split_of_the_samples_changes_no_bit(
+    target: str, arguments: dict[str, Any], dtype: torch.dtype, channels_last: bool, threads: Callable[[int], None]
+) -> None:
+    transform = built(target, arguments)
+    assert transform.per_sample
+    pipeline = Pipeline([transform], [0.1, 0.5, 0.7], [0.3, 0.2, 0.21], 0, CPU, channels_last)
+    # Odd sizes leave tails of all lengths behind the vectors; the larger images are shared out between threads.
+    for count, height, width, size in ((70, 5, 7, 9), (33, 13, 11, 1), (6, 90, 75, 5)):
+        generator = torch.Generator().manual_seed(count)
+        images = torch.randint(0, 256, (count, 3, height, width), generator=generator, dtype=torch.uint8)
+        images = images if dtype == torch.uint8 else images / 255
+        indices = torch.arange(count) * 5
+        threads(1)
+        whole = pipeline(images, indices, 2)
+        threads(2)
+        parts = [pipeline(*part, 2) for part in zip(images.split(size), indices.split(size), strict=True)]
+        assert torch.equal(whole, torch.cat(parts))
+
+
+def batches(splits: Splits) -> list[tuple[Tensor, ...]]:
+    loader = splits.train.loader
+    count = -(-loader.samples // loader.batch_size)
+    try:
+        return [tuple(batch) for epoch in (0, 3) for batch in loader.batches(epoch, 0, count)]
+    finally:
+        splits.close()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("target", "arguments"), [*CASES, *MIX.items()], ids=str)
+def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str, Any], channels_last: bool) -> None:
+    node = {"_target_": target, **arguments}
+    transform = Transform(mix=node) if target in MIX else Transform(train=[node])
+    dataset = {"_target_": "runner.data.synthetic.synthetic", "samples": 75, "image_size": 8, "classes": 5}
+    found = []
+    for keys in ({"residency": "ram"}, {"residency": "disk", "num_workers": 2 if channels_last else 0}):
+        data = Data(dataset=dataset, batch_size=16, pin_memory=False, **keys)  # type: ignore[arg-type]
+        found.append(batches(assemble(data, transform, 3, CPU, 32, channels_last)))
+    for memory, workers in zip(*found, strict=True):
+        assert all(map(torch.equal, memory, workers))
+        assert memory[0].stride() == workers[0].stride()
+        assert memory[1].dtype == (torch.float32 if target in MIX else torch.int64)
