@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from runner.cli import main
+from runner.cli import main, verb_modules
 from runner.config import app, keys, overrides
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
-from runner.config.schema import Eval, Train
+from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -32,7 +32,6 @@ FILE = re.compile(
     r"^(?:`([\w./]+)`:\n\n)?```(?:python|yaml)\n(?:# ([\w./]+\.(?:py|yaml))\n)?(.*?)^```$", re.M | re.DOTALL
 )
 START = ["python", "-m", "runner"]
-SCHEMAS = {"train": Train, "eval": Eval}
 # What the messages in the docs show in place of the folder that the program was started in.
 ELSEWHERE = "/home/you"
 
@@ -145,8 +144,9 @@ def call(*words: str) -> tuple[int, str, str]:
 
 def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
-    schema = SCHEMAS[verb]
-    request = app.parse(words, verb)
+    schema = VERBS[verb]
+    spelled_out = getattr(verb_modules()[verb], "spelled_out", list)
+    request = app.parse(spelled_out(words), verb)
     sources = Sources(app._folders(request))
     known = overrides.examine(request.words, schema, sources, multirun=True)
     composition, _ = app._compose(request, known, schema, sources, lambda _: [])
@@ -157,7 +157,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
 def test_every_command_in_the_docs_is_one_that_works(example: Example, workplaces: dict[str, Path]) -> None:
     with inside(workplace(example, workplaces)):
         verb, *rest = example.words
-        if verb in SCHEMAS and not {"--cfg", "--info", "--help"} & set(rest):
+        if verb in VERBS and not {"--cfg", "--info", "--help"} & set(rest):
             assert problems_of(verb, rest) == []
         else:
             status, out, err = call(*example.words)
@@ -168,7 +168,7 @@ def test_every_command_in_the_docs_is_one_that_works(example: Example, workplace
 @pytest.mark.parametrize("example", [each for each in examples() if failing(each)], ids=name_of)
 def test_every_error_in_the_docs_is_what_the_program_says(example: Example, workplaces: dict[str, Path]) -> None:
     with inside(workplace(example, workplaces)) as folder:
-        status, _, err = call(*example.words, *(["threads=1"] if example.words[0] in SCHEMAS else []))
+        status, _, err = call(*example.words, *(["threads=1"] if example.words[0] in VERBS else []))
     assert status == 2
     assert err.strip().replace(str(folder.resolve()), ELSEWHERE).replace(str(folder), ELSEWHERE) == example.output
 
@@ -241,9 +241,10 @@ def option_values(group: str, name: str) -> dict[str, Any]:
     return values | {f"{prefix}{key}": value for key, value in keys.flatten(content).items() if content}
 
 
-def top_values() -> dict[str, Any]:
+def top_values(page: str) -> dict[str, Any]:
+    """The keys of the verbs with their defaults; where several verbs have a key, that of the verb the page is about."""
     values: dict[str, Any] = {}
-    for name in ("train", "eval"):
+    for name in sorted(VERBS, key=lambda verb: verb == page):
         content = yaml.safe_load((shipped() / f"{name}.yaml").read_text())
         content.pop("defaults")
         values |= keys.flatten(content)
@@ -252,7 +253,7 @@ def top_values() -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", key_rows(), ids=lambda row: f"{row.document.stem}-{row.option}-{row.key}")
 def test_every_key_in_a_table_exists_and_has_the_default_that_the_table_says(row: Row) -> None:
-    values = option_values(*row.option) if row.option and row.key.startswith(f"{row.option[0]}.") else top_values()
+    values = option_values(*row.option) if row.option and row.key.startswith(f"{row.option[0]}.") else top_values(row.document.stem)
     assert row.key in values
     if row.default:
         assert yaml.safe_load(row.default) == values[row.key]
@@ -272,9 +273,8 @@ def test_every_argument_of_a_component_is_in_the_table_of_its_option() -> None:
 
 def test_every_key_of_the_schema_is_in_the_docs() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    missing = [
-        key for key in keys.all_keys(Eval) if not re.search(rf"`{re.escape(key)}[`=.]|\b{re.escape(key)}=", text)
-    ]
+    every = dict.fromkeys(key for schema in VERBS.values() for key in keys.all_keys(schema))
+    missing = [key for key in every if not re.search(rf"`{re.escape(key)}[`=.]|\b{re.escape(key)}=", text)]
     assert not missing
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.file import read
+from runner.tracking.formats import GAUGES
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -69,7 +70,8 @@ def resumed_equals_uninterrupted(train: Any, stopped: Any, step: int, *words: st
     # What is logged is the same to the last digit, too; only the speed is another.
     before, after = (
         sorted(
-            str({name: value for name, value in record.items() if name != "samples_per_s"}) for record in run.metrics
+            str({name: value for name, value in record.items() if name not in ("samples_per_s", *GAUGES)})
+            for record in run.metrics
         )
         for run in (whole, rest)
     )

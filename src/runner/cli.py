@@ -88,11 +88,17 @@ def _help(modules: dict[str, ModuleType]) -> str:
         "  python -m runner eval ckpt_path=outputs/digits/<run>",
         "  python -m runner list model                               what can be selected",
         "",
-        "flags of train and eval: --multirun --cfg job --info --config-dir DIR --config-name NAME --resolve --help",
+        f"flags of {_listed(modules)}: --multirun --cfg job --info --config-dir DIR --config-name NAME --resolve --help",
         'tab completion: eval "$(runner -sc install=bash)"',
         "exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 75 preempted",
     ]
     return "\n".join(lines)
+
+
+def _listed(modules: dict[str, ModuleType]) -> str:
+    """The verbs that take a config, as people list things."""
+    *others, last = [verb for verb, module in modules.items() if hasattr(module, "complete")]
+    return f"{', '.join(others)} and {last}"
 
 
 def _complete(words: list[str]) -> int:

@@ -14,7 +14,7 @@ import yaml
 from runner import __version__
 from runner.cli import main, verb_modules
 from runner.config.keys import hints
-from runner.config.schema import Eval, Train
+from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
 
 # Calls the program as the console script `runner` does; an import that costs seconds is refused and told.
@@ -141,7 +141,7 @@ def test_help_lists_every_verb_with_what_it_does(capsys):
     for verb, module in verb_modules().items():
         [line] = re.findall(rf"^  {verb} +(\S.*)$", text, re.MULTILINE)
         assert line == (module.__doc__ or "").splitlines()[0].rstrip(".")
-    assert {"env", "eval", "list", "show", "train"} <= set(verb_modules())
+    assert {"env", "list", "show", *VERBS} <= set(verb_modules())
 
 
 def test_help_is_shown_without_a_verb_and_for_the_word_help(capsys):
@@ -161,9 +161,10 @@ def test_every_flag_and_example_of_the_help_is_understood(capsys, workdir):
     assert len(examples) >= 5
     for verb, words in examples:
         assert verb in verb_modules()
-        if verb in ("train", "eval"):
+        if verb in VERBS:
             parse(words.split(), verb)
-    [flags] = re.findall(r"^flags of train and eval: (.*)$", text, re.MULTILINE)
+    [(those, flags)] = re.findall(r"^flags of (.*): (--.*)$", text, re.MULTILINE)
+    assert sorted(re.split(", | and ", those)) == sorted(VERBS)
     for flag in re.findall(r"--[\w-]+", flags):
         value = {"--cfg": ["job"], "--config-dir": ["x"], "--config-name": ["x"]}.get(flag, [])
         parse([flag, *value], "train")
@@ -222,15 +223,14 @@ def test_show_without_words_explains_every_top_level_key(capsys):
     assert (shipped() / "train.yaml").read_text() in text
 
 
-@pytest.mark.parametrize("verb", ["train", "eval"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb_shows_its_groups_and_every_top_level_key_with_its_comment(verb, capsys, workdir):
     assert main([verb, "--help"]) == 0
     text = capsys.readouterr().out
     sources = Sources()
     for group in sources.groups():
         assert re.search(rf"^  {group} +{', '.join(o.name for o in sources.options(group))}$", text, re.MULTILINE)
-    schema = {"train": Train, "eval": Eval}[verb]
-    for key in hints(schema):
+    for key in hints(VERBS[verb]):
         assert key in sources.groups() or re.search(rf"^  {key}:(.*  # \S|$)", text, re.MULTILINE), key
     assert "hydra:" not in text
 

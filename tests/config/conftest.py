@@ -11,9 +11,7 @@ import pytest
 from runner.config.app import Composition, current, launch
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
-from runner.config.schema import Eval, Train
-
-SCHEMAS = {"train": Train, "eval": Eval}
+from runner.config.schema import VERBS
 
 # The same words give the same composition, and composing is what takes the time.
 _KNOWN: dict[tuple[str, ...], Composition] = {}
@@ -30,7 +28,7 @@ def compose(workdir: Path) -> Callable[..., Composition]:
         caught: list[Composition] = []
         launch(
             lambda cfg: caught.append(current(cfg)),
-            SCHEMAS[verb],
+            VERBS[verb],
             verb,
             words,
             also=lambda composition: [],
@@ -49,6 +47,6 @@ def problems(compose: Callable[..., Composition]) -> Callable[..., dict[str, Pro
 
     def call(*words: str, verb: str = "train") -> dict[str, Problem]:
         composition = compose(*words, verb=verb)
-        return {problem.key: problem for problem in problems_in(composition.values, composition, SCHEMAS[verb])[1]}
+        return {problem.key: problem for problem in problems_in(composition.values, composition, VERBS[verb])[1]}
 
     return call

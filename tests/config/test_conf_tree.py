@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from runner.config import keys
 from runner.config.resolve import problems_in
-from runner.config.schema import EVAL_ONLY, Eval, Train
+from runner.config.schema import EVAL_ONLY, VERBS, Eval, Train
 from runner.config.sources import Option, Sources, shipped
 
 SOURCES = Sources()
@@ -66,11 +66,13 @@ def test_the_command_at_the_head_of_an_option_is_understood(option, compose):
     assert [problem.lines() for problem in problems_in(composition.values, composition, Train)[1]] == []
 
 
-def test_the_command_at_the_head_of_eval_is_understood(compose):
-    head = (shipped() / "eval.yaml").read_text().splitlines()[1].lstrip("# ")
-    *_, verb, ckpt_path, split = shlex.split(head)
-    composition = compose(ckpt_path, split, verb=verb)
-    assert problems_in(composition.values, composition, Eval)[1] == []
+@pytest.mark.parametrize("name", VERBS)
+def test_the_command_at_the_head_of_a_verbs_config_is_understood(name, compose):
+    head = (shipped() / f"{name}.yaml").read_text().splitlines()[1].lstrip("# ")
+    *_, verb = shlex.split(head)[:4]
+    composition = compose(*shlex.split(head)[4:], verb=verb)
+    assert verb == name
+    assert problems_in(composition.values, composition, VERBS[verb])[1] == []
 
 
 def leaves(node: yaml.Node) -> list[tuple[str, int]]:
@@ -112,10 +114,10 @@ def test_presets_set_only_keys_that_exist(option):
     assert unknown == []
 
 
-def values_in_files() -> dict[str, Any]:
-    """The defaults as the YAML has them, interpolations resolved."""
+def values_in_files(verb: str) -> dict[str, Any]:
+    """The defaults of a verb as the YAML has them, interpolations resolved."""
     whole = yaml.safe_load((shipped() / "train.yaml").read_text())
-    whole |= yaml.safe_load((shipped() / "eval.yaml").read_text())
+    whole |= yaml.safe_load((shipped() / f"{verb}.yaml").read_text())
     for name in ("defaults", "hydra"):
         whole.pop(name, None)
     resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
@@ -140,25 +142,34 @@ def defaults_of(section: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-DEFAULTS = defaults_of(Eval)
+DEFAULTS = {
+    (verb, key): default
+    for verb, schema in VERBS.items()
+    for key, default in defaults_of(schema).items()
+    if verb == "train" or key.split(".")[0] not in keys.hints(Train)
+}
 
 
-@pytest.mark.parametrize("key", DEFAULTS)
-def test_every_key_of_the_schema_is_in_the_files_with_the_same_default(key):
-    value: Any = values_in_files()
+@pytest.mark.parametrize(("verb", "key"), DEFAULTS)
+def test_every_key_of_the_schema_is_in_the_files_with_the_same_default(verb, key):
+    value: Any = values_in_files(verb)
     for part in key.split("."):
         assert part in value, f"{key} is in no file"
         value = value[part]
-    assert value == DEFAULTS[key]
-    assert type(value) is type(DEFAULTS[key])
+    assert value == DEFAULTS[verb, key]
+    assert type(value) is type(DEFAULTS[verb, key])
 
 
-def test_every_top_level_key_of_the_files_is_in_the_schema():
-    values = values_in_files()
-    assert set(values) <= set(keys.hints(Eval))
-    assert set(keys.hints(Eval)) - set(keys.hints(Train)) == set(EVAL_ONLY)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_top_level_key_of_the_files_is_in_the_schema(verb):
+    values, schema = values_in_files(verb), VERBS[verb]
+    assert set(values) <= set(keys.hints(schema))
     for key in keys.flatten({name: value for name, value in values.items() if name not in ("callbacks", "logger")}):
-        assert keys.find(Eval, key) is not None, key
+        assert keys.find(schema, key) is not None, key
+
+
+def test_what_eval_adds_is_what_it_takes_from_the_line_alone():
+    assert set(keys.hints(Eval)) - set(keys.hints(Train)) == set(EVAL_ONLY)
 
 
 def test_keys_that_must_be_given_are_given_by_groups(compose):

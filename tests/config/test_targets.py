@@ -265,6 +265,7 @@ os torch nothing_at_all.Net
 USUAL = """
 runner.models.mlp.MLP runner.models.small_cnn.SmallCNN runner.models.torchvision_zoo.classifier
 runner.data.digits.digits runner.data.synthetic.synthetic runner.data.augment.RandomShift
+runner.data.mixing.Mixup runner.data.colour.ColorJitter runner.data.resized_crop.RandomResizedCrop
 runner.optim.muon.Muon runner.optim.losses.CrossEntropy runner.optim.schedules.OneCycle
 runner.engine.tasks.Classification runner.engine.callbacks.EarlyStopping runner.tracking.loggers.TensorBoard
 torch.nn.Linear torch.nn.Sequential torch.nn.CrossEntropyLoss torch.optim.SGD torch.optim.AdamW
@@ -349,7 +350,7 @@ def test_an_instance_is_nothing_to_build_from_a_file():
         "torchvision.datasets.LSUN",
         "torchvision.datasets.LSUNClass",
         "runner.data.assembly.assemble",
-        "runner.data.loaders.WorkerLoader",
+        "runner.data.workers.WorkerLoader",
     ],
 )
 def test_parts_that_could_run_what_they_are_given_are_refused(path: str) -> None:

@@ -94,6 +94,22 @@ def test_a_terminal_gets_colours_a_bar_and_permanent_evaluation_lines():
     assert text.endswith("done\n")
 
 
+@pytest.mark.parametrize(("wait", "shown"), [(0.02, False), (0.4, True)])
+def test_the_bar_has_room_for_waiting_that_costs_and_lines_have_all_gauges(tmp_path, wait, shown):
+    stream = FakeTerminal()
+    console = Console(tmp_path / "run.log", stream=stream)
+    console.start(100, 2, 0)
+    console.advance(1, 1)
+    console.metrics("train", {"loss": 0.4, "data_wait": wait, "peak_memory_mib": 700.0, "mfu": 0.31}, 1, 1)
+    console._draw(1, "epoch 1")
+    console.stop()
+    bar = stream.getvalue()
+    assert ("data wait" in bar) == shown
+    assert "MiB" not in bar
+    assert "mfu" not in bar
+    assert f"data wait {'40%' if shown else '2.0%'}  700 MiB  mfu 31%" in (tmp_path / "run.log").read_text()
+
+
 def test_progress_false_turns_the_bar_off_and_shows_train_metrics_as_lines():
     stream = FakeTerminal()
     _everything(Console(None, progress=False, stream=stream))

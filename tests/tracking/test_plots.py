@@ -62,6 +62,23 @@ def test_the_curves_name_splits_and_metrics_with_units(tmp_path):
         assert f"<!-- {word} -->" in text
 
 
+def test_the_curves_leave_out_what_lines_say_about_the_machine(tmp_path):
+    line = {
+        "global_step": 1,
+        "epoch": 1,
+        "split": "train",
+        "loss": 1.0,
+        "data_wait": 0.1,
+        "peak_memory_mib": 7,
+        "mfu": 0.2,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    learning_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.svg")
+    text = (tmp_path / "curves.svg").read_text()
+    assert "<!-- loss -->" in text
+    assert not any(f"<!-- {word} -->" in text for word in ("data wait", "peak memory (MiB)", "mfu"))
+
+
 @pytest.mark.parametrize("count", [1, 2, 10, 26, 100, 130])
 def test_a_confusion_matrix_is_drawn_whole_for_any_number_of_classes(tmp_path, count):
     matrix = [[1_234_567 if i == j else (i + j) % 3 for j in range(count)] for i in range(count)]

@@ -202,6 +202,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         ValueError: if the parameter groups do not fit.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
+    groups = state["param_groups"]
+    if len(groups) == len(settings):
+        # Its own settings say where the counter of steps has to be: fused kernels need it on the device.
+        groups = [{**saved, **own} for saved, own in zip(groups, settings, strict=True)]
+    optimizer.load_state_dict({**state, "param_groups": groups})
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

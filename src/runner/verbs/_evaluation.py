@@ -79,7 +79,13 @@ def _evaluate(composition: Composition) -> float:
     configure_torch(device, config.threads, config.deterministic, config.cudnn_benchmark, config.tf32, False)
     precision = choose_precision(config.amp, device)
     splits = assemble(
-        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
+        config.data,
+        config.transform,
+        config.seed,
+        device,
+        config.evaluate.batch_size,
+        config.channels_last,
+        make_cache=False,
     )
     with contextlib.closing(splits):
         _check_classes(found, splits)

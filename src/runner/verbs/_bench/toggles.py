@@ -1,0 +1,260 @@
+"""`bench`: the user's config against the same with a toggle switched, with a preset, and with what pays put together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from runner.build import describe
+from runner.config.app import Composition
+from runner.config.schema import Bench
+from runner.data.crew import cores
+from runner.runtime.device import missing_compiler
+from runner.tracking.console import Console
+from runner.verbs._bench import decide
+from runner.verbs._bench.candidates import (
+    BASELINE,
+    Candidate,
+    Facts,
+    LeftOut,
+    candidates,
+    together,
+)
+from runner.verbs._bench.decide import Result, Round, Sizes
+from runner.verbs._bench.stand import CANNOT, FirstSteps, Stand, TooSlow, Workbench, reason, room_for
+from runner.verbs._bench.timing import run
+
+# A candidate this much slower in its first steps would only cost the others their time.
+_TOO_SLOW = 5.0
+_COMBINATIONS = 3
+_SEEDS = 2
+_WARMUP = 3
+
+
+@dataclass
+class Findings:
+    """What a comparison found out.
+
+    Attributes:
+        results: the baseline first.
+        left_out: what was not measured, and why.
+        notes: what a reader of the figures has to know.
+        sizes: how much was measured.
+        device: what it was measured on.
+        seed_losses: losses of the baseline with other initial weights.
+        allowed: largest difference of the losses.
+    """
+
+    results: list[Result]
+    left_out: list[LeftOut]
+    notes: list[str]
+    sizes: Sizes
+    device: torch.device
+    seed_losses: list[float] = field(default_factory=list)
+    allowed: float = 0.0
+
+
+class Comparison:
+    """Measures candidates in turns with the baseline.
+
+    Args:
+        composition: what the command line amounts to.
+        config: the same, validated.
+        bench: makes the candidates.
+        console: where progress is told.
+    """
+
+    def __init__(self, composition: Composition, config: Bench, bench: Workbench, console: Console) -> None:
+        self._composition, self._config, self._bench, self._console = composition, config, bench, console
+        self._deadline = time.perf_counter() + config.budget_s
+        self._rounds: list[Round] = []
+        self._first: dict[str, FirstSteps] = {}
+        self._results: dict[str, Result] = {}
+        self._left_out: list[LeftOut] = []
+        self._notes: list[str] = []
+        self._keep = True
+        self._baseline = Stand(bench)
+        self._sizes = Sizes(1, 1, 1, 2)
+
+    def findings(self) -> Findings:
+        """Measure everything that there is time for."""
+        config, baseline = self._config, self._baseline
+        # Kernels and libraries are loaded with the first calls, which are nobody's fault.
+        run(baseline.training, baseline.training.splits.train.loader, 2)
+        introduce(self._console, config, baseline)
+        self._bench.keep_statistics(baseline.training.splits)
+        self._baseline = baseline = Stand(self._bench)
+        found, left_out = candidates(config, facts_of(baseline), self._composition.sources)
+        self._left_out += left_out
+        self._decide_sizes(len(found))
+        plural = "" if len(found) == 1 else "s"
+        self._console.line(f"measuring {len(found)} candidate{plural} in turns with it")
+
+        self._enter(baseline)
+        self._keep = room_for(baseline, len(found) + 1)
+        stands = [stand for candidate in found if (stand := self._entered(candidate)) is not None]
+        self._measure([baseline, *stands])
+        seeds = [] if config.tolerance is not None else self._seeds()
+        result = self._results[BASELINE.name]
+        allowed = decide.allowed_difference(config.tolerance, result.loss, seeds)
+        self._settle(stands, allowed)
+        if config.combine:
+            self._combine(allowed)
+        late = time.perf_counter() - self._deadline
+        if late > 0.1 * config.budget_s:
+            self._notes.append(f"took {config.budget_s + late:.0f} s, more than budget_s={config.budget_s:g}")
+        return Findings(
+            list(self._results.values()), self._left_out, self._notes, self._sizes, baseline.device, seeds, allowed
+        )
+
+    def _decide_sizes(self, count: int) -> None:
+        config, baseline = self._config, self._baseline
+        first = baseline.first_steps(3)
+        ahead = read_ahead(config, baseline)
+        wanted = Sizes(
+            config.steps or decide.usual_steps(first.step_s, ahead),
+            max(_WARMUP, ahead),
+            config.repeats,
+            config.compare_steps,
+        )
+        others = 1 + _COMBINATIONS * config.combine * (count > 1)
+        share = (self._deadline - time.perf_counter()) / (count + others + 1)
+        self._sizes = decide.sized(wanted, first.step_s, first.build_s, share)
+        if self._sizes != wanted:
+            now = self._sizes
+            self._notes.append(
+                f"fewer steps than asked for, as one takes {1000 * first.step_s:.3g} ms and budget_s={config.budget_s:g}: "
+                f"{now.repeats} measurements of {now.steps} ({wanted.repeats} of {wanted.steps}), "
+                f"{now.compare} compared ({wanted.compare})"
+            )
+
+    def _entered(self, candidate: Candidate) -> Stand | None:
+        """A candidate with its first steps made; None if it cannot be run, or is not worth the time."""
+        usual = self._first[BASELINE.name].step_s
+        why = ""
+        for _ in range(2):  # the first time, something else may have kept the machine busy
+            try:
+                stand = Stand(self._bench, candidate)
+                self._enter(stand, _TOO_SLOW * usual)
+                return stand
+            except TooSlow as error:
+                why = f"{error.args[0] / usual:.1f} times slower than the baseline in its first steps"
+            except CANNOT as error:
+                why = reason(error)
+                break
+        self._left_out.append((candidate.name, why))
+        return None
+
+    def _enter(self, stand: Stand, longest_s: float = math.inf) -> None:
+        first = stand.first_steps(self._sizes.compare, longest_s)
+        name = stand.candidate.name
+        self._first[name] = first
+        self._results[name] = Result(
+            stand.candidate, stand.samples, loss=first.loss, start_s=first.start_s, peak_bytes=first.peak_bytes
+        )
+        if not self._keep:
+            stand.release()
+
+    def _measure(self, stands: Sequence[Stand]) -> None:
+        """Give each one its turn, again and again, so that a change of the machine's speed meets all alike."""
+        usual = self._first[BASELINE.name].step_s
+        for number in range(self._sizes.repeats):
+            if number >= 2 and time.perf_counter() > self._deadline:
+                self._notes.append(f"{number} measurements in place of {self._sizes.repeats}: the time was up")
+                break
+            turn: Round = {}
+            for stand in stands:
+                name = stand.candidate.name
+                # The same time for a slower candidate, not the same number of steps.
+                steps = max(1, round(self._sizes.steps * min(1.0, usual / self._first[name].step_s)))
+                timed = stand.measure(steps, self._sizes.warmup)
+                turn[name] = timed.seconds / timed.samples
+                if not self._keep:
+                    stand.release()
+            self._rounds.append(turn)
+        for stand in stands:
+            result = self._results[stand.candidate.name]
+            result.seconds = [turn[stand.candidate.name] for turn in self._rounds if stand.candidate.name in turn]
+            result.ratios = decide.ratios(self._rounds, stand.candidate.name)
+
+    def _settle(self, stands: Sequence[Stand], allowed: float) -> None:
+        """Make the first steps again and compare the weights, count what is saved, and come to a verdict."""
+        baseline = self._results[BASELINE.name]
+        if baseline.repeats is None:
+            self._repeat(self._baseline)
+        for stand in stands:
+            self._repeat(stand)
+            result = self._results[stand.candidate.name]
+            result.verdict = decide.verdict(result, baseline, allowed, bool(self._config.deterministic))
+            stand.release()
+
+    def _repeat(self, stand: Stand) -> None:
+        again, name = stand.first_steps(self._sizes.compare), stand.candidate.name
+        result = self._results[name]
+        result.repeats = again.digest == self._first[name].digest
+        result.saved_bytes = stand.saved_bytes()
+
+    def _seeds(self) -> list[float]:
+        seeds = range(self._config.seed + 1, self._config.seed + 1 + _SEEDS)
+        self._baseline.configure()
+        return [self._baseline.seeded(seed, self._sizes.compare) for seed in seeds]
+
+    def _combine(self, allowed: float) -> None:
+        """Start from what pays most, and keep adding what pays on top."""
+        best, *others = decide.to_combine(self._results.values()) or [BASELINE]
+        tried = 0
+        for other in others:
+            if best.clashes(other):
+                continue
+            first = self._first[BASELINE.name]
+            left = self._deadline - time.perf_counter()
+            if tried and self._sizes.seconds(first.step_s, first.build_s) > left:
+                self._notes.append(f"no time to try {together(best, other).name}: a larger budget_s would")
+                break
+            tried += 1
+            before = len(self._rounds)
+            candidate = together(best, other)
+            stand = self._entered(candidate)
+            if stand is None:
+                continue
+            # The best so far takes its turn as well, as the machine may have changed its speed since.
+            incumbent = Stand(self._bench, best)
+            self._measure([self._baseline, incumbent, stand])
+            incumbent.release()
+            self._settle([stand], allowed)
+            gains = decide.ratios(self._rounds[before:], candidate.name, best.name)
+            if not self._results[candidate.name].verdict and decide.pays(gains):
+                best = candidate
+
+
+def introduce(console: Console, config: Bench, baseline: Stand) -> None:
+    """Tell what is compared with, and what its settings do not do."""
+    console.header(f"{config.name}  as configured", describe(config, baseline.training))
+    for warning in baseline.training.warnings:
+        console.warn(warning)
+
+
+def facts_of(baseline: Stand) -> Facts:
+    """What decides which toggles apply."""
+    training = baseline.training
+    precisions: dict[torch.dtype | None, bool | str] = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return Facts(
+        device=training.device.type,
+        cores=cores(),
+        threads=torch.get_num_threads(),
+        precision=precisions[training.precision.dtype],
+        in_memory=baseline.in_memory,
+        workers=baseline.workers,
+        kernels=training.kernels.arguments,
+        convolutions=any(parameter.ndim == 4 for parameter in training.model.parameters()),
+        no_compiler=missing_compiler(training.device),
+    )
+
+
+def read_ahead(config: Bench, stand: Stand) -> int:
+    """Optimizer steps whose batches may have been read before the clock starts."""
+    return -(-stand.workers * config.data.prefetch // config.accumulate)

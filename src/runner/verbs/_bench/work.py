@@ -1,0 +1,123 @@
+"""One call of `bench`, from the config to the last line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from runner.config.app import Composition
+from runner.config.resolve import checked
+from runner.config.schema import Bench
+from runner.tracking.console import Console
+from runner.tracking.files import finite
+from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._bench import report
+from runner.verbs._bench.decide import Spread, recommended
+from runner.verbs._bench.loading import Loading
+from runner.verbs._bench.stand import Stand, Workbench
+from runner.verbs._bench.toggles import Comparison
+from runner.verbs._work import guarded
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Compare once: the entry point that Hydra calls.
+
+    Returns:
+        Samples a second of what is recommended, for sweepers.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    return guarded(_bench, cfg)
+
+
+def _bench(composition: Composition) -> float:
+    config = checked(composition.values, composition, Bench)
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    bench = Workbench(composition)
+    try:
+        found = (_toggles if config.part == "train" else _data)(composition, config, bench, console)
+    finally:
+        bench.close()
+        Stand(bench).configure()  # the next job of a sweep, or of this process, finds what it would have found
+    folder = _folder(composition, config)
+    title = f"{config.name}, {str(config.model['_target_']).rsplit('.', 1)[1]} on {found.record['device']}"
+    record = report.write(found.record, folder, found.speeds, found.speeds[0][1].median, title)
+    if config.json:
+        print(json.dumps(finite(record)))
+    else:
+        console.line(report.recommendation(record["recommended"]))
+        print(folder, flush=True)
+    return found.best
+
+
+def _folder(composition: Composition, config: Bench) -> Path:
+    folder = composition.job_dir or composition.run_dir
+    if folder is None:
+        return claim(Path(config.output_root) / "benchmarks", timestamp())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@dataclasses.dataclass
+class Found:
+    """What is written and returned, whichever part was compared.
+
+    Attributes:
+        record: for `bench.json`.
+        speeds: samples a second by name, for the picture.
+        best: samples a second of what is recommended.
+    """
+
+    record: dict[str, Any]
+    speeds: list[tuple[str, Spread]]
+    best: float
+
+
+def _toggles(composition: Composition, config: Bench, bench: Workbench, console: Console) -> Found:
+    found = Comparison(composition, config, bench, console).findings()
+    results = report.in_order(found.results)
+    baseline, best = results[0], recommended(results) or results[0]
+    report.show_results(console, results, found.device, found.sizes.repeats)
+    spread = "" if config.tolerance is not None else f" ({1 + len(found.seed_losses)} seeds differ by that much)"
+    console.line(
+        f"losses are means over the first {found.sizes.compare} steps; "
+        f"a difference up to {found.allowed:.2g} is accepted{spread}"
+    )
+    _tell(console, found.left_out, found.notes)
+    record = {
+        "part": "train",
+        "overrides": composition.words,
+        "device": str(found.device),
+        "recommended": list(best.candidate.words),
+        "sizes": dataclasses.asdict(found.sizes),
+        "seed_losses": found.seed_losses,
+        "allowed_loss_difference": found.allowed,
+        "baseline": report.result_record(baseline, baseline),
+        "candidates": [report.result_record(result, baseline) for result in results[1:]],
+        "left_out": [{"what": what, "why": why} for what, why in found.left_out],
+        "notes": found.notes,
+    }
+    speeds = [(result.candidate.name, result.samples_per_s) for result in results]
+    return Found(record, speeds, best.samples_per_s.median)
+
+
+def _data(composition: Composition, config: Bench, bench: Workbench, console: Console) -> Found:
+    found = Loading(config, bench, console).findings()
+    found.show(console)
+    _tell(console, found.left_out, found.notes)
+    return Found(
+        {"part": "data", "overrides": composition.words} | found.record(), found.speeds(), found.best.both.median
+    )
+
+
+def _tell(console: Console, left_out: list[tuple[str, str]], notes: list[str]) -> None:
+    report.show_left_out(console, left_out)
+    for note in notes:
+        console.line(f"note: {note}")

@@ -1,0 +1,112 @@
+"""Between two log points a run asks the device for nothing: loop, callbacks and loader, as `train` puts them together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EVERY = 4
+# 24 steps of two batches in one epoch: the evaluation and the checkpoint come with the last log line.
+RUN = (
+    "data=synthetic", "data.dataset.samples=600", "data.split.test=0.1", "data.image_size=8", "data.batch_size=8",
+    "data.drop_last=true", "epochs=1", "max_steps=24", "model=small_cnn", "model.width=4", "model.dropout=0.1",
+    "transform=strong", "data.hflip=0.5", "accumulate=2", "evaluate.test=false", "log.progress=true",
+    f"log.every_steps={EVERY}",
+)  # fmt: skip
+WATCHING = """
+import torch
+
+class Watch:
+    count = staticmethod(lambda: 0)
+    seen = []
+    def on_start(self, loop): self.seen.append(self.count())
+    def on_step(self, loop): self.seen.append(self.count())
+
+class Strict:
+    def on_step(self, loop):
+        if loop.state.position.global_step % EVERY == 0: torch.cuda.set_sync_debug_mode("default")
+    def on_boundary(self, loop):
+        if not loop.finished: torch.cuda.set_sync_debug_mode("error")
+"""
+# AdamW and torch's GradScaler ask for a number in every step unless the optimizer is fused; on CUDA, AdamW does not.
+FUSED = ("optimizer=adamw", "optimizer.fused=true")
+STEPS = [
+    ("optimizer=sgd", "clip.norm=1.0"),
+    ("optimizer=sgd", "amp=bf16", "clip.value=0.1"),
+    (*FUSED, "clip.norm=1.0"),
+    (*FUSED, "amp=fp16"),
+]
+
+
+class Reads(TorchDispatchMode):
+    """Counts operations whose result the host has to wait for, and methods that read a tensor's values."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
+    # Not `numpy`: it refuses what is not on the CPU, where nothing is waited for.
+    METHODS = ("tolist", "cpu")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        for name in self.METHODS:
+            monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def call(*args: Any, **keys: Any) -> Any:
+            self.found.append(name)
+            return method(*args, **keys)
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket).rpartition(".")[2]
+        if name in self.WAITING:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def watching(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module with the callbacks, for `callbacks.watch._target_`."""
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    (workdir / "watching.py").write_text(WATCHING.replace("EVERY", str(EVERY)))
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(sys.modules, "watching", raising=False)
+    import watching  # type: ignore[import-not-found]
+
+    yield watching
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("words", STEPS, ids=" ".join)
+def test_a_run_reads_one_number_at_each_log_point_and_none_between(
+    train: Callable[..., Any], watching: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    reads = Reads(monkeypatch)
+    watching.Watch.count = staticmethod(lambda: len(reads.found))
+    with reads:
+        train(*RUN, *words, "callbacks.watch={_target_: watching.Watch}")
+    start, *after = watching.Watch.seen
+    assert len(after) == 24
+    # The callback comes before the one that logs, so it sees the readings of the log points before its step.
+    assert [count - start for count in after] == [(step - 1) // EVERY for step in range(1, 25)], reads.found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to wait for")
+@pytest.mark.parametrize(
+    "data", [("data.residency=device",), ("data.residency=disk", "data.num_workers=1")], ids=" ".join
+)
+@pytest.mark.parametrize(
+    "words", [(), ("amp=bf16", "clip.norm=1.0"), ("amp=fp16", "optimizer.fused=true")], ids=" ".join
+)
+def test_on_cuda_torch_finds_no_wait_between_two_log_points(
+    train: Callable[..., Any], watching: Any, data: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    train(*RUN, *data, *words, "device=cuda", "callbacks.watch={_target_: watching.Strict}")

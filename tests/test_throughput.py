@@ -1,0 +1,95 @@
+"""What log lines of training say about the machine, in runs of the whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from runner.runtime import peaks
+from runner.runtime.gauges import Gauges
+from runner.runtime.peaks import Ceiling
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=60", "data.image_size=8", "data.batch_size=8", "epochs=1", "model=small_cnn",
+    "model.width=4", "model.dropout=0.3", "log.every_steps=2", "evaluate.test=false",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    original = peaks.measured_peak
+    monkeypatch.setattr(peaks, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
+
+
+def training_lines(result: Any) -> list[dict[str, Any]]:
+    return [record for record in result.metrics if record["split"] == "train"]
+
+
+def test_every_training_line_has_throughput_waiting_and_memory(train: Callable[..., Any]) -> None:
+    lines = training_lines(train(*SMALL))
+    assert lines
+    for line in lines:
+        assert line["samples_per_s"] > 0
+        assert 0 <= line["data_wait"] <= 1
+        assert 50 < line["peak_memory_mib"] < 100_000
+        assert "mfu" not in line, "the peak of a CPU is not in the table"
+
+
+def test_utilization_is_measured_on_request_and_changes_no_bit(train: Callable[..., Any]) -> None:
+    results = {wanted: train(*SMALL, f"log.utilization={wanted}") for wanted in ("true", "auto", "false")}
+    assert len({result.summary["weights_sha256"] for result in results.values()}) == 1
+    assert len({str(result.summary["best"]) for result in results.values()}) == 1
+    for wanted, result in results.items():
+        assert all(("mfu" in line) == (wanted == "true") for line in training_lines(result))
+        assert ("matrix products of" in result.out) == (wanted == "true")
+        assert ("GFLOP a sample" in result.out) == (wanted == "true")
+    assert all(0 < line["mfu"] < 1 for line in training_lines(results["true"]))
+
+
+def test_a_gpu_of_known_peak_has_its_utilization_logged_without_being_asked(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ceiling = Ceiling(1e9, "float32", False, "data sheet of a GPU")
+    monkeypatch.setattr("runner.runtime.gauges.known_peak", lambda device, kind: ceiling)
+    result = train(*SMALL)
+    assert "data sheet of a GPU" in result.out
+    assert all(line["mfu"] > 0 for line in training_lines(result))
+    assert not any("mfu" in line for line in training_lines(train(*SMALL, "log.utilization=false")))
+
+
+def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    ceiling = Ceiling(1e12, "bf16", True, "")
+    figures = Gauges(torch.device("cpu"), 2e9, ceiling)(100.0)
+    assert figures["mfu"] == pytest.approx(0.2)
+    assert set(Gauges(torch.device("cpu"))(100.0)) == {"peak_memory_mib"}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
+    assert Gauges(torch.device("cuda", 0))(1.0) == {"peak_memory_mib": 3.0}
+
+
+def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_if_not(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no formula\nand more")
+
+    monkeypatch.setattr("runner.build.count_flops", refuse)
+    words = ("train", "threads=1", "logger=none", *SMALL)
+    asked = run(*words, "log.utilization=true")
+    assert asked.status == 2
+    assert "log.utilization: the operations of this model cannot be counted: no formula" in asked.err
+    assert "allowed: log.utilization=false" in asked.err
+    monkeypatch.setattr("runner.runtime.gauges.known_peak", lambda device, kind: Ceiling(1e9, "float32", False, ""))
+    warned = run(*words)
+    assert warned.status == 0
+    assert "warning: log.utilization=auto has no effect" in warned.out
+
+
+def test_a_wrong_value_is_a_sentence(run: Callable[..., Any]) -> None:
+    result = run("train", "log.utilization=always")
+    assert result.status == 2
+    assert "log.utilization: cannot be always" in result.err
+    assert "allowed: true, false or auto" in result.err

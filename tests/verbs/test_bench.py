@@ -1,0 +1,321 @@
+"""`bench` finds what pays on this machine: shown with models and data whose speed is known, because they sleep."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+PARTS = '''
+import os
+import time
+
+import torch
+from torch import nn
+
+MS = 0.001
+
+
+class Net(nn.Module):
+    """Linear, with pauses that a toggle takes away."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int], pause_ms: float = 0.0, noise: bool = False,
+                 without_amp_ms: float = 0.0, without_channels_last_ms: float = 0.0, with_channels_last_ms: float = 0.0):
+        super().__init__()
+        self.layer = nn.Conv2d(3, num_classes, image_size)
+        self.pause_ms, self.noise = pause_ms, noise
+        self.without_amp_ms = without_amp_ms
+        self.layout_ms = {True: with_channels_last_ms, False: without_channels_last_ms}
+
+    def forward(self, images):
+        fast = torch.is_autocast_enabled("cpu")
+        if self.training:
+            is_nhwc = images.is_contiguous(memory_format=torch.channels_last)
+            time.sleep(MS * (self.pause_ms + self.layout_ms[is_nhwc] + (0 if fast else self.without_amp_ms)))
+        logits = self.layer(images).flatten(1)
+        if self.noise and fast:
+            own = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "big"))
+            logits = logits + 0.001 * torch.randn(logits.shape, generator=own)
+        return logits
+
+
+class Slow:
+    """Samples that take their time to be read."""
+
+    def __init__(self, pause_ms: float = 3.0, count: int = 64) -> None:
+        self.pause_ms, self.targets = pause_ms, [index % 4 for index in range(count)]
+
+    def __len__(self):
+        return len(self.targets)
+
+    def __getitem__(self, index):
+        time.sleep(MS * self.pause_ms)
+        return torch.full((3, 8, 8), float(index % 4) / 4), self.targets[index]
+'''
+TINY = (
+    *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
+    *("repeats=5", "steps=2", "compare_steps=2"),
+)
+OPTIONS = {
+    "model/paused.yaml": """# A model that sleeps.
+_target_: bench_parts.Net
+pause_ms: 0.0
+noise: false
+without_amp_ms: 0.0
+without_channels_last_ms: 0.0
+with_channels_last_ms: 0.0
+""",
+    "data/paused.yaml": """# Data that sleep.
+defaults:
+  - _base
+  - _self_
+dataset:
+  _target_: bench_parts.Slow
+normalize:
+  mean: [0.5]
+  std: [0.3]
+""",
+}
+NET = ("--config-dir", "mine", "model=paused")
+
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (workdir / "bench_parts.py").write_text(PARTS)
+    for name, text in OPTIONS.items():
+        path = workdir / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(workdir)
+    yield
+    sys.modules.pop("bench_parts", None)
+
+
+@pytest.fixture
+def bench(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=5")`."""
+    monkeypatch.setattr("runner.verbs._bench.report.bars", lambda *_: None)
+
+    def call(*words: str) -> dict[str, Any]:
+        result = run("bench", *TINY, *NET, *words, "json=true")
+        assert result.status == 0, result.err
+        found: dict[str, Any] = json.loads(result.out)
+        return found | {"by_name": {" ".join(each["overrides"]): each for each in found.get("candidates", [])}}
+
+    return call
+
+
+def reasons(found: dict[str, Any]) -> dict[str, str]:
+    return {each["what"]: each["why"] for each in found["left_out"]}
+
+
+def test_a_toggle_that_makes_the_model_faster_is_found_and_recommended(bench: Bench) -> None:
+    found = bench("toggles=[amp]", "model.without_amp_ms=6", "tolerance=1.0")
+    amp = found["by_name"]["amp=bf16"]
+    assert amp["ratio"]["median"] > 1.5
+    assert amp["samples_per_s"]["median"] > found["baseline"]["samples_per_s"]["median"]
+    assert found["baseline"]["step_ms"]["median"] > 6
+    assert amp["verdict"] == ""
+    assert found["recommended"][0].startswith("amp=")
+
+
+def test_what_pays_is_combined_and_the_combination_recommended(bench: Bench) -> None:
+    found = bench(
+        "toggles=[amp,channels_last]", "model.without_amp_ms=6", "model.without_channels_last_ms=6", "tolerance=1.0"
+    )
+    combined = [each for each in found["candidates"] if each["kind"] == "combination"]
+    assert combined
+    assert combined[0]["ratio"]["median"] > max(each["ratio"]["median"] for each in found["candidates"][1:])
+    assert {word.split("=")[0] for word in found["recommended"]} == {"amp", "channels_last"}
+    alone = bench("toggles=[channels_last]", "model.without_channels_last_ms=6", "combine=false", "tolerance=1.0")
+    assert alone["recommended"] == ["channels_last=true"]
+
+
+def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
+    run: Callable[..., Any], parts: None, workdir: Path
+) -> None:
+    result = run("bench", *TINY, *NET, "model.without_channels_last_ms=5", "toggles=[channels_last,tf32]")
+    assert result.status == 0, result.err
+    *lines, last_but_one, last = result.out.strip().splitlines()
+    assert last_but_one == "recommended: channels_last=true"
+    folder = Path(last)
+    assert folder.parent == Path("outputs/benchmarks")
+    assert any(line.startswith("as configured") for line in lines)
+    assert any(line.startswith("tf32") and "setting of CUDA's" in line for line in lines)
+    written = json.loads((folder / "bench.json").read_text())
+    assert written["recommended"] == ["channels_last=true"]
+    assert written["environment"]["torch"]["version"] == torch.__version__
+    with Image.open(folder / "bench.png") as picture:
+        picture.verify()
+
+
+def test_if_nothing_pays_it_says_so(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.verbs._bench.report.bars", lambda *_: None)
+    result = run("bench", *TINY, *NET, "model.with_channels_last_ms=4", "toggles=[channels_last]")
+    assert result.status == 0, result.err
+    assert result.out.strip().splitlines()[-2] == "recommended: nothing to change"
+
+
+def test_a_loss_that_the_toggle_does_not_change_differs_by_nothing(bench: Bench) -> None:
+    found = bench("toggles=[]", "vary.optimizer.fused=[false]", "vary.data.batch_size=[4]")
+    same, other = found["by_name"]["optimizer.fused=false"], found["by_name"]["data.batch_size=4"]
+    assert same["loss_difference"] == 0.0
+    assert same["same_bits"] is True
+    assert other["loss_difference"] != 0.0
+    assert other["verdict"] == "another training"
+    assert other["saved_bytes"] < same["saved_bytes"] == found["baseline"]["saved_bytes"]
+    assert len(found["seed_losses"]) == 2
+    losses = [found["baseline"]["loss"], *found["seed_losses"]]
+    assert found["allowed_loss_difference"] == max(losses) - min(losses) > 0
+
+
+def test_a_candidate_that_does_not_repeat_is_seen_and_refused_where_that_is_asked_for(bench: Bench) -> None:
+    words = ("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=6", "tolerance=1.0")
+    found = bench(*words)
+    assert found["baseline"]["same_bits"] is True
+    assert found["by_name"]["amp=bf16"]["same_bits"] is False
+    assert found["recommended"], "nobody asked for determinism"
+    strict = bench(*words, "deterministic=true")
+    assert strict["by_name"]["amp=bf16"]["verdict"] == "does not repeat"
+    assert strict["recommended"] == []
+
+
+def test_a_loss_that_is_too_far_off_is_not_recommended(bench: Bench) -> None:
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=6", "tolerance=0.0")
+    assert found["by_name"]["amp=bf16"]["verdict"] == "loss too far off"
+    assert found["recommended"] == []
+
+
+def test_what_cannot_be_run_is_listed_with_the_reason(bench: Bench) -> None:
+    found = bench(
+        *("toggles=[optimizer.fused]", "optimizer.foreach=true", "vary.data.batch_size=[0]", "vary.model.pause=[1]"),
+        *("vary.data.residency=[elsewhere]", "vary.optimizer.fused=[true]", "vary.clip.norm=[-1]"),
+    )
+    why = reasons(found)
+    assert why["data.batch_size=0"].startswith("data.batch_size: cannot be 0")
+    assert "is not an argument of bench_parts.Net" in why["model.pause=1"]
+    assert "elsewhere" in why["data.residency=elsewhere"]
+    assert "fused" in why["optimizer.fused=true"]
+    assert "clip.norm" in why["clip.norm=-1"]
+    assert [*found["by_name"]] == ["optimizer.fused=true optimizer.foreach=false"]
+
+
+def test_a_candidate_that_is_far_too_slow_costs_the_others_no_time(bench: Bench) -> None:
+    found = bench("toggles=[channels_last]", "model.with_channels_last_ms=60", "compare_steps=20")
+    assert "times slower" in reasons(found)["channels_last=true"]
+    assert found["candidates"] == []
+
+
+def test_a_slow_model_gets_fewer_steps_and_it_is_said(bench: Bench) -> None:
+    found = bench("toggles=[]", "model.pause_ms=20", "steps=50", "compare_steps=50", "budget_s=1.0")
+    assert found["sizes"]["steps"] < 50
+    assert found["sizes"]["compare"] < 50
+    assert any("fewer steps than asked for" in note for note in found["notes"])
+
+
+def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    original = torch.nn.Conv2d.forward
+
+    def forward(self: Any, images: Any) -> Any:
+        seen.append(torch.is_anomaly_enabled())
+        return original(self, images)
+
+    monkeypatch.setattr(torch.nn.Conv2d, "forward", forward)
+    found = bench("toggles=[]", "vary.detect_anomaly=[true]", "model.pause_ms=3")
+    assert [*found["by_name"]] == ["detect_anomaly=true"]
+    turns = sum(before != after for before, after in itertools.pairwise(seen))
+    assert turns > 2 * 5, "five rounds of turns"
+    assert not torch.is_anomaly_enabled()
+
+
+def test_without_room_for_all_candidates_each_is_built_for_its_turn(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.verbs._bench.toggles.room_for", lambda *_: False)
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=6", "tolerance=1.0")
+    assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
+    assert found["by_name"]["amp=bf16"]["same_bits"] is True
+
+
+def test_input_is_the_bottleneck_where_samples_are_slow_to_read_and_workers_are_recommended(bench: Bench) -> None:
+    found = bench(
+        *("part=data", "data=paused", "data.num_workers=0", "toggles=[data.num_workers]"),
+    )
+    assert found["bottleneck"]["kind"] == "input"
+    assert found["bottleneck"]["factor"] > 3
+    assert found["bottleneck"]["waiting"] > 0.6
+    configured, *ways = found["ways"]
+    assert configured["overrides"] == []
+    assert max(way["ratio"]["median"] for way in ways) > 1.3
+    assert found["recommended"][0].startswith("data.num_workers=")
+
+
+def test_compute_is_the_bottleneck_of_a_slow_model(bench: Bench, run: Callable[..., Any]) -> None:
+    found = bench("part=data", "model.pause_ms=8")
+    assert found["bottleneck"]["kind"] == "compute"
+    assert found["bottleneck"]["factor"] > 3
+    assert found["bottleneck"]["waiting"] < 0.3
+    assert [way["overrides"] for way in found["ways"]] == [[], ["data.residency=disk"]]
+    result = run("bench", "data", *TINY, *NET, "model.pause_ms=8", "toggles=[]")
+    assert result.status == 0, result.err
+    assert "bottleneck: compute: computing on a batch takes" in result.out
+    assert result.out.strip().splitlines()[-2] == "recommended: nothing to change"
+
+
+def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[..., Any]) -> None:
+    result = run("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1", "budget_s=1")
+    assert result.status == 0, result.err
+    [sweep] = Path("outputs/benchmarks").iterdir()
+    for job in ("0", "1"):
+        assert json.loads((sweep / job / "bench.json").read_text())["recommended"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            ("togles=[amp]", "toggles=[ampp]", "repeats=1"),
+            ("togles: is not a key; did you mean 'toggles'?", "toggles: cannot be ampp", "repeats: cannot be 1"),
+        ),
+        (
+            ("vary.data.batchsize=[1]", "vary.lr=[1]", "vary.optimizer=[sgd]", "vary.evaluate=[1]", "ckpt_path=last"),
+            (
+                "vary.data.batchsize: varies what is not a key; did you mean 'vary.data.batch_size'?",
+                "vary.lr: varies what is not a key",
+                "vary.optimizer: varies a whole section",
+                "vary.evaluate: varies a whole section",
+                "ckpt_path: has no effect on bench",
+            ),
+        ),
+        (("data", "vary.threads=[1]"), ("vary.threads: is not about the data",)),
+        (("date",), ("date: is not an override",)),
+    ],
+    ids=["keys", "vary", "data", "word"],
+)
+def test_a_mistake_is_a_sentence(words: tuple[str, ...], messages: tuple[str, ...], run: Callable[..., Any]) -> None:
+    result = run("bench", *words)
+    assert result.status == 2
+    assert [message for message in messages if message not in result.err] == []
+    assert "Traceback" not in result.err
+
+
+def test_completion_knows_the_keys_after_the_word_data(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = "runner bench data vary.x=1 togg"
+    monkeypatch.setenv("COMP_LINE", line)
+    monkeypatch.setenv("COMP_POINT", str(len(line)))
+    result = run("-sc", "query=bash")
+    assert result.status == 0
