@@ -5,8 +5,9 @@
 Both read the same files (about 500x375 pixels, noise with the spectrum of photographs, made by this script) with as many
 workers and give normalised float32 batches of one size. The peer is written as in most training scripts: version 1
 transforms on PIL images. Two kinds of training transforms are timed, in alternation, by whole epochs with workers that are
-already running: `middle` (Resize, CenterCrop, flip) and `random` (RandomResizedCrop, flip). Then `data.cache=disk` is timed:
-the epoch that decodes the images and writes the cache, and the epoch after it.
+already running: `middle` (Resize, CenterCrop, flip) and `random` (RandomResizedCrop, flip). The processor time of all
+processes is told beside the rates, as it depends less on what else the machine does. Then `data.cache=disk` is timed: the
+epoch that decodes the images and writes the cache, and the epoch after it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL
+import psutil
 import torch
 import torchvision
 from PIL import Image
@@ -97,14 +99,28 @@ def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None 
     return assemble(data, transform, 0, CPU, BATCH, channels_last=False)
 
 
-def seconds(epoch: Callable[[], Iterable[Any]], images: int) -> float:
-    """Time of an epoch that must give so many images."""
-    began, seen = time.perf_counter(), 0
+class Cost(NamedTuple):
+    """Seconds of an epoch: by the clock, and of the processors in this process and its workers."""
+
+    wall: float
+    cpu: float
+
+
+def cost(epoch: Callable[[], Iterable[Any]], images: int) -> Cost:
+    """What an epoch takes, which must give so many images."""
+    began, busy, seen = time.perf_counter(), processors(), 0
     for batch in epoch():
         assert batch[0].dtype == torch.float32
         seen += len(batch[0])
     assert seen == images
-    return time.perf_counter() - began
+    return Cost(time.perf_counter() - began, processors() - busy)
+
+
+def processors() -> float:
+    """Processor seconds so far of this process and its workers."""
+    this = psutil.Process()
+    times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def epochs(splits: Splits) -> Callable[[], Iterable[Any]]:
@@ -114,22 +130,28 @@ def epochs(splits: Splits) -> Callable[[], Iterable[Any]]:
     return lambda: splits.train.loader.batches(next(number), 0, count)
 
 
-def compare(root: Path, kind: str, arguments: argparse.Namespace, workers: int) -> tuple[float, float, float]:
-    """Images a second of the peer and of us, and the median of the ratios of neighbouring epochs."""
+def compare(root: Path, kind: str, arguments: argparse.Namespace, workers: int) -> str:
+    """Images a second of the peer and of us, and the medians of the ratios of neighbouring epochs."""
     theirs, mine = peer(root, kind, arguments.size, workers), ours(root, kind, arguments.size, workers)
     turns = (lambda: theirs, epochs(mine))
-    rates: tuple[list[float], list[float]] = ([], [])
+    costs: tuple[list[Cost], list[Cost]] = ([], [])
     for turn in range(arguments.rounds + 1):
-        for epoch, found in zip(turns, rates, strict=True):
-            rate = arguments.images / seconds(epoch, arguments.images)
+        for epoch, found in zip(turns, costs, strict=True):
+            spent = cost(epoch, arguments.images)
             if turn:  # the first one starts the workers
-                found.append(rate)
+                found.append(spent)
     mine.close()
-    ratios = [ours_ / peers for peers, ours_ in zip(*rates, strict=True)]
-    return statistics.median(rates[0]), statistics.median(rates[1]), statistics.median(ratios)
+    rates = [statistics.median(arguments.images / each.wall for each in found) for found in costs]
+    busy = [statistics.median(1000 * each.cpu / arguments.images for each in found) for found in costs]
+    pairs = list(zip(*costs, strict=True))
+    return (
+        f"| {kind} | {workers} | {rates[0]:,.0f} | {rates[1]:,.0f} | "
+        f"{statistics.median(theirs.wall / ours_.wall for theirs, ours_ in pairs):.2f} | "
+        f"{busy[0]:.2f} | {busy[1]:.2f} | {statistics.median(theirs.cpu / ours_.cpu for theirs, ours_ in pairs):.2f} |"
+    )
 
 
-def with_cache(root: Path, arguments: argparse.Namespace, workers: int) -> tuple[float, float, float]:
+def with_cache(root: Path, arguments: argparse.Namespace, workers: int) -> str:
     """Seconds of the epoch that makes the cache, of the one after it, and the median of their ratios."""
     found = []
     for _ in range(arguments.rounds):
@@ -137,15 +159,13 @@ def with_cache(root: Path, arguments: argparse.Namespace, workers: int) -> tuple
             began = time.perf_counter()
             splits = ours(root, "middle", arguments.size, workers, Path(folder))
             epoch = epochs(splits)
-            first = time.perf_counter() - began + seconds(epoch, arguments.images)
-            found.append((first, seconds(epoch, arguments.images)))
+            cost(epoch, arguments.images)
+            first = time.perf_counter() - began
+            found.append((first, cost(epoch, arguments.images).wall))
             splits.close()
-    firsts, seconds_ = zip(*found, strict=True)
-    return (
-        statistics.median(firsts),
-        statistics.median(seconds_),
-        statistics.median(first / second for first, second in found),
-    )
+    first, second = (statistics.median(each) for each in zip(*found, strict=True))
+    ratio = statistics.median(before / after for before, after in found)
+    return f"data.cache=disk, {workers} workers: first epoch {first:.2f} s, second {second:.2f} s, ratio {ratio:.1f}"
 
 
 def main() -> None:
@@ -162,16 +182,20 @@ def main() -> None:
         root = Path(name) / "images"
         make_folder(root, arguments.images, arguments.shrink)
         size = sum(path.stat().st_size for path in root.rglob("*.jpg"))
-        print(f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision.__version__}, ", end="")
+        print(
+            f"Python {platform.python_version()}, torch {torch.__version__}, torchvision {torchvision.__version__}, ",
+            end="",
+        )
         print(f"Pillow {PIL.__version__}, {torch.get_num_threads()} threads")
-        print(f"{arguments.images:,} JPEGs of {size / arguments.images / 1000:.0f} kB to {arguments.size}x{arguments.size}")
+        print(
+            f"{arguments.images:,} JPEGs of {size / arguments.images / 1000:.0f} kB to {arguments.size}x{arguments.size}"
+        )
+        print("| transforms | workers | peer images/s | runner | ratio | peer CPU ms an image | runner | ratio |")
+        print("|---|---|---|---|---|---|---|---|")
         for workers in arguments.workers:
             for kind in ("middle", "random"):
-                theirs, mine, ratio = compare(root, kind, arguments, workers)
-                print(f"{kind}, {workers} workers: peer {theirs:,.0f} images/s, runner {mine:,.0f}, ratio {ratio:.2f}")
-        workers = max(arguments.workers)
-        first, second, ratio = with_cache(root, arguments, workers)
-        print(f"cache, {workers} workers: first epoch {first:.2f} s, second {second:.2f} s, ratio {ratio:.1f}")
+                print(compare(root, kind, arguments, workers), flush=True)
+        print(with_cache(root, arguments, max(arguments.workers)))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python scripts/benchmark_transforms.py --repeats 9
 
 Batches are uint8, 128 x 3 x 32 x 32 unless told otherwise. What blends samples is timed on normalised batches. All
-contenders are timed in turn, again and again; the table has the median of each. The second table is crop with padding,
-mirroring and normalisation, a draw for each image: torchvision's transforms are applied image by image and their results
-stacked, as a DataLoader does, the first version to PIL images and the second to tensors.
+contenders are timed in turn, again and again, by the CPU time of the process; the tables have medians. The second table is
+crop with padding, mirroring and normalisation, a draw for each image: torchvision's transforms are applied image by image
+and their results stacked, as a DataLoader does, the first version to PIL images and the second to tensors.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ def test_what_a_preset_sets_is_what_the_docs_say() -> None:
                 said = {key: yaml.safe_load(value) for key, value in pairs}
                 assert option_values(*name.strip("`").split("=")) == said
                 checked += 1
-    assert checked == 6
+    assert checked == 7
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
 from runner.tracking.formats import GAUGES
 
@@ -192,7 +193,8 @@ def test_resuming_from_an_older_checkpoint_forgets_the_best_of_the_abandoned_fut
     train: Callable[..., Any], workdir: Path
 ) -> None:
     # Under a vanishing learning rate no later evaluation beats the one of step 12.
-    words = (*MLP, "checkpoint.keep=9", "checkpoint.monitor=loss", "evaluate.test=true", "optimizer.lr=0.01")
+    words = (*MLP, "checkpoint.keep=9", "checkpoint.min_seconds=0", "checkpoint.monitor=loss")
+    words += ("evaluate.test=true", "optimizer.lr=0.01")
     first = train(*words, "epochs=2")
     assert first.summary["best"]["global_step"] == 12
     older = first.directory / "checkpoints" / "step_0000000006.pt"
@@ -200,6 +202,19 @@ def test_resuming_from_an_older_checkpoint_forgets_the_best_of_the_abandoned_fut
     best = read(rest.directory / "checkpoints" / "best.pt")
     assert best["position"]["global_step"] == rest.summary["best"]["global_step"]
     assert best["metrics"]["best"] == rest.summary["best"]
+
+
+def test_putting_saves_off_changes_neither_the_weights_nor_which_state_is_the_best(train: Callable[..., Any]) -> None:
+    # The rate is so high that the best evaluation is an early one.
+    words = (*MLP, "epochs=6", "optimizer=sgd", "optimizer.lr=0.7", "scheduler=constant", "evaluate.test=true")
+    often, seldom = (train(*words, f"checkpoint.min_seconds={seconds}") for seconds in (0, 1000))
+    assert often.summary["best"]["global_step"] < 36
+    assert [often.summary[key] for key in ("best", "test", "weights_sha256")] == [
+        seldom.summary[key] for key in ("best", "test", "weights_sha256")
+    ]
+    best = [read(result.directory / "checkpoints" / "best.pt") for result in (often, seldom)]
+    assert best[0]["position"] == best[1]["position"]
+    assert weights_sha256(best[0]["model"]) == weights_sha256(best[1]["model"])
 
 
 def test_the_same_command_with_the_checkpoint_added_resumes(

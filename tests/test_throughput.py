@@ -46,7 +46,7 @@ def test_utilization_is_measured_on_request_and_changes_no_bit(train: Callable[.
     for wanted, result in results.items():
         assert all(("mfu" in line) == (wanted == "true") for line in training_lines(result))
         assert ("matrix products of" in result.out) == (wanted == "true")
-        assert ("GFLOP a sample" in result.out) == (wanted == "true")
+        assert ("FLOP a sample" in result.out) == (wanted == "true")
     assert all(0 < line["mfu"] < 1 for line in training_lines(results["true"]))
 
 

@@ -185,7 +185,8 @@ def test_the_header_says_what_was_chosen_and_why(call: Callable[..., Any]) -> No
 
 
 def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(call: Callable[..., Any]) -> None:
-    small: dict[str, Any] = {"data.drop_last": True, "activation_checkpointing": "blocks.0"}
+    node = {"_target_": "runner.models.mlp.MLP", "hidden": [8]}
+    small: dict[str, Any] = {"model": node, "data.drop_last": True, "activation_checkpointing": "layers"}
     plain = call(max_steps=STOP, **small)
     compiled = call(max_steps=STOP + 2, ckpt_path=str(plain["folder"]), compile=True)
     assert "  compiled" in compiled["shown"]
@@ -198,13 +199,14 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
     weights = [read(run["folder"] / "checkpoints" / "last.pt")["model"] for run in (plain, compiled, again)]
     assert weights[0].keys() == weights[1].keys() == weights[2].keys()
     reference = read(call(max_steps=STOP + 2, **small)["folder"] / "checkpoints" / "last.pt")["model"]
-    assert all(torch.allclose(weights[1][name].float(), reference[name].float(), atol=1e-3) for name in reference)
+    assert all(torch.allclose(weights[1][name], reference[name], atol=1e-3) for name in reference)
 
 
 def test_a_compiled_step_resumes_with_the_same_bits(call: Callable[..., Any]) -> None:
     keys = {"compile": "step", "data.drop_last": True, "amp": "bf16", "clip.norm": 1.0, "accumulate": 2}
     whole = call(max_steps=4, **keys)
     rest = call(max_steps=4, ckpt_path=str(call(max_steps=2, **keys)["folder"]))
+    # The gradient of Tiny's largest values is NaN unless compiled code rounds where autocast does.
     assert "forward and loss together" in rest["shown"]
     assert rest["weights_sha256"] == whole["weights_sha256"]
-    assert rest["compile_s"] > 0
+    assert whole["compile_s"] > 0

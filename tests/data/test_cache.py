@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -28,7 +30,7 @@ from runner.config.schema import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data.assembly import Splits, assemble
 from runner.data.cache import Cache, Opened
-from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable
+from runner.data.cache_file import HEADER_BYTES, Header, MappedImages, Unusable
 from runner.data.loaders import MemoryLoader
 from runner.data.workers import WorkerLoader
 
@@ -201,6 +203,18 @@ def test_passed_to_another_process_it_is_mapped_there_and_not_copied(tmp_path: P
     cache(tmp_path).path("train").write_bytes(b"")
     with pytest.raises(Unusable):
         pickle.loads(text)
+
+
+def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path: Path) -> None:
+    count = 2 * psutil.virtual_memory().total // 2**24
+    targets = torch.zeros(count, dtype=torch.int64)
+    header = Header("key", (count, 1, 2**12, 2**12), (count,), "int64", zlib.crc32(targets.numpy().tobytes()))
+    with (tmp_path / "large.images").open("wb") as file:
+        file.write(header.dump())
+        file.truncate(header.file_bytes)  # of nothing but a hole
+    images = MappedImages(tmp_path / "large.images", "key")
+    assert len(images) == count
+    assert not images.images[-1, 0, -1].any()
 
 
 ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)

@@ -1,7 +1,7 @@
 """Images in folders: listing, decoding of every kind of image, and what is said about bad ones."""
 
+import contextlib
 import io
-import multiprocessing
 import os
 import pickle
 from pathlib import Path
@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader
 
 from runner.config.errors import UserError
 from runner.data.folders import ImageFolder, image_folder
 from runner.data.pictures import read_image
+from runner.data.workers import WorkerLoader
 
 
 def _save(path: Path, color=(10, 20, 30), size=(6, 4), mode="RGB", **options) -> Path:
@@ -291,15 +291,11 @@ def test_a_missing_image_is_named(tmp_path):
 
 def test_the_message_survives_a_loader_worker(root):
     (root / "train/cat/1.png").write_bytes(b"broken")
-    loader = DataLoader(
-        image_folder(str(root))["train"],
-        batch_size=3,
-        num_workers=1,
-        generator=torch.Generator(),
-        multiprocessing_context=multiprocessing.get_context("fork"),
+    loader = WorkerLoader(
+        image_folder(str(root))["train"], torch.arange(6), 3, 0, False, torch.device("cpu"), workers=1, persistent=False
     )
-    with pytest.raises(UserError, match=r"cannot read the image .*1\.png"):
-        list(loader)
+    with contextlib.closing(loader), pytest.raises(UserError, match=r"^cannot read the image .*1\.png"):
+        list(loader.batches(0, 0, 2))
 
 
 def test_a_pickled_data_set_reads_the_same_images(root):
@@ -323,7 +319,7 @@ def test_a_share_of_the_middle_can_be_cut_out(tmp_path):
     assert torch.equal(train[0][0][0], torch.from_numpy(pixels[3:9, 5:11]))
 
 
-def test_a_fingerprint_follows_files_and_settings(root):
+def test_a_fingerprint_follows_files_and_settings(root, monkeypatch):
     def print_of(**settings):
         return image_folder(str(root), **settings)["train"].fingerprint()
 
@@ -340,6 +336,8 @@ def test_a_fingerprint_follows_files_and_settings(root):
     (root / "train/cat/0.png").rename(root / "train/cat/00.png")
     others.add(print_of(image_size=4))
     assert len(others | {first}) == 7
+    monkeypatch.chdir(root.parent)
+    assert image_folder(root.name, image_size=4)["train"].fingerprint() == print_of(image_size=4)
     gone = image_folder(str(root))["train"]
     (root / "train/cat/00.png").unlink()
     with pytest.raises(UserError, match=r"cannot read the image .*00\.png: No such file"):

@@ -72,7 +72,7 @@ def disk(diary: Diary) -> Loader:
 def test_the_batches_are_the_same(make: Callable[[Diary], Loader]) -> None:
     diary = Diary()
     plain, loader = make(diary), make(diary)
-    with_ranges = marked(loader, diary)
+    with_ranges = marked(loader, diary, 1)
     assert (with_ranges.samples, with_ranges.batch_size) == (plain.samples, plain.batch_size)
     for start in (0, 1):
         pairs = zip(plain.batches(2, start, 3), with_ranges.batches(2, start, 3), strict=True)
@@ -82,7 +82,7 @@ def test_the_batches_are_the_same(make: Callable[[Diary], Loader]) -> None:
 
 def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
     diary = Diary()
-    for batch in marked(disk(diary), diary).batches(0, 0, 3):
+    for batch in marked(disk(diary), diary, 9).batches(0, 0, 3):
         diary.note(f"step of {len(batch.images)}")
     one, last = [f"read in {WAIT}"] * 4, [f"read in {WAIT}"] * 2
     augment = f"augment in {PREPARE}"
@@ -93,15 +93,25 @@ def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
 
 def test_images_in_memory_are_prepared_and_never_waited_for() -> None:
     diary = Diary()
-    for _ in marked(memory(diary), diary).batches(0, 0, 3):
+    for _ in marked(memory(diary), diary, 9).batches(0, 0, 3):
         diary.note("step")
     assert set(diary.book) == {f"augment in {PREPARE}", "step in nothing"}
+
+
+@pytest.mark.parametrize(("at_once", "times"), [(1, 4), (2, 2), (3, 2), (9, 1)])
+def test_batches_are_gathered_at_most_so_many_at_a_time(at_once: int, times: int) -> None:
+    diary = Diary()
+    images = IMAGES[:8].repeat(2, 1, 1, 1)
+    loader = MemoryLoader(images, torch.arange(16) % 4, torch.arange(16), 4, 0, True, CPU, pipeline(diary))
+    assert len(list(marked(loader, diary, at_once).batches(0, 0, 4))) == 4
+    assert len(diary.book) == times
+    assert loader._chunk > 9, "the loader of the run itself stays as it is"
 
 
 def test_the_loader_itself_stays_as_it_is() -> None:
     diary = Diary()
     loader = disk(diary)
-    marked(loader, diary)
+    marked(loader, diary, 9)
     list(loader.batches(0, 0, 1))
     assert set(diary.book) == {"read in nothing", "augment in nothing"}
 

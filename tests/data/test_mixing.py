@@ -143,8 +143,7 @@ def test_one_way_is_chosen_for_the_whole_batch_and_all_as_often() -> None:
     assert set(factors) == {0.5, 2.0}
 
 
-def test_what_the_choices_draw_does_not_depend_on_which_are_made() -> None:
-    # Devices other than the CPU make all of them, since reading the choice would wait for the device.
+def test_a_device_that_makes_all_choices_and_selects_one_gives_the_same_bits() -> None:
     images, classes = labelled(16)
     soft = torch.nn.functional.one_hot(classes).float()
     ways = [Mixup(0.8), CutMix()]
@@ -155,6 +154,8 @@ def test_what_the_choices_draw_does_not_depend_on_which_are_made() -> None:
         expected = ways[number](images, soft, draws.apart(number))
         made = OneOf(ways)(images, soft, Draws(0, epoch, classes, -1))
         assert all(map(torch.equal, made, expected))
+        selected = OneOf(ways)._selected(images, soft, Draws(0, epoch, classes, -1), torch.tensor(number))
+        assert all(map(torch.equal, selected, expected))
         seen.add(number)
     assert seen == {0, 1}
 

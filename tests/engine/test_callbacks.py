@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,14 +119,15 @@ def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Callable[..
 
         def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
             for number, batch in enumerate(source.batches(epoch, start, stop)):
-                time.sleep(0.01 if number < 5 else 0)
+                if number < 5:
+                    time.sleep(0.02)
                 yield batch
 
     loop.source = Slow()
     loop.run()
     slow, quick = (metrics["data_wait"] for _, _, metrics in records.train)
     assert 0.5 < slow <= 1
-    assert 0 < quick < 0.5
+    assert 0 < quick < 0.8 * slow
 
 
 def test_evaluations_are_in_neither_rate_nor_share(bench: Callable[..., Any]) -> None:
@@ -239,20 +239,17 @@ def test_saves_in_quick_succession_are_put_off_unless_steps_ask_for_them(
 
 
 def test_what_was_put_off_is_saved_as_soon_as_the_time_has_passed(bench: Callable[..., Any]) -> None:
-    saved: list[tuple[int, float]] = []
+    saved: list[int] = []
 
-    class Slow:
+    class Pause:
         def on_step(self, loop: Any) -> None:
-            time.sleep(0.03)
+            if loop.state.position.global_step == 5:
+                time.sleep(2.1)
 
-    def save(loop: Any, *_: Any) -> None:
-        saved.append((loop.state.position.global_step, time.monotonic()))
-
+    save = lambda loop, *_: saved.append(loop.state.position.global_step)  # noqa: E731
     one = bench(10, limits={"epochs": 4, "max_steps": None}, validate=False)
-    one.loop(Slow(), Checkpointing(None, 1, save, min_seconds=0.1)).run()
-    assert saved[0][0] in (4, 5)  # asked for after step 3, 0.09 s after the start
-    assert saved[-1][0] == 12
-    assert all(later - earlier >= 0.1 for (_, earlier), (_, later) in itertools.pairwise(saved[:-1]))
+    one.loop(Pause(), Checkpointing(None, 1, save, min_seconds=2)).run()
+    assert saved == [5, 12]  # asked for after step 3, in the middle of an epoch when the time has passed; and the end
 
 
 @pytest.mark.parametrize(

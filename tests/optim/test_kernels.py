@@ -12,7 +12,6 @@ from runner.config.errors import UserError
 from runner.optim.kernels import Kernels, choose_kernels
 
 SMALL = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
-MANY = [nn.Parameter(torch.empty(5_000_000))]
 COMPLEX = [nn.Parameter(torch.randn(3, dtype=torch.complex64))]
 
 
@@ -32,11 +31,19 @@ def test_left_open_it_is_fused_where_torch_has_that(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["RMSprop", "Adadelta", "NAdam"])
-def test_left_open_it_is_foreach_where_nothing_is_fused_and_that_pays(name: str) -> None:
-    assert choose(name) == Kernels({"foreach": True}, "foreach", f"auto: {name} has no fused kernel")
-    found = choose(name, MANY)
-    assert found.arguments == {"foreach": False}
-    assert found.reason.endswith("foreach is slower for 5,000,000 weights on the CPU")
+def test_left_open_on_the_cpu_nothing_is_foreach(name: str) -> None:
+    reason = f"auto: {name} has no fused kernel, and foreach is no faster on the CPU"
+    assert choose(name) == Kernels({"foreach": False}, "one tensor after the other", reason)
+
+
+def test_left_open_it_is_foreach_where_nothing_is_fused_and_that_pays() -> None:
+    elsewhere = [nn.Parameter(torch.zeros(3, device="meta"))]  # stands for a GPU
+    assert choose("RMSprop", elsewhere) == Kernels({"foreach": True}, "foreach", "auto: RMSprop has no fused kernel")
+    found = choose("AdamW", elsewhere, fused=False)
+    assert found.arguments == {"fused": False, "foreach": True}
+    assert (
+        "requires all the params to be floating point Tensors of supported devices" in choose("SGD", elsewhere).reason
+    )
 
 
 def test_what_has_no_such_choice_is_left_alone() -> None:
@@ -51,7 +58,11 @@ def test_what_has_no_such_choice_is_left_alone() -> None:
         ({"fused": True}, {"fused": True, "foreach": False}, "optimizer.fused=true"),
         ({"foreach": True}, {"fused": False, "foreach": True}, "optimizer.foreach=true"),
         ({"foreach": True, "fused": False}, {"fused": False, "foreach": True}, "optimizer.foreach=true"),
-        ({"fused": False}, {"fused": False, "foreach": True}, "auto: optimizer.fused=false"),
+        (
+            {"fused": False},
+            {"fused": False, "foreach": False},
+            "auto: optimizer.fused=false, and foreach is no faster on the CPU",
+        ),
         (
             {"fused": False, "foreach": False},
             {"fused": False, "foreach": False},
@@ -80,11 +91,13 @@ def test_what_is_set_is_kept(options: dict[str, Any], arguments: dict[str, bool]
 def test_fused_where_it_cannot_be_had_is_a_sentence(
     parameters: list[Any], sparse: bool, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"^optimizer.fused: true cannot be had: .*{words}.*\n.*allowed: null or false"):
+    with pytest.raises(
+        UserError, match=rf"^optimizer.fused: true cannot be had: .*{words}.*\n.*allowed: null or false"
+    ):
         choose("AdamW", parameters, sparse, fused=True, **options)
     if not options:
         found = choose("AdamW", parameters, sparse)
-        assert found.arguments == {"fused": False, "foreach": True}
+        assert found.arguments == {"fused": False, "foreach": False}
         assert words in found.reason
 
 
@@ -93,7 +106,7 @@ def test_a_kernel_that_the_device_lacks_is_found_out_by_trying(monkeypatch: pyte
         raise RuntimeError("not on this device\nand more")
 
     monkeypatch.setattr(torch, "_fused_adamw_", refuses)
-    assert choose("AdamW").reason == "auto: not on this device"
+    assert choose("AdamW").reason == "auto: not on this device, and foreach is no faster on the CPU"
     with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: not on this device\n"):
         choose("AdamW", fused=True)
 

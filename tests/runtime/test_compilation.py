@@ -195,12 +195,13 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("traced")
-def test_the_compiler_times_no_kernels_where_algorithms_are_deterministic() -> None:
+def test_the_compiler_times_no_kernels_where_algorithms_are_deterministic_and_rounds_where_autocast_does() -> None:
     from torch._inductor import config
 
-    for deterministic in (True, False):
-        compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "model", Options(), deterministic)
+    for deterministic, mixed in ((True, False), (False, True), (False, False)):
+        compile_learner(nn.Linear(2, 2), nn.MSELoss(), CPU, "model", Options(), deterministic, mixed)
         assert getattr(config, "deterministic", deterministic) is deterministic
+        assert config.emulate_precision_casts is mixed
 
 
 def test_the_row_of_the_header_says_what_is_compiled() -> None:

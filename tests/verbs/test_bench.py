@@ -61,7 +61,7 @@ class Slow:
 '''
 TINY = (
     *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=5", "steps=2", "compare_steps=2"),
+    *("repeats=7", "steps=1", "compare_steps=2"),
 )
 OPTIONS = {
     "model/paused.yaml": """# A model that sleeps.
@@ -119,31 +119,29 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_toggle_that_makes_the_model_faster_is_found_and_recommended(bench: Bench) -> None:
-    found = bench("toggles=[amp]", "model.without_amp_ms=6", "tolerance=1.0")
+    found = bench("toggles=[amp]", "model.without_amp_ms=25", "tolerance=1.0", "combine=false")
     amp = found["by_name"]["amp=bf16"]
     assert amp["ratio"]["median"] > 1.5
     assert amp["samples_per_s"]["median"] > found["baseline"]["samples_per_s"]["median"]
-    assert found["baseline"]["step_ms"]["median"] > 6
+    assert found["baseline"]["step_ms"]["median"] > 25
     assert amp["verdict"] == ""
     assert found["recommended"][0].startswith("amp=")
 
 
 def test_what_pays_is_combined_and_the_combination_recommended(bench: Bench) -> None:
     found = bench(
-        "toggles=[amp,channels_last]", "model.without_amp_ms=6", "model.without_channels_last_ms=6", "tolerance=1.0"
+        "toggles=[amp,channels_last]", "model.without_amp_ms=25", "model.without_channels_last_ms=25", "tolerance=1.0"
     )
     combined = [each for each in found["candidates"] if each["kind"] == "combination"]
     assert combined
     assert combined[0]["ratio"]["median"] > max(each["ratio"]["median"] for each in found["candidates"][1:])
     assert {word.split("=")[0] for word in found["recommended"]} == {"amp", "channels_last"}
-    alone = bench("toggles=[channels_last]", "model.without_channels_last_ms=6", "combine=false", "tolerance=1.0")
-    assert alone["recommended"] == ["channels_last=true"]
 
 
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
     run: Callable[..., Any], parts: None, workdir: Path
 ) -> None:
-    result = run("bench", *TINY, *NET, "model.without_channels_last_ms=5", "toggles=[channels_last,tf32]")
+    result = run("bench", *TINY, *NET, "model.without_channels_last_ms=25", "toggles=[channels_last,tf32]")
     assert result.status == 0, result.err
     *lines, last_but_one, last = result.out.strip().splitlines()
     assert last_but_one == "recommended: channels_last=true"
@@ -179,7 +177,7 @@ def test_a_loss_that_the_toggle_does_not_change_differs_by_nothing(bench: Bench)
 
 
 def test_a_candidate_that_does_not_repeat_is_seen_and_refused_where_that_is_asked_for(bench: Bench) -> None:
-    words = ("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=6", "tolerance=1.0")
+    words = ("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=25", "tolerance=1.0")
     found = bench(*words)
     assert found["baseline"]["same_bits"] is True
     assert found["by_name"]["amp=bf16"]["same_bits"] is False
@@ -190,7 +188,7 @@ def test_a_candidate_that_does_not_repeat_is_seen_and_refused_where_that_is_aske
 
 
 def test_a_loss_that_is_too_far_off_is_not_recommended(bench: Bench) -> None:
-    found = bench("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=6", "tolerance=0.0")
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.noise=true", "model.without_amp_ms=25", "tolerance=0.0")
     assert found["by_name"]["amp=bf16"]["verdict"] == "loss too far off"
     assert found["recommended"] == []
 
@@ -236,7 +234,7 @@ def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
     found = bench("toggles=[]", "vary.detect_anomaly=[true]", "model.pause_ms=3")
     assert [*found["by_name"]] == ["detect_anomaly=true"]
     turns = sum(before != after for before, after in itertools.pairwise(seen))
-    assert turns > 2 * 5, "five rounds of turns"
+    assert turns > 2 * 7, "seven rounds of turns"
     assert not torch.is_anomaly_enabled()
 
 
@@ -244,7 +242,7 @@ def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.verbs._bench.toggles.room_for", lambda *_: False)
-    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=6", "tolerance=1.0")
+    found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=25", "tolerance=1.0")
     assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
     assert found["by_name"]["amp=bf16"]["same_bits"] is True
 
@@ -262,16 +260,17 @@ def test_input_is_the_bottleneck_where_samples_are_slow_to_read_and_workers_are_
     assert found["recommended"][0].startswith("data.num_workers=")
 
 
-def test_compute_is_the_bottleneck_of_a_slow_model(bench: Bench, run: Callable[..., Any]) -> None:
-    found = bench("part=data", "model.pause_ms=8")
+def test_compute_is_the_bottleneck_of_a_slow_model(run: Callable[..., Any], parts: None) -> None:
+    result = run("bench", "data", *TINY, *NET, "model.pause_ms=12")
+    assert result.status == 0, result.err
+    *lines, last_but_one, folder = result.out.strip().splitlines()
+    assert any(line.startswith("bottleneck: compute: computing on a batch takes") for line in lines)
+    assert last_but_one == "recommended: nothing to change"
+    found = json.loads((Path(folder) / "bench.json").read_text())
     assert found["bottleneck"]["kind"] == "compute"
     assert found["bottleneck"]["factor"] > 3
     assert found["bottleneck"]["waiting"] < 0.3
     assert [way["overrides"] for way in found["ways"]] == [[], ["data.residency=disk"]]
-    result = run("bench", "data", *TINY, *NET, "model.pause_ms=8", "toggles=[]")
-    assert result.status == 0, result.err
-    assert "bottleneck: compute: computing on a batch takes" in result.out
-    assert result.out.strip().splitlines()[-2] == "recommended: nothing to change"
 
 
 def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[..., Any]) -> None:

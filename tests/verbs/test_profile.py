@@ -12,7 +12,8 @@ import pytest
 
 from runner.data.marks import PREPARE, WAIT
 from runner.engine.marks import BACKWARD, FORWARD, OPTIMIZER
-from runner.runtime.stopwatch import OTHER
+from runner.runtime.stopwatch import OTHER, Step
+from runner.verbs._profiling.measure import Measured
 from runner.verbs._profiling.verdict import Facts, verdict
 
 SMALL = (
@@ -207,6 +208,17 @@ def test_people_get_the_report_with_the_sentence_and_the_folder_last(run: Callab
     assert Path(folder).parent == Path("outputs/profiles")
     for part in (*PARTS, "saved for backward", "aten::addmm", "samples/s", "trace.json"):
         assert part in result.out, part
+
+
+def test_a_step_that_compiles_for_a_smaller_batch_is_told_apart_and_waiting_is_not() -> None:
+    def step(computing: float, waiting: float = 0.0) -> Step:
+        return Step({FORWARD: computing / 2, BACKWARD: computing / 2, WAIT: waiting})
+
+    found = Measured()
+    found.take([step(0.01), step(0.02), step(3.0), step(0.01, waiting=5.0)], [8, 8, 5, 8])
+    assert found.unusual == [3.0]
+    assert (len(found.steps), found.samples) == (3, 24)
+    assert sum(found.seconds) == pytest.approx(5.04)
 
 
 def test_a_budget_that_is_used_up_ends_the_phases_early(profile: Callable[..., Any]) -> None:

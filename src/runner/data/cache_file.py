@@ -12,7 +12,9 @@ import json
 import math
 import mmap
 import os
+import platform
 import secrets
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,10 @@ from torch.utils.data import Dataset
 
 HEADER_BYTES = 4096
 _MARK = "runner images 1 "
+# Whatever writes to mapped tensors changes its own copy of a page and never the file. No memory is set aside for that, as
+# the system would refuse to for a file that is larger than its memory. Python before 3.13 has no name for the flag.
+_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
+_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -125,8 +131,8 @@ class MappedImages(Dataset[tuple[Tensor, Tensor]]):
             header = parse(file.read(HEADER_BYTES), size)
             if key is not None and header.key != key:
                 raise Unusable("it was made from other files, settings or library versions")
-            # Private: whatever writes to these tensors changes its own copy of a page and never the file.
-            mapped = torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+            pages = mmap.mmap(file.fileno(), size, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        mapped = torch.frombuffer(pages, dtype=torch.uint8)
         end = HEADER_BYTES + header.image_bytes
         self.images = mapped[HEADER_BYTES:end].view(header.images)
         self.targets = mapped[end:].clone().view(_DTYPES[header.targets_dtype]).view(header.targets)

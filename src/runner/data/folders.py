@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -95,14 +96,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         """
         settings = (DECODING, self.image_size, self.channels, self.crop_share)
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
-        digest = hashlib.sha256(repr((settings, libraries, self._ends.tolist())).encode())
-        digest.update(self._names)
-        for path in self.paths:
+        digest = hashlib.sha256(repr((settings, libraries)).encode())
+        names = [self._names[begin:end] for begin, end in itertools.pairwise(self._ends.tolist())]
+        # From where they have in common, so that it does not matter from which folder the program is started.
+        common = len(os.path.commonpath((min(names), max(names)))) if names else 0
+        for name in names:
             try:
-                found = path.stat()
+                found = os.stat(name)  # noqa: PTH116  a Path for each of a million files would cost more than this call
             except OSError as error:
-                raise UserError(f"cannot read the image {path}: {error.strerror}") from error
-            digest.update(struct.pack("<qq", found.st_size, found.st_mtime_ns))
+                raise UserError(f"cannot read the image {os.fsdecode(name)}: {error.strerror}") from error
+            digest.update(name[common:] + struct.pack("<cqq", b"\0", found.st_size, found.st_mtime_ns))
         return digest.hexdigest()
 
     def path(self, index: int) -> Path:

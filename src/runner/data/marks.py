@@ -47,7 +47,7 @@ def reading(loader: Loader) -> Reading:
     return Reading(loader._loader.num_workers, None, tensors)
 
 
-def marked(loader: Loader, mark: Mark) -> Loader:
+def marked(loader: Loader, mark: Mark, at_once: int) -> Loader:
     """The same batches, made in ranges.
 
     `data wait` is the time until samples that are read one by one have come: from worker processes, or read in this one
@@ -57,11 +57,16 @@ def marked(loader: Loader, mark: Mark) -> Loader:
     Args:
         loader: stays as it is; closing either closes both.
         mark: gives the ranges; those inside another count by themselves.
+        at_once: most batches that are gathered together from memory, so that a few steps show what many cost on average.
     """
     if isinstance(loader, WorkerLoader):
         inner, read = copy.copy(loader), loader._read
         inner._read = lambda: _each(read, mark, WAIT)  # type: ignore[method-assign]
         return _MarkedLoader(inner, mark)
+    if isinstance(loader, MemoryLoader):
+        gathers = copy.copy(loader)
+        gathers._chunk = min(loader._chunk, at_once)
+        return _MarkedLoader(gathers, mark)
     return _MarkedLoader(loader, mark)
 
 

@@ -94,9 +94,12 @@ class OneOf:
     def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
         """Mix one way."""
         chosen = draws.of_batch(len(self.choices))
-        if images.device.type == "cpu":
-            number = int(chosen)
-            return self.choices[number](images, targets, draws.apart(number))
+        if images.device.type != "cpu":
+            return self._selected(images, targets, draws, chosen)
+        number = int(chosen)
+        return self.choices[number](images, targets, draws.apart(number))
+
+    def _selected(self, images: Tensor, targets: Tensor, draws: Draws, chosen: Tensor) -> tuple[Tensor, Tensor]:
         # To read the choice would be to wait for the device, so all are made.
         mixed = images, targets
         for number, mix in enumerate(self.choices):

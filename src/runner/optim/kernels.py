@@ -17,9 +17,6 @@ from runner.optim.muon import Muon
 
 KINDS = ("fused", "foreach")
 
-# On the CPU, foreach holds intermediate results of all tensors at once. Those of more weights do not fit into its caches:
-# RMSprop then takes twice as long, where it takes half as long for fewer (docs/performance.md).
-_FEW_WEIGHTS = 4_000_000
 _NAMES = {"fused": "fused", "foreach": "foreach", "": "one tensor after the other"}
 
 
@@ -41,8 +38,9 @@ class Kernels:
 def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
     """Settle `optimizer.fused` and `optimizer.foreach`, which null leaves open.
 
-    Open means fused where the class has it for this device and these parameters, else foreach where it pays: on GPUs,
-    and on the CPU for up to 4 million weights. A class from elsewhere than `torch.optim` is left to its own defaults.
+    Open means fused where the class has it for this device and these parameters, else foreach where it pays, which is on
+    GPUs: on the CPU it is no faster, and slower for millions of weights (docs/performance.md). A class from elsewhere
+    than `torch.optim` is left to its own defaults.
 
     Args:
         node: section `optimizer` of the config.
@@ -87,8 +85,8 @@ def _by_itself(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tu
         return "", f"auto: {against}"
     if node.get("foreach") is False:
         return "", f"{against}, and optimizer.foreach=false"
-    if trial.device == "cpu" and trial.weights > _FEW_WEIGHTS:
-        return "", f"auto: {against}, and foreach is slower for {trial.weights:,} weights on the CPU"
+    if trial.device == "cpu":
+        return "", f"auto: {against}, and foreach is no faster on the CPU"
     if obstacle := trial.obstacle("foreach"):
         return "", f"auto: {against}; {obstacle}"
     return "foreach", f"auto: {against}"
@@ -126,10 +124,6 @@ class _Trial:
     @property
     def device(self) -> str:
         return self.parameters[0].device.type
-
-    @property
-    def weights(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
 
     def obstacle(self, kind: str) -> str:
         """Why a kind of kernels, or none for an empty string, cannot update these parameters; or an empty string."""

@@ -178,6 +178,7 @@ def compile_learner(
     what: Literal["model", "step"],
     options: Options,
     deterministic: bool = False,
+    mixed: bool = False,
 ) -> Compilation:
     """Compile a model, or model and loss together, in place: the names in its state dict stay as they are.
 
@@ -190,6 +191,7 @@ def compile_learner(
         what: `model`, which serves evaluations too, or `step`, after which evaluations run as they are.
         options: arguments of `torch.compile`.
         deterministic: have the compiler choose no kernel by timing it.
+        mixed: forward passes run under autocast.
 
     Raises:
         UserError: without the compiler that the device needs.
@@ -198,7 +200,7 @@ def compile_learner(
         raise UserError(
             f"compile: {what if what == 'step' else 'true'} {missing}\n    allowed: install it, or compile=false"
         )
-    _choose_without_timing(deterministic)
+    _configure(deterministic, mixed)
     compilation = Compilation(what, options, CompileMeter())
     if options.uses_cuda_graphs and device.type != "cuda":
         compilation.warnings.append(
@@ -217,11 +219,19 @@ def compile_learner(
     return compilation
 
 
-def _choose_without_timing(deterministic: bool) -> None:
+def _configure(deterministic: bool, mixed: bool) -> None:
+    """Set the compiler's own switches, which are the process's."""
     from torch._inductor import config
 
-    if hasattr(config, "deterministic"):
-        config.deterministic = deterministic
+    wanted = {
+        "deterministic": deterministic,
+        # Round to 16 bits where autocast does. Left to itself the compiler computes again in 32 bits what it had rounded,
+        # does not find the largest value among the results, and gives NaN for the gradient of `amax`.
+        "emulate_precision_casts": mixed,
+    }
+    for name, value in wanted.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
 
 
 def _told(compiled: Any) -> Any:

@@ -37,8 +37,8 @@ class Gauges:
         """What utilisation is a share of, for people: (label, value, reason), or nothing."""
         if self.flops_of_sample is None or self.ceiling is None:
             return []
-        peak, work = self.ceiling.flops / 1e12, self.flops_of_sample / 1e9
-        return [("utilization", f"of {peak:.3g} TFLOP/s, {work:.3g} GFLOP a sample", self.ceiling.source)]
+        peak, work = _in_words(self.ceiling.flops), _in_words(self.flops_of_sample)
+        return [("utilization", f"of {peak}/s, {work} a sample", self.ceiling.source)]
 
     def __call__(self, samples_per_s: float) -> dict[str, float]:
         """The figures of a log line.
@@ -55,6 +55,13 @@ class Gauges:
         if self.flops_of_sample is not None and self.ceiling is not None:
             figures["mfu"] = samples_per_s * self.flops_of_sample / self.ceiling.flops
         return figures
+
+
+def _in_words(flops: float) -> str:
+    scale, unit = next(
+        ((scale, unit) for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops >= scale), (1e3, "k")
+    )
+    return f"{flops / scale:.3g} {unit}FLOP"
 
 
 def choose_gauges(

@@ -123,7 +123,7 @@ def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> Cei
         a, b = (_random(size, dtype, device, seed) for seed in (0, 1))
         _seconds(a, b, 1)
         took = _seconds(a, b, 1)
-        if took >= seconds / 40 or size >= 8192:
+        if took >= seconds / 40 or size >= 8192 or 4 * 3 * size**2 * dtype.itemsize > _free(device):
             break
         size *= 2
     repeats = max(1, round(seconds / 8 / max(took, 1e-9)))
@@ -147,6 +147,11 @@ def _seconds(a: torch.Tensor, b: torch.Tensor, repeats: int) -> float:
             torch.mm(a, b)
     _wait(a.device)
     return time.perf_counter() - began
+
+
+def _free(device: torch.device) -> float:
+    """Bytes that may be used, a tenth of what is free on a GPU."""
+    return torch.cuda.mem_get_info(device)[0] / 10 if device.type == "cuda" else float("inf")
 
 
 def _wait(device: torch.device) -> None:

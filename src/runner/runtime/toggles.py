@@ -75,7 +75,7 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
             toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
         return toggled
     what: Literal["model", "step"] = "step" if config.compile == "step" else "model"
-    deterministic = bool(config.deterministic)
-    toggled.compilation = compile_learner(model, loss, precision.device, what, options, deterministic)
+    deterministic, mixed = bool(config.deterministic), precision.dtype is not None
+    toggled.compilation = compile_learner(model, loss, precision.device, what, options, deterministic, mixed)
     toggled.warnings += toggled.compilation.warnings
     return toggled

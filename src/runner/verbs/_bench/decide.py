@@ -19,6 +19,9 @@ _AS_FAST = 0.98
 _STUDENT = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
 _NORMAL = 2.326
 _ALL_OF = 7  # all of so many above 1 by chance: 1 in 128
+# What is measured of the slowest models, however long it takes: fewer rounds than these say nothing.
+_FEWEST_REPEATS = 4
+_FEWEST_COMPARED = 3
 # Input and compute that differ by less are called equal.
 _EQUAL = 1.1
 
@@ -198,10 +201,23 @@ class Sizes:
         """What a candidate takes as fast as the baseline: two builds, the compared steps twice, the measurements."""
         return 2 * build_s + step_s * (2 * self.compare + 1 + self.repeats * (self.steps + self.warmup))
 
+    def beside_readers(self, read_ahead: int, step_s: float) -> tuple[int, int]:
+        """Steps and warm-up for a candidate whose workers read ahead.
 
-def usual_steps(step_s: float, read_ahead: int) -> int:
-    """Steps of a measurement that take a quarter of a second, at most 200; but twice as many as were read ahead."""
-    return max(min(200, math.ceil(0.25 / step_s)), 2 * read_ahead, 1)
+        Batches that were ready before the clock starts must not make it look faster, so these belong to the warm-up, and
+        twice as many are timed; but no more than take half a second and a second.
+
+        Args:
+            read_ahead: steps whose batches may be ready.
+            step_s: seconds of a step.
+        """
+        steps = max(self.steps, min(2 * read_ahead, math.ceil(1.0 / step_s)))
+        return steps, max(self.warmup, min(read_ahead, math.ceil(0.5 / step_s)))
+
+
+def usual_steps(step_s: float) -> int:
+    """Steps of a measurement that take a quarter of a second, at most 200."""
+    return max(1, min(200, math.ceil(0.25 / step_s)))
 
 
 def sized(wanted: Sizes, step_s: float, build_s: float, share_s: float) -> Sizes:
@@ -213,10 +229,19 @@ def sized(wanted: Sizes, step_s: float, build_s: float, share_s: float) -> Sizes
         build_s: seconds to build the baseline.
         share_s: a candidate's share of the time.
     """
-    sizes, least = wanted, Sizes(1, 1, min(3, wanted.repeats), 2)
-    while sizes.seconds(step_s, build_s) > share_s and sizes != least:
-        pairs = zip(dataclasses.astuple(sizes), dataclasses.astuple(least), strict=True)
-        sizes = Sizes(*(max(low, int(0.8 * now)) for now, low in pairs))
+    sizes = wanted
+    while sizes.seconds(step_s, build_s) > share_s:
+        compared, measured = 2 * sizes.compare, sizes.repeats * (sizes.steps + sizes.warmup)
+        shorter = sizes.steps > 1 or sizes.warmup > 1
+        if sizes.compare > _FEWEST_COMPARED and (compared > measured or not shorter):
+            less = {"compare": max(_FEWEST_COMPARED, int(0.8 * sizes.compare))}
+        elif shorter:
+            less = {"steps": max(1, int(0.8 * sizes.steps)), "warmup": max(1, int(0.8 * sizes.warmup))}
+        elif sizes.repeats > _FEWEST_REPEATS:
+            less = {"repeats": sizes.repeats - 1}
+        else:
+            break
+        sizes = dataclasses.replace(sizes, **less)
     return sizes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from runner.verbs._bench.candidates import BASELINE, data_candidates
 from runner.verbs._bench.decide import Bottleneck, Result, Round, Sizes, Spread
 from runner.verbs._bench.stand import CANNOT, Stand, Workbench, reason, room_for
 from runner.verbs._bench.timing import Timed, run
-from runner.verbs._bench.toggles import facts_of, introduce, read_ahead
+from runner.verbs._bench.toggles import facts_of, introduce
 
 _WARMUP = 2
+_FEWEST_ROUNDS = 3
 _STEP = "a step on one batch"
 
 
@@ -162,6 +164,7 @@ class Loading:
         self._left_out: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._epoch = 0
+        self._step_s = math.nan
 
     def findings(self) -> LoadingFindings:
         """Measure everything that there is time for."""
@@ -176,7 +179,7 @@ class Loading:
         keep = room_for(baseline, len(stands))
         rounds = [self._turn(stands, sizes, keep)]
         while len(rounds) < sizes.repeats:
-            if len(rounds) >= 2 and time.perf_counter() > self._deadline:
+            if len(rounds) >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
                 self._notes.append(f"{len(rounds)} measurements in place of {sizes.repeats}: the time was up")
                 break
             rounds.append(self._turn(stands, sizes, keep))
@@ -206,11 +209,10 @@ class Loading:
         return stand
 
     def _sizes(self, baseline: Stand, count: int) -> Sizes:
-        config, ahead = self._config, read_ahead(self._config, baseline)
-        step_s = _per_sample(baseline.measure(3, 1)) * baseline.samples
-        wanted = Sizes(
-            config.steps or decide.usual_steps(step_s, ahead), max(_WARMUP, ahead), max(2, config.repeats), 2
-        )
+        config = self._config
+        self._step_s = step_s = _per_sample(baseline.measure(3, 1)) * baseline.samples
+        steps = config.steps or decide.usual_steps(step_s)
+        wanted = Sizes(steps, min(_WARMUP, steps), config.repeats, 2)
         # Each one reads and trains; the configured one computes on one batch as well.
         share = (self._deadline - time.perf_counter()) / (2 * count + 1)
         sizes = decide.sized(wanted, step_s, 0.0, share)
@@ -224,7 +226,7 @@ class Loading:
     def _turn(self, stands: list[Stand], sizes: Sizes, keep: bool) -> Round:
         turn: Round = {}
         for stand in stands:
-            name, amount = stand.candidate.name, (sizes.steps, sizes.warmup)
+            name, amount = stand.candidate.name, sizes.beside_readers(stand.read_ahead, self._step_s)
             turn[_reading(name)] = _per_sample(stand.read(*amount, self._next_epoch()))
             if name == BASELINE.name:
                 turn[_STEP] = _per_sample(stand.compute(*amount))

@@ -184,6 +184,11 @@ class Stand:
         plan = self.training.plan
         return sum(map(plan.size, range(plan.batches))) / plan.steps
 
+    @property
+    def read_ahead(self) -> int:
+        """Optimizer steps whose batches may have been read before they are asked for."""
+        return -(-self.workers * self.config.data.prefetch // self.config.accumulate)
+
     def first_steps(self, steps: int, longest_s: float = math.inf) -> FirstSteps:
         """Build anew and make the first steps.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,6 +33,10 @@ _TOO_SLOW = 5.0
 _COMBINATIONS = 3
 _SEEDS = 2
 _WARMUP = 3
+_FEWEST_ROUNDS = 3
+# Candidates may be slower than the baseline, which all estimates are made with.
+_MARGIN = 1.3
+_NO_TIME = "no time was left; a larger budget_s gives some"
 
 
 @dataclass
@@ -114,16 +118,11 @@ class Comparison:
     def _decide_sizes(self, count: int) -> None:
         config, baseline = self._config, self._baseline
         first = baseline.first_steps(3)
-        ahead = read_ahead(config, baseline)
-        wanted = Sizes(
-            config.steps or decide.usual_steps(first.step_s, ahead),
-            max(_WARMUP, ahead),
-            config.repeats,
-            config.compare_steps,
-        )
+        steps = config.steps or decide.usual_steps(first.step_s)
+        wanted = Sizes(steps, min(_WARMUP, steps), config.repeats, config.compare_steps)
         others = 1 + _COMBINATIONS * config.combine * (count > 1)
         share = (self._deadline - time.perf_counter()) / (count + others + 1)
-        self._sizes = decide.sized(wanted, first.step_s, first.build_s, share)
+        self._sizes = decide.sized(wanted, first.step_s, first.build_s, share / _MARGIN)
         if self._sizes != wanted:
             now = self._sizes
             self._notes.append(
@@ -134,13 +133,21 @@ class Comparison:
 
     def _entered(self, candidate: Candidate) -> Stand | None:
         """A candidate with its first steps made; None if it cannot be run, or is not worth the time."""
+        if time.perf_counter() > self._deadline:
+            self._left_out.append((candidate.name, _NO_TIME))
+            return None
         usual = self._first[BASELINE.name].step_s
         why = ""
         for _ in range(2):  # the first time, something else may have kept the machine busy
             try:
                 stand = Stand(self._bench, candidate)
                 self._enter(stand, _TOO_SLOW * usual)
-                return stand
+                why = self._without_effect(stand)
+                if not why:
+                    return stand
+                del self._results[candidate.name]
+                stand.release()
+                break
             except TooSlow as error:
                 why = f"{error.args[0] / usual:.1f} times slower than the baseline in its first steps"
             except CANNOT as error:
@@ -148,6 +155,12 @@ class Comparison:
                 break
         self._left_out.append((candidate.name, why))
         return None
+
+    def _without_effect(self, stand: Stand) -> str:
+        """What the program itself says of settings that change nothing here; empty if one of them does."""
+        said = [warning for warning in stand.training.warnings if "has no effect" in warning]
+        told = [next((text for text in said if text.startswith(key)), "") for key, _ in stand.candidate.settings]
+        return told[0] if told and all(told) else ""
 
     def _enter(self, stand: Stand, longest_s: float = math.inf) -> None:
         first = stand.first_steps(self._sizes.compare, longest_s)
@@ -163,15 +176,16 @@ class Comparison:
         """Give each one its turn, again and again, so that a change of the machine's speed meets all alike."""
         usual = self._first[BASELINE.name].step_s
         for number in range(self._sizes.repeats):
-            if number >= 2 and time.perf_counter() > self._deadline:
+            if number >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
                 self._notes.append(f"{number} measurements in place of {self._sizes.repeats}: the time was up")
                 break
             turn: Round = {}
             for stand in stands:
                 name = stand.candidate.name
                 # The same time for a slower candidate, not the same number of steps.
-                steps = max(1, round(self._sizes.steps * min(1.0, usual / self._first[name].step_s)))
-                timed = stand.measure(steps, self._sizes.warmup)
+                own = self._first[name].step_s
+                sizes = replace(self._sizes, steps=max(1, round(self._sizes.steps * min(1.0, usual / own))))
+                timed = stand.measure(*sizes.beside_readers(stand.read_ahead, own))
                 turn[name] = timed.seconds / timed.samples
                 if not self._keep:
                     stand.release()
@@ -185,17 +199,20 @@ class Comparison:
         """Make the first steps again and compare the weights, count what is saved, and come to a verdict."""
         baseline = self._results[BASELINE.name]
         if baseline.repeats is None:
-            self._repeat(self._baseline)
-        for stand in stands:
-            self._repeat(stand)
+            self._repeat(self._baseline, baseline)
+        # First those whose answer matters for what is recommended.
+        for stand in sorted(stands, key=lambda stand: not decide.pays(self._results[stand.candidate.name].ratios)):
             result = self._results[stand.candidate.name]
+            if decide.pays(result.ratios) or time.perf_counter() < self._deadline:
+                self._repeat(stand, result)
+            elif (note := "some candidates were not repeated: the time was up") not in self._notes:
+                self._notes.append(note)
             result.verdict = decide.verdict(result, baseline, allowed, bool(self._config.deterministic))
             stand.release()
 
-    def _repeat(self, stand: Stand) -> None:
-        again, name = stand.first_steps(self._sizes.compare), stand.candidate.name
-        result = self._results[name]
-        result.repeats = again.digest == self._first[name].digest
+    def _repeat(self, stand: Stand, result: Result) -> None:
+        again = stand.first_steps(self._sizes.compare)
+        result.repeats = again.digest == self._first[stand.candidate.name].digest
         result.saved_bytes = stand.saved_bytes()
 
     def _seeds(self) -> list[float]:
@@ -213,7 +230,7 @@ class Comparison:
             first = self._first[BASELINE.name]
             left = self._deadline - time.perf_counter()
             if tried and self._sizes.seconds(first.step_s, first.build_s) > left:
-                self._notes.append(f"no time to try {together(best, other).name}: a larger budget_s would")
+                self._left_out.append((together(best, other).name, _NO_TIME))
                 break
             tried += 1
             before = len(self._rounds)
@@ -253,8 +270,3 @@ def facts_of(baseline: Stand) -> Facts:
         convolutions=any(parameter.ndim == 4 for parameter in training.model.parameters()),
         no_compiler=missing_compiler(training.device),
     )
-
-
-def read_ahead(config: Bench, stand: Stand) -> int:
-    """Optimizer steps whose batches may have been read before the clock starts."""
-    return -(-stand.workers * config.data.prefetch // config.accumulate)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +21,12 @@ from runner.data.marks import marked
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Limits, Loop
-from runner.engine.marks import marked_step
+from runner.engine.marks import BACKWARD, FORWARD, OPTIMIZER, marked_step
 from runner.runtime.memory import Peak, SavedTensors, memory_history, peak_memory, reset_peak_memory
 from runner.runtime.stopwatch import Step, Stopwatch
 
 _MEMORY_STEPS = 1
+_UNUSUAL = 10  # times the median
 # When a phase ends at the latest, as a share of the time there is.
 _DEADLINES = {"warm-up": 0.3, "timing": 0.7, "tracing": 0.9, "memory": 1.0}
 
@@ -33,8 +36,10 @@ class Measured:
     """What the phases found.
 
     Attributes:
-        steps: those of the timed phase.
-        samples: trained on in that phase.
+        steps: those of the timed phase, but for `unusual` ones.
+        samples: trained on in these.
+        unusual: seconds of timed steps whose computing took many times longer than that of the others, as when a batch
+            of another size is compiled or tuned for; waiting for data makes no step unusual.
         peak: memory at most in that phase.
         saved: what the graph kept in one step; None for a compiled model, whose graph cannot be looked into.
         traced: steps in the trace.
@@ -46,6 +51,7 @@ class Measured:
 
     steps: list[Step] = field(default_factory=list)
     samples: int = 0
+    unusual: list[float] = field(default_factory=list)
     peak: Peak = field(default_factory=lambda: Peak(0, ""))
     saved: SavedTensors | None = None
     traced: int = 0
@@ -55,9 +61,20 @@ class Measured:
     cut: list[str] = field(default_factory=list)
 
     @property
-    def seconds(self) -> float:
-        """Of the timed phase."""
-        return sum(sum(step.seconds.values()) for step in self.steps)
+    def seconds(self) -> list[float]:
+        """Of each of `steps`."""
+        return [sum(step.seconds.values()) for step in self.steps]
+
+    def take(self, steps: Sequence[Step], samples: Sequence[int]) -> None:
+        """Take the steps of the timed phase, those apart that say nothing about the others."""
+        computing = [sum(step.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD, OPTIMIZER)) for step in steps]
+        limit = _UNUSUAL * statistics.median(computing)
+        for step, count, seconds in zip(steps, samples, computing, strict=True):
+            if seconds > limit:
+                self.unusual.append(sum(step.seconds.values()))
+            else:
+                self.steps.append(step)
+                self.samples += count
 
 
 @dataclass
@@ -94,7 +111,7 @@ class Phases:
         ]
         self._phases = [phase for phase in phases if phase.steps]
         self._done = 0
-        self._samples = 0
+        self._samples: list[int] = []
         self._context = contextlib.ExitStack()
 
     @property
@@ -110,6 +127,7 @@ class Phases:
     def on_boundary(self, loop: Loop) -> None:
         """Count a step; go on to the next phase when this one has had its steps or its time."""
         self._done += 1
+        self._samples.append(loop.samples_seen)
         phase = self._phases[0]
         late = time.perf_counter() - self._began > _DEADLINES[phase.name] * self._config.budget_s
         over = late or self._done == phase.steps
@@ -138,7 +156,7 @@ class Phases:
     def _begin(self, loop: Loop) -> None:
         phase = self._phases[0]
         self._tell(f"{phase.name}: {phase.steps} step{'s' if phase.steps > 1 else ''}")
-        self._done, self._samples = 0, loop.samples_seen
+        self._done, self._samples = 0, [loop.samples_seen]
         phase.begin()
         self._watch.reset()
         self._watch.boundary()
@@ -147,8 +165,8 @@ class Phases:
         reset_peak_memory(self._training.device)
 
     def _end_timing(self, loop: Loop) -> None:
-        self.found.steps = self._watch.steps()
-        self.found.samples = loop.samples_seen - self._samples
+        counts = [after - before for before, after in itertools.pairwise(self._samples)]
+        self.found.take(self._watch.steps(), counts)
         self.found.peak = peak_memory(self._training.device)
 
     def _begin_tracing(self) -> None:
@@ -194,9 +212,10 @@ def measure(config: Profile, training: Training, folder: Path, tell: Callable[[s
     stopwatch = Stopwatch(training.device)
     phases = Phases(config, training, stopwatch, folder, tell)
     extra = build_callbacks(config, training.task, training.monitor, training.mode)
+    at_once = max(1, config.steps * config.accumulate // 5)
     loop = Loop(
         training.state,
-        marked(training.splits.train.loader, stopwatch),
+        marked(training.splits.train.loader, stopwatch, at_once),
         training.plan,
         training.parts,
         Limits(None, phases.steps),

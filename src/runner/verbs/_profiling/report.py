@@ -29,9 +29,9 @@ _PARTS = (WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER, OTHER)
 def record_of(config: Profile, training: Training, measured: Measured, ops: list[Op]) -> dict[str, Any]:
     """Everything that was found, as plain containers."""
     device = training.device
-    seconds = [sum(step.seconds.values()) for step in measured.steps]
+    seconds = measured.seconds
     mean = statistics.fmean(seconds)
-    rate = measured.samples / measured.seconds
+    rate = measured.samples / sum(seconds)
     split = _split(measured, mean)
     busy = None
     if measured.traced and any(op.kernel for op in ops):
@@ -49,6 +49,7 @@ def record_of(config: Profile, training: Training, measured: Measured, ops: list
         "accumulate": config.accumulate,
         "steps": measured.counts,
         "cut_short": measured.cut,
+        "unusual_steps_ms": [taken * 1000 for taken in measured.unusual],
         "step_ms": {
             "mean": mean * 1000,
             "median": statistics.median(seconds) * 1000,
@@ -121,9 +122,14 @@ def _memory(training: Training, measured: Measured) -> dict[str, Any]:
 
 def show(console: Console, record: dict[str, Any], ops: list[Op], written: list[Path]) -> None:
     """The report on the terminal, up to the sentence about the bottleneck."""
-    timed, step = record["steps"]["timing"], record["step_ms"]
+    timed, step = record["steps"]["timing"] - len(record["unusual_steps_ms"]), record["step_ms"]
     for phase in record["cut_short"]:
         console.line(f"{phase} ended after {record['steps'][phase]} steps, as budget_s is used up")
+    if unusual := record["unusual_steps_ms"]:
+        console.line(
+            f"left out: {len(unusual)} of {record['steps']['timing']} steps, which took up to {max(unusual):,.0f} ms "
+            "(compiling or tuning for a batch of another size, or another program on this machine)"
+        )
     columns = ["part of a step", "ms", "share"]
     rows = [[name, f"{part['ms']:.3f}", percent(part["share"])] for name, part in record["split"].items()]
     rows.append(["whole", f"{step['mean']:.3f}", ""])
