@@ -253,7 +253,11 @@ def top_values(page: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("row", key_rows(), ids=lambda row: f"{row.document.stem}-{row.option}-{row.key}")
 def test_every_key_in_a_table_exists_and_has_the_default_that_the_table_says(row: Row) -> None:
-    values = option_values(*row.option) if row.option and row.key.startswith(f"{row.option[0]}.") else top_values(row.document.stem)
+    values = (
+        option_values(*row.option)
+        if row.option and row.key.startswith(f"{row.option[0]}.")
+        else top_values(row.document.stem)
+    )
     assert row.key in values
     if row.default:
         assert yaml.safe_load(row.default) == values[row.key]

@@ -203,10 +203,26 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
 
 
 def test_a_compiled_step_resumes_with_the_same_bits(call: Callable[..., Any]) -> None:
-    keys = {"compile": "step", "data.drop_last": True, "amp": "bf16", "clip.norm": 1.0, "accumulate": 2}
+    keys = {"data.drop_last": True, "amp": "bf16", "clip.norm": 1.0, "accumulate": 2, "activation_checkpointing": True}
+    plain = read(call(max_steps=4, **keys)["folder"] / "checkpoints" / "last.pt")["model"]
+    keys["compile"] = "step"
     whole = call(max_steps=4, **keys)
     rest = call(max_steps=4, ckpt_path=str(call(max_steps=2, **keys)["folder"]))
     # The gradient of Tiny's largest values is NaN unless compiled code rounds where autocast does.
     assert "forward and loss together" in rest["shown"]
     assert rest["weights_sha256"] == whole["weights_sha256"]
     assert whole["compile_s"] > 0
+    compiled = read(rest["folder"] / "checkpoints" / "last.pt")["model"]
+    norm = "blocks.0.layers.1."
+    assert int(compiled[norm + "num_batches_tracked"]) == 5 + 2, "an epoch of 5 batches, and 2 of the next"
+    assert torch.allclose(compiled[norm + "running_mean"], plain[norm + "running_mean"], atol=0.05)
+    assert torch.allclose(compiled[norm + "running_var"], plain[norm + "running_var"], rtol=0.1)
+
+
+def test_what_an_evaluation_has_no_use_for_is_said(call: Callable[..., Any], run: Callable[..., Any]) -> None:
+    folder = call(max_steps=1)["folder"]
+    words = ("eval", f"ckpt_path={folder}", "split=val", "threads=1", "trust=[tiny_model]", "amp=bf16", "tf32=true")
+    result = run(*words, "activation_checkpointing=true", "compile=true")
+    assert result.status == 0, result.err
+    said = [line for line in result.out.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[1].split("=")[0] for line in said] == ["tf32", "activation_checkpointing", "compile"]

@@ -20,7 +20,7 @@ from runner.engine.plan import Plan
 from runner.engine.state import Meter, Position, TrainState
 from runner.engine.step import StepParts
 from runner.engine.tasks import Task
-from runner.optim.kernels import Kernels, choose_kernels
+from runner.optim.kernels import KINDS, Kernels, choose_kernels
 from runner.runtime.device import choose_device, configure_torch
 from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
@@ -344,8 +344,9 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
         raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     kernels = choose_kernels(config.optimizer, parameters, sparse)
+    facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
     try:
-        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters, facts=kernels.arguments)
+        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
     for group in optimizer.param_groups:

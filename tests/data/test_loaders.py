@@ -6,6 +6,8 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -355,3 +357,39 @@ def test_an_array_that_must_not_be_written_to_is_copied() -> None:
     view = np.zeros((3, 4, 5), np.uint8).transpose(1, 2, 0)
     as_tensor(view).add_(1)
     assert not view.any()
+
+
+LEFT_RUNNING = """
+import torch
+from runner.data.synthetic import synthetic
+from runner.data.workers import WorkerLoader
+
+arrays = synthetic(samples=40, image_size=6)["train"]
+kept = []
+for persistent in (True, False):
+    loader = WorkerLoader(
+        arrays, torch.arange(40), 8, 0, True, torch.device("cpu"), workers=1, prefetch=1, persistent=persistent
+    )
+    batches = loader.batches(0, 0, 5)
+    next(batches)
+    kept += [loader, batches]
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_in_the_middle_of_an_epoch_does_not_wait_for_its_workers() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_RUNNING], timeout=60, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_an_epoch_that_is_left_late_does_not_end_the_workers_of_the_next() -> None:
+    loader = through_workers(workers=1, prefetch=1, persistent=False)
+    abandoned = loader.batches(0, 0, BATCHES)
+    next(abandoned)
+    following = loader.batches(1, 0, BATCHES)
+    first = next(following)
+    del abandoned
+    try:
+        assert same([first, *following], list(in_memory().batches(1, 0, BATCHES)))
+    finally:
+        loader.close()

@@ -182,3 +182,18 @@ def test_a_loaded_state_follows_the_settings_of_the_optimizer_that_loads_it() ->
     load_optimizer(after, before.state_dict())
     assert seen == [True], "torch moves the counter of steps to where fused kernels need it only if told that they are"
     assert (after.param_groups[0]["fused"], after.param_groups[0]["lr"]) == (True, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "row"),
+    [
+        (("optimizer=rmsprop", "+optimizer.fused=null"), "update     one tensor after the other"),
+        (("optimizer=sgd",), "update     fused"),
+        (("optimizer=muon", "model=mlp"), "update     fused"),
+        (("optimizer=adam", "optimizer.foreach=true"), "update     foreach"),
+    ],
+)
+def test_a_run_says_how_its_weights_are_updated(words: tuple[str, ...], row: str, train: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    result = train(*words, "data=synthetic", "data.dataset.samples=24", "max_steps=2", "evaluate.test=false")
+    assert row in result.out

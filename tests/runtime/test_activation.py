@@ -292,3 +292,27 @@ def test_a_block_that_cannot_be_computed_again_is_a_sentence(block: Callable[[],
     model(IMAGE)
     with pytest.raises(UserError, match=rf"^activation_checkpointing: .*{words}"):
         apply(model, "1")
+
+
+def test_draws_on_apple_s_gpu_are_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Generator:
+        state = torch.tensor(1)
+
+        def get(self) -> Tensor:
+            return self.state
+
+        def set(self, state: Tensor) -> None:
+            self.state = state
+
+    generator = Generator()
+    monkeypatch.setattr(torch.mps, "get_rng_state", generator.get)
+    monkeypatch.setattr(torch.mps, "set_rng_state", generator.set)
+
+    class Elsewhere:
+        device = torch.device("mps")
+
+    _, again = activation._Shield([], [Elsewhere()]).contexts()  # type: ignore[list-item]
+    generator.state = torch.tensor(2)  # as the forward pass left it
+    with again:
+        assert generator.state == 1
+    assert generator.state == 2

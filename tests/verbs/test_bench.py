@@ -27,16 +27,20 @@ class Net(nn.Module):
     """Linear, with pauses that a toggle takes away."""
 
     def __init__(self, num_classes: int, image_size: tuple[int, int], pause_ms: float = 0.0, noise: bool = False,
-                 without_amp_ms: float = 0.0, without_channels_last_ms: float = 0.0, with_channels_last_ms: float = 0.0):
+                 steps_with_amp: int = 1000, without_amp_ms: float = 0.0, without_channels_last_ms: float = 0.0,
+                 with_channels_last_ms: float = 0.0):
         super().__init__()
         self.layer = nn.Conv2d(3, num_classes, image_size)
         self.pause_ms, self.noise = pause_ms, noise
-        self.without_amp_ms = without_amp_ms
+        self.without_amp_ms, self.steps_with_amp = without_amp_ms, steps_with_amp
         self.layout_ms = {True: with_channels_last_ms, False: without_channels_last_ms}
 
     def forward(self, images):
         fast = torch.is_autocast_enabled("cpu")
         if self.training:
+            self.steps_with_amp -= fast
+            if self.steps_with_amp < 0:
+                raise RuntimeError("no memory is left, say")
             is_nhwc = images.is_contiguous(memory_format=torch.channels_last)
             time.sleep(MS * (self.pause_ms + self.layout_ms[is_nhwc] + (0 if fast else self.without_amp_ms)))
         logits = self.layer(images).flatten(1)
@@ -68,6 +72,7 @@ OPTIONS = {
 _target_: bench_parts.Net
 pause_ms: 0.0
 noise: false
+steps_with_amp: 1000
 without_amp_ms: 0.0
 without_channels_last_ms: 0.0
 with_channels_last_ms: 0.0
@@ -207,6 +212,13 @@ def test_what_cannot_be_run_is_listed_with_the_reason(bench: Bench) -> None:
     assert [*found["by_name"]] == ["optimizer.fused=true optimizer.foreach=false"]
 
 
+def test_a_candidate_that_fails_later_on_is_left_out_and_the_others_go_on(bench: Bench) -> None:
+    found = bench("toggles=[]", "vary.amp=[bf16]", "vary.optimizer.fused=[false]", "model.steps_with_amp=6")
+    assert reasons(found) == {"amp=bf16": "no memory is left, say"}
+    assert [*found["by_name"]] == ["optimizer.fused=false"]
+    assert len(found["by_name"]["optimizer.fused=false"]["ratios"]) == 7
+
+
 def test_a_candidate_that_is_far_too_slow_costs_the_others_no_time(bench: Bench) -> None:
     found = bench("toggles=[channels_last]", "model.with_channels_last_ms=60", "compare_steps=20")
     assert "times slower" in reasons(found)["channels_last=true"]
@@ -273,6 +285,16 @@ def test_compute_is_the_bottleneck_of_a_slow_model(run: Callable[..., Any], part
     assert [way["overrides"] for way in found["ways"]] == [[], ["data.residency=disk"]]
 
 
+def test_the_config_of_a_checkpoint_is_measured_with_the_line_on_top(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    trained = train("data=synthetic", "data.image_size=8", "model=mlp", "model.hidden=[7]", "max_steps=1")
+    result = run("bench", f"ckpt_path={trained.directory}", "threads=1", "toggles=[]", "vary.seed=[1]", "budget_s=1")
+    assert result.status == 0, result.err
+    assert "MLP, 1,431 parameters" in result.out
+    assert "seed=1" in result.out
+
+
 def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[..., Any]) -> None:
     result = run("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1", "budget_s=1")
     assert result.status == 0, result.err
@@ -289,13 +311,12 @@ def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[.
             ("togles: is not a key; did you mean 'toggles'?", "toggles: cannot be ampp", "repeats: cannot be 1"),
         ),
         (
-            ("vary.data.batchsize=[1]", "vary.lr=[1]", "vary.optimizer=[sgd]", "vary.evaluate=[1]", "ckpt_path=last"),
+            ("vary.data.batchsize=[1]", "vary.lr=[1]", "vary.optimizer=[sgd]", "vary.evaluate=[1]"),
             (
                 "vary.data.batchsize: varies what is not a key; did you mean 'vary.data.batch_size'?",
                 "vary.lr: varies what is not a key",
                 "vary.optimizer: varies a whole section",
                 "vary.evaluate: varies a whole section",
-                "ckpt_path: has no effect on bench",
             ),
         ),
         (("data", "vary.threads=[1]"), ("vary.threads: is not about the data",)),

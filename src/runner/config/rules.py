@@ -156,9 +156,6 @@ def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> N
 def _of_bench(config: Bench) -> list[Problem]:
     """What a comparison cannot do."""
     found: list[Problem] = []
-    if config.ckpt_path is not None:
-        message = "has no effect on bench, which measures steps from fresh weights"
-        found.append(Problem("ckpt_path", message, "ckpt_path=null; repeat the overrides of the run instead"))
     for key in keys.flatten(config.vary) if config.vary else {}:
         kind = keys.find(Train, key)
         if kind is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -141,7 +142,10 @@ def _doubts(workers: int, ahead: int, room: int | None) -> list[str]:
 
 
 def _free_shared_memory() -> int | None:
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None
+    """Bytes that workers can still put batches into; None where there is no such limit."""
+    if _SHARED_MEMORY.is_dir():
+        return shutil.disk_usage(_SHARED_MEMORY).free
+    return 0 if sys.platform == "linux" else None
 
 
 def _seconds_a_sample(

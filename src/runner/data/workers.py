@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import signal
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import UserError
 from runner.data.keyed import mix
@@ -106,6 +109,9 @@ class WorkerLoader:
         self._indices, self._seed, self._shuffle = indices, seed, shuffle
         self._device, self._pin, self._non_blocking = device, pin, non_blocking
         self._slices = _Slices()
+        self._persistent = persistent
+        self._iterator: Any = None
+        _LOADERS.add(self)
         with _without_advice():
             self._loader: DataLoader[Any] = DataLoader(
                 Keyed(dataset, seed, transforms),
@@ -155,18 +161,35 @@ class WorkerLoader:
         return tensor.to(self._device, non_blocking=self._non_blocking)
 
     def _read(self) -> Iterator[Read]:
+        iterator: Any = None
         try:
             with _without_advice(), _signals_wait():
-                iterator = iter(self._loader)
+                iterator = self._iterator = iter(self._loader)
             yield from iterator
         except UserError as error:
             # A worker's exception arrives with the worker's traceback around its message.
             message = str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
             raise UserError(message or str(error)) from error
+        finally:
+            if not self._persistent:  # an epoch that was left early has not ended them itself
+                _end(iterator)
 
     def close(self) -> None:
         """End the worker processes."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
+        _end(self._iterator)
+        self._iterator = self._loader._iterator = None
+
+
+def _end(iterator: Any) -> None:
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        iterator._shutdown_workers()
+
+
+_LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End what an error has left running: at its end Python waits for workers, which ignore its signal to stop."""
+    for loader in list(_LOADERS):
+        loader.close()

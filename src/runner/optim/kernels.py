@@ -30,7 +30,7 @@ class Kernels:
         reason: why, a clause.
     """
 
-    arguments: Mapping[str, bool]
+    arguments: dict[str, bool]
     name: str
     reason: str
 

@@ -114,7 +114,7 @@ def _twice(
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
     versions = [value._version for value in given]
-    shield = _Shield(modules)
+    shield = _Shield(modules, given)
     result = checkpoint(function, *args, use_reentrant=False, context_fn=shield.contexts, **kwargs)
     if [value._version for value in given] != versions:
         raise UserError(
@@ -127,11 +127,15 @@ def _twice(
 class _Shield:
     """Keeps buffers as they are while a block is computed again, and shows it those that it saw the first time.
 
+    Random draws are repeated by torch itself, but for those of Apple's GPU.
+
     Args:
         modules: the modules whose buffers, and their children's, the block may change.
+        inputs: tensors that the block is given.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor] = ()) -> None:
+        self._mps = torch.mps.get_rng_state() if any(tensor.device.type == "mps" for tensor in inputs) else None
         self._norms: list[nn.Module] = []
         self._seen: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
         for root in modules:
@@ -158,10 +162,25 @@ class _Shield:
         for module, buffers in stand_ins:
             module._buffers.update(buffers)
         try:
-            yield
+            with _drawing_again(self._mps):
+                yield
         finally:
             for module, buffers in kept:
                 module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def _drawing_again(state: Tensor | None) -> Iterator[None]:
+    """Random draws on Apple's GPU from a state on; afterwards its generator is as before."""
+    if state is None:
+        yield
+        return
+    before = torch.mps.get_rng_state()
+    torch.mps.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.mps.set_rng_state(before)
 
 
 def _ignores_what_it_updates(module: nn.Module) -> bool:

@@ -344,8 +344,8 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [device.index or 0] if device.type != "cpu" else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"), torch.enable_grad():
+    apple = torch.mps.get_rng_state() if device.type == "mps" else None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         try:
             model.train()
             for module, own in buffers:
@@ -359,3 +359,5 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
                 module.training = mode
             random.setstate(python)
             np.random.set_state(numpy)
+            if apple is not None:
+                torch.mps.set_rng_state(apple)

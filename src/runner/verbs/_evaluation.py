@@ -76,8 +76,11 @@ def _evaluate(composition: Composition) -> float:
     for warning in found.warnings:
         console.warn(warning)
     device, _ = choose_device(config.device)
-    configure_torch(device, config.threads, config.deterministic, config.cudnn_benchmark, config.tf32, False)
+    switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
+    warnings = configure_torch(device, config.threads, config.deterministic, *switches)
     precision = choose_precision(config.amp, device)
+    for warning in [*warnings, *precision.warnings, *_of_training_alone(composition.words)]:
+        console.warn(warning)
     splits = assemble(
         config.data,
         config.transform,
@@ -136,6 +139,16 @@ def _evaluate(composition: Composition) -> float:
     else:
         _show(record, console, written)
     return float(record["metrics"]["loss"])
+
+
+def _of_training_alone(words: list[str]) -> list[str]:
+    """Warnings about keys of the line that only training has a use for."""
+    given = {word.split("=")[0] for word in words}
+    reasons = {
+        "activation_checkpointing": "which computes no gradients",
+        "compile": "which runs the model as it is",
+    }
+    return [f"{key} has no effect on eval, {reason}" for key, reason in reasons.items() if key in given]
 
 
 def _names(splits: Splits) -> list[str]:

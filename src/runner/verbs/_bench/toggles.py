@@ -142,12 +142,10 @@ class Comparison:
             try:
                 stand = Stand(self._bench, candidate)
                 self._enter(stand, _TOO_SLOW * usual)
-                why = self._without_effect(stand)
-                if not why:
-                    return stand
-                del self._results[candidate.name]
-                stand.release()
-                break
+                if useless := self._without_effect(stand):
+                    self._drop(stand, useless)
+                    return None
+                return stand
             except TooSlow as error:
                 why = f"{error.args[0] / usual:.1f} times slower than the baseline in its first steps"
             except CANNOT as error:
@@ -180,20 +178,34 @@ class Comparison:
                 self._notes.append(f"{number} measurements in place of {self._sizes.repeats}: the time was up")
                 break
             turn: Round = {}
-            for stand in stands:
+            for stand in self._remaining(stands):
                 name = stand.candidate.name
                 # The same time for a slower candidate, not the same number of steps.
                 own = self._first[name].step_s
                 sizes = replace(self._sizes, steps=max(1, round(self._sizes.steps * min(1.0, usual / own))))
-                timed = stand.measure(*sizes.beside_readers(stand.read_ahead, own))
-                turn[name] = timed.seconds / timed.samples
+                try:
+                    timed = stand.measure(*sizes.beside_readers(stand.read_ahead, own))
+                    turn[name] = timed.seconds / timed.samples
+                except CANNOT as error:
+                    if stand is self._baseline:
+                        raise
+                    self._drop(stand, reason(error))
                 if not self._keep:
                     stand.release()
             self._rounds.append(turn)
-        for stand in stands:
+        for stand in self._remaining(stands):
             result = self._results[stand.candidate.name]
             result.seconds = [turn[stand.candidate.name] for turn in self._rounds if stand.candidate.name in turn]
             result.ratios = decide.ratios(self._rounds, stand.candidate.name)
+
+    def _remaining(self, stands: Sequence[Stand]) -> list[Stand]:
+        return [stand for stand in stands if stand.candidate.name in self._results]
+
+    def _drop(self, stand: Stand, why: str) -> None:
+        """Leave a candidate out after all."""
+        del self._results[stand.candidate.name]
+        self._left_out.append((stand.candidate.name, why))
+        stand.release()
 
     def _settle(self, stands: Sequence[Stand], allowed: float) -> None:
         """Make the first steps again and compare the weights, count what is saved, and come to a verdict."""
@@ -201,7 +213,8 @@ class Comparison:
         if baseline.repeats is None:
             self._repeat(self._baseline, baseline)
         # First those whose answer matters for what is recommended.
-        for stand in sorted(stands, key=lambda stand: not decide.pays(self._results[stand.candidate.name].ratios)):
+        remaining = self._remaining(stands)
+        for stand in sorted(remaining, key=lambda stand: not decide.pays(self._results[stand.candidate.name].ratios)):
             result = self._results[stand.candidate.name]
             if decide.pays(result.ratios) or time.perf_counter() < self._deadline:
                 self._repeat(stand, result)
@@ -244,7 +257,8 @@ class Comparison:
             incumbent.release()
             self._settle([stand], allowed)
             gains = decide.ratios(self._rounds[before:], candidate.name, best.name)
-            if not self._results[candidate.name].verdict and decide.pays(gains):
+            found = self._results.get(candidate.name)
+            if found is not None and not found.verdict and decide.pays(gains):
                 best = candidate
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.checkpoint import find
+from runner.config import keys
 from runner.config.app import Composition
-from runner.config.resolve import checked
-from runner.config.schema import Bench
+from runner.config.resolve import checked, merged
+from runner.config.schema import Bench, Train
 from runner.tracking.console import Console
 from runner.tracking.files import finite
 from runner.tracking.run_directory import claim, timestamp
@@ -36,8 +38,23 @@ def run(cfg: DictConfig) -> float | None:
     return guarded(_bench, cfg)
 
 
+def settle(composition: Composition) -> tuple[Bench, Composition]:
+    """What to measure: the config of the command line, or that of the checkpoint that `ckpt_path` names with the line on top.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values = composition.values
+    if values.get("ckpt_path") is not None:
+        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "last")
+        own = {key: values[key] for key in keys.hints(Bench) if key not in keys.hints(Train)}
+        values, _ = merged(found.contents["config"], str(found.path), composition)
+        composition = dataclasses.replace(composition, values=values | own)
+    return checked(composition.values, composition, Bench), composition
+
+
 def _bench(composition: Composition) -> float:
-    config = checked(composition.values, composition, Bench)
+    config, composition = settle(composition)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     bench = Workbench(composition)
