@@ -85,7 +85,7 @@ def test_compiling_is_timed_and_what_could_not_be_compiled_is_told_once() -> Non
     assert summary["compile_s"] > 0
     assert summary["graph_breaks"] == 1
     model(torch.ones(5, 3))
-    report.on_step(loop_at(4))
+    report.on_evaluation(loop_at(4), {})
     assert len(lines) == 2
     assert "compiled more" in lines[1]
     assert "size mismatch" in lines[1]

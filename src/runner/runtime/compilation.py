@@ -333,6 +333,10 @@ class CompileReport:
                 self._warn(f"compile: the graph breaks {count} time{'s' * (count != 1)}: {reason}")
             self._breaks[reason] = count
 
+    def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
+        """Tell what has been compiled for the evaluation."""
+        self.on_step(loop)
+
     def summary(self) -> dict[str, Any]:
         """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
         return {
