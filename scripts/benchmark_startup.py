@@ -2,8 +2,8 @@
 
     python scripts/benchmark_startup.py --runs 7
 
-In alternation: `python -c "import torch, torchvision"`; a script that imports the same, makes the model and the optimizer
-and takes one step on random images; and `runner train` on digits until the first step is done. The time that reading the
+In alternation: `python -c "import torch, torchvision"`; a script that imports the libraries that `runner` does, makes the same
+model and optimizer and takes one step on random images; and `runner train` on digits until the first step is done. The time that reading the
 data takes is measured inside each run and subtracted. Prints the median of each and of the ratios of neighbouring runs.
 The commands that must never import torch are timed as well.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 IMPORTS = "import torch, torchvision"
 BARE_STEP = """
 import os
+import hydra, omegaconf, pydantic, rich.console
 import torch, torchvision
 from runner.models.small_cnn import SmallCNN
 
@@ -38,7 +39,7 @@ import runner.cli
 import runner.verbs.train
 
 def stop_after_first_step():
-    import runner.build as build
+    import runner.assembly.training as build
     import runner.train as train
     assemble, seconds = build.assemble, []
 

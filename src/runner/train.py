@@ -14,7 +14,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build import build_callbacks, build_training, describe, fresh_metrics, training_flops
+from runner.assembly.describe import describe
+from runner.assembly.metrics import build_callbacks, fresh_metrics
+from runner.assembly.training import build_training, training_flops
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256

@@ -122,7 +122,7 @@ class Log:
         self.gauges = gauges
         self._since = time.perf_counter()
         self._samples = 0
-        self._waited_s = 0.0
+        self._waited_s = self._paused_s = 0.0
 
     def on_start(self, loop: Loop) -> None:
         """Start the clock."""
@@ -137,7 +137,7 @@ class Log:
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
         now = time.perf_counter()
-        seconds = max(now - self._since, 1e-9)
+        seconds = max(now - self._since - (loop.paused_s - self._paused_s), 1e-9)
         rate = (loop.samples_seen - self._samples) / seconds
         speed = {"samples_per_s": rate, "data_wait": (loop.waited_s - self._waited_s) / seconds}
         self._begin(loop, now)
@@ -153,7 +153,8 @@ class Log:
         self._begin(loop, time.perf_counter())
 
     def _begin(self, loop: Loop, now: float) -> None:
-        self._since, self._samples, self._waited_s = now, loop.samples_seen, loop.waited_s
+        self._since, self._samples = now, loop.samples_seen
+        self._waited_s, self._paused_s = loop.waited_s, loop.paused_s
 
     def _send(self, loop: Loop, split: str, metrics: dict[str, float]) -> None:
         position = loop.state.position

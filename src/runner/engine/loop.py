@@ -107,6 +107,7 @@ class Loop:
         self.improved = False  # whether the latest evaluation at this boundary was the best so far
         self.samples_seen = 0  # since this process started
         self.waited_s = 0.0  # for batches, since this process started
+        self.paused_s = 0.0  # for what is no training, such as compiling; callbacks add what they find
         self.epoch_ended = False  # whether this boundary is the end of an epoch
         self.stop_reason = ""
         self.stopping = ""  # the signal that ends the run at this boundary

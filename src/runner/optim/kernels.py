@@ -39,7 +39,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     """Settle `optimizer.fused` and `optimizer.foreach`, which null leaves open.
 
     Open means fused where the class has it for this device and these parameters, else foreach where it pays, which is on
-    GPUs: on the CPU it is no faster, and slower for millions of weights (docs/performance.md). A class from elsewhere
+    GPUs: on the CPU it is no faster, and slower for millions of weights (docs/toggles.md). A class from elsewhere
     than `torch.optim` is left to its own defaults.
 
     Args:

@@ -320,6 +320,7 @@ class CompileReport:
             return
         first = self._seconds == 0.0
         took, self._seconds = self._meter.seconds - self._seconds, self._meter.seconds
+        loop.paused_s += took
         step = loop.state.position.global_step
         reasons = self._meter.recompilations()[self._recompiled :]
         if first:

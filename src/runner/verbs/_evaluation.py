@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from runner.build import build_learner, build_metrics, place, probe
+from runner.assembly.learner import build_learner, place, probe
+from runner.assembly.metrics import build_metrics
 from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
 from runner.config import stored

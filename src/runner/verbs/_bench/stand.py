@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from runner.build import Training, build_training, set_switches
+from runner.assembly.training import Training, build_training, set_switches
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError

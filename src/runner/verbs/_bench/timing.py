@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from runner.build import Training
+from runner.assembly.training import Training
 from runner.data.loaders import Batch
 from runner.engine.evaluation import Source
 from runner.engine.loop import Limits, Loop

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from runner.build import describe
+from runner.assembly.describe import describe
 from runner.config.app import Composition
 from runner.config.schema import Bench
 from runner.data.crew import cores

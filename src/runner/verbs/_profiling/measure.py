@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from runner.build import Training, build_callbacks
+from runner.assembly.metrics import build_callbacks
+from runner.assembly.training import Training
 from runner.config.errors import UserError
 from runner.config.schema import Profile
 from runner.data.marks import marked

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runner.build import Training, training_flops
+from runner.assembly.training import Training, training_flops
 from runner.config.schema import Profile
 from runner.data.crew import cores
 from runner.data.marks import PREPARE, WAIT

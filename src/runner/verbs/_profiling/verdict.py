@@ -18,7 +18,7 @@ from runner.tracking.formats import percent
 from runner.verbs._profiling.ops import SMALL_OP_MS
 
 if TYPE_CHECKING:
-    from runner.build import Training
+    from runner.assembly.training import Training
     from runner.config.schema import Profile
 
 _MUCH = 0.2  # share of a step that is worth doing something about, beside computing

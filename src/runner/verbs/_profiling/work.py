@@ -11,7 +11,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build import build_training, describe
+from runner.assembly.describe import describe
+from runner.assembly.training import build_training
 from runner.checkpoint import find
 from runner.config import stored
 from runner.config.app import Composition

@@ -1,0 +1,52 @@
+"""What is shown of a run before it starts."""
+
+from __future__ import annotations
+
+import torch
+
+from runner.assembly.training import Training
+from runner.config.schema import Train
+
+
+def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
+    """What runs, and every choice that was made for the user, with its reason."""
+    splits, plan, device, precision = training.splits, training.plan, training.device, training.precision
+    counts = [(name, split.samples) for name in ("train", "val", "test") if (split := getattr(splits, name))]
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    trainable = sum(parameter.numel() for parameter in training.model.parameters() if parameter.requires_grad)
+    shape = f"{splits.channels}x{splits.image_size[0]}x{splits.image_size[1]}"
+    classes = f"{len(splits.classes)} classes, " if splits.classes else ""
+    target = str(config.model["_target_"]).rsplit(".", 1)[1]
+    settings = ", ".join(
+        f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay"
+    )
+    rows = [
+        (
+            "model",
+            f"{target}, {parameters:,} parameters",
+            "" if trainable == parameters else f"{trainable:,} trainable",
+        ),
+        ("data", f"{config.data.name}, {shape}, {classes}" + ", ".join(f"{n:,} {name}" for name, n in counts), ""),
+        *splits.choices,
+        (
+            "device",
+            f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
+            training.device_reason,
+        ),
+        ("precision", precision.name, precision.reason),
+        *training.toggled.rows(plan.batch_size),
+        (
+            "optimizer",
+            f"{type(training.state.optimizer).__name__}, {settings}",
+            f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
+        ),
+        *([("update", training.kernels.name, training.kernels.reason)] if training.kernels.name else []),
+        (
+            "steps",
+            f"{training.total_steps:,}",
+            f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
+        ),
+    ]
+    if config.deterministic:
+        rows.append(("algorithms", "deterministic", f"deterministic={str(config.deterministic).lower()}"))
+    return rows

@@ -1,0 +1,135 @@
+"""Task, model and loss, fitted to the data and tried on a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.config.schema import Train
+from runner.config.targets import build, names_argument
+from runner.data.assembly import Splits
+from runner.engine.evaluation import untouched
+from runner.engine.tasks import Task
+
+
+def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
+    """Build task, model and loss; what they took from the data is written into `values`.
+
+    Raises:
+        UserError: if what the config says does not fit the data.
+    """
+    count = len(splits.classes)
+    facts: dict[str, Any] = {"num_classes": count or None}
+    if not count and config.task.get("num_classes", count) is None:
+        raise UserError(
+            "task.num_classes: is not known, as the data has no classes\n"
+            "    allowed: task=regression loss=mse for numbers, or the number of classes"
+        )
+    _check_against_data("task", config.task, facts)
+    task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
+    facts = {
+        "in_channels": splits.channels,
+        "image_size": splits.image_size,
+        "num_classes": task.outputs(splits.classes),
+    }
+    _check_against_data("model", config.model, facts)
+    model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
+    facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
+    loss: nn.Module = build("loss", config.loss, facts=facts)
+    return task, model, loss
+
+
+def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
+    for name, fact in facts.items():
+        given = node.get(name)
+        if given is not None and fact is not None and _plain(given) != _plain(fact):
+            raise UserError(
+                f"{key}.{name}: is {given}, but the data says {fact}\n"
+                f"    allowed: {key}.{name}=null to take it from the data, or other data"
+            )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Write facts into a component's stored arguments where it lists them as null, so that a checkpoint has them."""
+    node: dict[str, Any] = values[key]
+    for name, fact in facts.items():
+        if name in node and node[name] is None and names_argument(node, name):
+            node[name] = _plain(fact)
+    return node
+
+
+def as_given(splits: Splits, copies: int = 1) -> Tensor:
+    """The first training sample as a model is given it, without augmentation: (copies, C, H, W)."""
+    image = splits.example[0].expand(copies, *splits.example[0].shape[1:])
+    return splits.train_for_eval.prepare(image, torch.zeros(copies, dtype=torch.int64, device=image.device), 0)
+
+
+def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None:
+    """Send one sample through model and loss, so that what does not fit is said before training starts.
+
+    Weights, buffers, modes and random generators are left as they are.
+
+    Raises:
+        UserError: if the model cannot take the images, or the loss cannot take its outputs and the targets.
+    """
+    target = splits.example[1]
+    outputs = task.outputs(splits.classes)
+    with untouched(model):
+        inputs = as_given(splits)
+        shape = tuple(inputs.shape)
+        try:
+            logits = model(inputs)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(f"model: cannot take images of shape {shape}: {_first_line(error)}") from error
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise UserError(
+                f"model: gives {got} for one image\n    allowed: a tensor of shape (1, {outputs}), one output a class or number"
+            )
+        try:
+            value = loss(logits, task.targets(target))
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise UserError(
+                f"loss: {_first_line(error)}\n    allowed: a loss that fits the task and its targets"
+            ) from error
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
+        _probe_training(task, loss, splits, logits)
+
+
+def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor) -> None:
+    """Send the sample through what is done to samples in training alone: augmentation, and targets that are blended."""
+    image, target = splits.example
+    places = torch.zeros(1, dtype=torch.int64, device=image.device)
+    try:
+        images = splits.train.prepare(image, places, 0)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UserError(f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}") from error
+    if splits.train.mix is None:
+        return
+    try:
+        loss(logits, task.targets(splits.train.mix(images, target, places, 0)[1]))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise UserError(
+            f"transform.mix: gives targets that task and loss cannot take: {_first_line(error)}\n"
+            "    allowed: transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:
+    """Move model and loss to the device, weights in the memory layout that the images come in."""
+    model.to(device)
+    loss.to(device)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)

@@ -1,0 +1,32 @@
+"""The optimizer over the parameters of a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from runner.config.errors import UserError
+from runner.config.schema import Train
+from runner.config.targets import build
+from runner.optim.kernels import KINDS, Kernels, choose_kernels
+
+
+def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimizer, Kernels]:
+    """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
+
+    Raises:
+        UserError: if there is nothing to train, or the optimizer refuses its arguments.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
+    sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
+    kernels = choose_kernels(config.optimizer, parameters, sparse)
+    facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
+    try:
+        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters, facts=facts)
+    except RuntimeError as error:  # how torch refuses arguments that do not go together
+        raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return optimizer, kernels

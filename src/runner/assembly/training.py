@@ -1,0 +1,151 @@
+"""The objects of a run, built in the order in which one thing needs another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.assembly.learner import as_given, build_learner, place, probe
+from runner.assembly.metrics import monitored
+from runner.assembly.optimizer import build_optimizer
+from runner.checkpoint.rng import seed_everything
+from runner.config.errors import UserError
+from runner.config.schema import Train
+from runner.config.targets import build
+from runner.data.assembly import Splits, assemble
+from runner.engine.loop import Limits
+from runner.engine.plan import Plan
+from runner.engine.state import Meter, Position, TrainState
+from runner.engine.step import StepParts
+from runner.engine.tasks import Task
+from runner.optim.kernels import Kernels
+from runner.runtime.device import choose_device, configure_torch
+from runner.runtime.flops import Flops, count_flops
+from runner.runtime.precision import Precision, choose_precision
+from runner.runtime.toggles import Toggled, toggle
+
+
+@dataclass
+class Training:
+    """The objects of a run before it starts: what is trained, on what, and how."""
+
+    device: torch.device
+    device_reason: str
+    precision: Precision
+    splits: Splits
+    plan: Plan
+    task: Task
+    loss: nn.Module
+    limits: Limits
+    total_steps: int
+    monitor: str
+    mode: str
+    state: TrainState
+    parts: StepParts
+    toggled: Toggled
+    kernels: Kernels
+    warnings: list[str]
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        return self.state.model
+
+
+def build_training(
+    config: Train, values: dict[str, Any], start: Position | None = None, splits: Splits | None = None
+) -> Training:
+    """Build what a run trains, in the order in which one thing needs another.
+
+    Args:
+        config: the validated config.
+        values: the same as plain containers; what was taken from the data is written into them.
+        start: where training starts, if not at its beginning.
+        splits: the data, where it was assembled before from the same settings.
+
+    Raises:
+        UserError: if settings, data, model, loss and optimizer do not fit together.
+    """
+    # Device and precision
+    device, device_reason = choose_device(config.device)
+    warnings = set_switches(config, device)
+    precision = choose_precision(config.amp, device)
+
+    # Data
+    splits = splits or assemble(
+        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
+    )
+    values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
+    data = config.data
+    plan = Plan(splits.train.samples, data.batch_size, config.accumulate, data.drop_last, config.limit.train_batches)
+    if plan.batches == 0:
+        raise UserError(
+            f"data.batch_size: {data.batch_size} is more than the {plan.samples} training samples, and "
+            "data.drop_last=true leaves no batch\n    allowed: a smaller data.batch_size, or data.drop_last=false"
+        )
+
+    # Task, model, loss
+    seed_everything(config.seed)
+    task, model, loss = build_learner(values, config, splits)
+    place(model, loss, device, config.channels_last)
+    probe(task, model, loss, splits)
+    toggled = toggle(config, model, loss, precision, as_given(splits))
+
+    # Optimizer and schedule
+    monitor, mode = monitored(config, task, splits)
+    limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
+    total_steps = limits.total_steps(plan, start)
+    optimizer, kernels = build_optimizer(config, model)
+    toggled.compile_step_of(optimizer)
+    schedule = build(
+        "scheduler",
+        config.scheduler,
+        facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
+    )
+    state = TrainState(model, optimizer, schedule, precision.scaler, Meter(device))
+    parts = StepParts(
+        targets=task.targets,
+        loss=loss,
+        autocast=precision.autocast,
+        clip_norm=config.clip.norm,
+        clip_value=config.clip.value,
+        objective=toggled.objective,
+    )
+    return Training(
+        device=device,
+        device_reason=device_reason,
+        precision=precision,
+        splits=splits,
+        plan=plan,
+        task=task,
+        loss=loss,
+        limits=limits,
+        total_steps=total_steps,
+        monitor=monitor,
+        mode=mode,
+        state=state,
+        parts=parts,
+        toggled=toggled,
+        kernels=kernels,
+        warnings=[*warnings, *toggled.warnings, *splits.warnings],
+    )
+
+
+def set_switches(config: Train, device: torch.device) -> list[str]:
+    """Set torch's process-wide switches as the config says; gives warnings about those without effect."""
+    switches = (config.cudnn_benchmark, config.tf32, config.detect_anomaly, config.matmul_precision)
+    return configure_torch(device, config.threads, config.deterministic, *switches)
+
+
+def training_flops(training: Training, samples: int = 2) -> Flops:
+    """Operations of a batch in training, see `count_flops`; everything is left as it is but for the model's mode."""
+    splits = training.splits
+    images = as_given(splits, samples)
+    targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
+    training.model.train()
+    return count_flops(
+        training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
+    )
