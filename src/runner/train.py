@@ -33,7 +33,7 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.state import Position, TrainState, load_weights
-from runner.runtime.compilation import CompileReport
+from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.gauges import choose_gauges
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peaks import kind_of
@@ -206,6 +206,8 @@ def train(
 
     # Device, data, model, optimizer
     start = Position(**setup.found.contents["position"]) if setup.found else None
+    if config.compile:
+        forget_compiled()
     training = build_training(config, values, start)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings

@@ -13,7 +13,9 @@ from torch import Tensor
 from runner.config.errors import UserError
 from runner.config.schema import Data, Normalize, Split, Transform
 from runner.data.assembly import Splits, assemble
+from runner.data.samples import Keyed
 from runner.data.synthetic import synthetic
+from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -49,6 +51,7 @@ class Triples(Listed):
 
 def stream(): return iter([])
 def halved(image): return image * 0.5
+def blackened(image): return image.mul_(0)
 """,
         encoding="utf-8",
     )
@@ -243,3 +246,16 @@ def test_the_example_is_the_first_training_sample() -> None:
     first = int(next(iter(splits.train_for_eval.loader.batches(0, 0, 1))).indices[0])
     assert torch.equal(image[0], stored.images[first])
     assert int(target[0]) == int(stored.targets[first])
+
+
+@pytest.mark.parametrize("name", ["", "Listed"])
+def test_a_transform_that_works_in_place_leaves_the_data_set_as_it_is(name: str) -> None:
+    steps = [node("blackened", _partial_=True)]
+    splits = put_together(node(name), Transform(sample_train=steps, sample_eval=steps), num_workers=0)
+    assert isinstance(splits.train.loader, WorkerLoader)
+    keyed = splits.train.loader._loader.dataset
+    assert isinstance(keyed, Keyed)
+    before = [keyed._dataset[index][0].clone() for index in range(1, 20)]
+    assert all(image.any() for image in before)
+    assert not next(iter(splits.train.loader.batches(0, 0, 1))).images.any()
+    assert all(torch.equal(keyed._dataset[place + 1][0], image) for place, image in enumerate(before))

@@ -116,6 +116,16 @@ def test_targets_of_other_kinds_are_kept_as_they_are(tmp_path: Path, target: Any
     assert found.targets.dtype == dtype
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+def test_wide_unsigned_targets_are_kept_as_int64(tmp_path: Path, kind: Any) -> None:
+    dataset = Listed([(torch.full((1, 2, 2), index, dtype=torch.uint8), kind(index)) for index in range(3)])
+    for done in ("made", "opened"):
+        found = opened(tmp_path, dataset)
+        assert found.done.startswith(done)
+        assert found.images is not None
+        assert torch.equal(found.images.targets, torch.arange(3))
+
+
 def _lie(path: Path, **fields: Any) -> None:
     block = path.read_bytes()
     said = json.loads(block[:HEADER_BYTES].decode().removeprefix("runner images 1 ")) | fields
@@ -142,6 +152,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "float": (lambda path: _lie(path, images=[150, 3, 4, 4.0]), "header is damaged"),
     "text for numbers": (lambda path: _lie(path, images="many"), "header is damaged"),
     "another dtype": (lambda path: _lie(path, targets_dtype="complex64"), "header is damaged"),
+    "a list for a dtype": (lambda path: _lie(path, targets_dtype=[]), "header is damaged"),
+    "deep": (lambda path: path.write_bytes(b"runner images 1 ".ljust(9999, b"[")), "header is damaged"),
     "fewer targets": (lambda path: _lie(path, targets=[75, 2]), "header is damaged"),
     "another key": (lambda path: _lie(path, key="0" * 64), "made from other files, settings or library versions"),
     "targets": (lambda path: _flip(path, path.stat().st_size - 4), "targets are damaged"),
@@ -225,6 +237,7 @@ ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
     [
         ([ITEM] * 64 + [(torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"one size.*uint8 1x4x4 there is uint8 1x4x5"),
         ([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"different shapes.*data\.image_size"),
+        ([(ITEM[0], 1j)] * 3, r"data.cache: 'disk' keeps targets that are real numbers"),
         ([(torch.zeros(1, 4, 4), 0)] * 3, r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
     ],
 )
@@ -453,15 +466,19 @@ def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Pat
 
 
 def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
-    def read_once() -> Splits:
+    def read_once(residency: Any = "auto") -> Splits:
         node = {"_target_": "runner.data.folders.image_folder"}
         data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0)
+        data.residency = residency
         return assemble(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
 
     splits = read_once()
     assert rows(splits) == rows(read_once())
     assert rows(splits)["data path"] == ("workers", "images are read one by one")
     assert splits.warnings == []
+    in_ram = read_once("ram")
+    assert rows(in_ram) == rows(splits)
+    assert in_ram.warnings == ["data.residency=ram has no effect: the cache of data.cache is not there"]
     assert not (tmp_path / "photos.cache").exists()
     put_together(photos, cache="disk")
     assert rows(read_once())["train cache"][1] == "opened"
@@ -478,9 +495,10 @@ def test_a_changed_file_is_decoded_again(photos: Path) -> None:
     assert_same_batches(put_together(photos), splits)
 
 
-def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other(photos: Path) -> None:
-    crops = Transform(sample_train=[{"_target_": "runner.data.crops.RandomResizedCrop", "size": 16}])
-    with pytest.raises(UserError, match=r"transform.sample_train.0 cuts from whole images\n.*allowed: data.cache=null"):
+@pytest.mark.parametrize("key", ["sample_train", "sample_eval"])
+def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other(photos: Path, key: str) -> None:
+    crops = Transform(**{key: [{"_target_": "runner.data.crops.RandomResizedCrop", "size": 16}]})
+    with pytest.raises(UserError, match=rf"transform.{key}.0 cuts from whole images\n.*allowed: data.cache=null"):
         put_together(photos, crops, cache="disk")
 
 
@@ -494,9 +512,12 @@ def test_a_run_that_is_told_to_stop_meanwhile_goes_on_from_the_files(
         return decoded(*args)
 
     monkeypatch.setattr(cache_module, "_decoded", interrupted)
-    splits = put_together(photos, cache="disk")
+    splits = put_together(photos, cache="disk", residency="ram")
     assert handled == [signal.SIGTERM]
-    assert splits.warnings == ["data.cache was not made: a signal asks the run to stop"]
+    assert splits.warnings == [
+        "data.cache was not made: a signal asks the run to stop",
+        "data.residency=ram has no effect: the cache of data.cache is not there",
+    ]
     assert_same_batches(put_together(photos), splits)
 
 

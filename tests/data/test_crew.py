@@ -37,6 +37,14 @@ def test_the_fewest_that_keep_ahead_are_chosen(
     assert told.startswith(reason)
 
 
+def test_the_samples_that_are_timed_are_spread_from_the_first_to_the_last() -> None:
+    assert crew._spread(9, 3).tolist() == [0, 4, 8]
+    assert crew._spread(5, 1).tolist() == [0]
+    for samples in (2**24 + 4, 2**30):
+        places = crew._spread(samples, 256)
+        assert (int(places[0]), int(places[-1])) == (0, samples - 1)
+
+
 class Slow(Dataset[Any]):
     """Takes a while for each sample, draws random numbers, and counts its readings."""
 

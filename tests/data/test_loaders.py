@@ -263,8 +263,15 @@ def test_preparing_is_told_the_epoch_and_the_samples_and_is_the_same_on_both_pat
 def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
     odd = torch.zeros(40, 1, 3, 3, dtype=torch.uint8)
     targets = torch.zeros(40, dtype=torch.int64)
-    for size in (7, 16):
-        loader = MemoryLoader(odd, targets, torch.arange(40), size, 0, True, CPU, Noting(True))
+
+    class Cut(Noting):
+        """Changes the size: what fitted no longer does."""
+
+        def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+            return images[..., :1].float().contiguous()
+
+    for size, prepare in itertools.product((7, 16), (Noting(True), Cut(True))):
+        loader = MemoryLoader(odd, targets, torch.arange(40), size, 0, True, CPU, prepare)
         for batch in loader.batches(0, 0, 2):
             assert batch.images.data_ptr() % 64 == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline, RandomShift
+from runner.data.cache_file import MappedImages, write
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.marks import PREPARE, WAIT, Reading, marked, reading
 from runner.data.workers import WorkerLoader
@@ -123,3 +125,20 @@ def test_how_samples_are_read_is_known() -> None:
     assert reading(disk(diary)) == Reading(0, None, False)
     assert reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU)) == Reading(0, None, True)
     assert not reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, [lambda image: image])).could_be_resident
+
+
+def test_images_in_a_mapped_file_could_be_resident(tmp_path: Path) -> None:
+    write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
+    mapped = MappedImages(tmp_path / "images")
+    assert reading(WorkerLoader(mapped, torch.arange(10), 4, 0, True, CPU)).could_be_resident
+
+
+def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
+    arrays, diary = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES), Diary()
+    loader = WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, workers=1)
+    with_ranges = marked(loader, diary, 9)
+    list(with_ranges.batches(0, 0, 3))
+    (worker,) = loader._iterator._workers
+    with_ranges.close()
+    assert not worker.is_alive()
+    assert loader._iterator is None

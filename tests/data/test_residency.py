@@ -94,7 +94,7 @@ def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will() -> Non
     [
         (10**9, "auto", CUDA, "0.0 MiB of images fit"),
         (1000, "auto", CPU, "0.0 MiB of images are over 30% of the device's free memory"),
-        (1000, "device", CUDA, "as set"),
+        (10**9, "device", CUDA, "as set"),
         (10**9, "ram", CPU, "as set"),
     ],
 )
@@ -108,6 +108,12 @@ def test_images_live_on_a_gpu_that_has_room(
     assert found.warnings == []
     said = plan(device=CUDA, residency=residency, pin_memory=True, non_blocking=False).warnings
     assert [warning.split()[0] for warning in said] == ["data.pin_memory=true", "data.non_blocking=false"]
+
+
+def test_images_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
+    with pytest.raises(UserError, match=r"'device' needs 0.0 GiB, and cuda:0 has 0.0 GiB free\n.*allowed: auto or ram"):
+        plan(device=CUDA, residency="device")
 
 
 @pytest.mark.parametrize("residency", ["device", "ram"])

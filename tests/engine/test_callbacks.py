@@ -109,6 +109,18 @@ def test_training_is_logged_as_often_as_asked_and_at_the_end(
     assert all(set(metrics) == {"loss", "samples_per_s", "data_wait"} for _, _, metrics in records.train)
 
 
+def test_compiling_and_other_pauses_do_not_count_as_training_time(bench: Callable[..., Any]) -> None:
+    records = Records()
+
+    class Pause:
+        def on_step(self, loop: Loop) -> None:
+            time.sleep(0.3)
+            loop.paused_s += 0.3
+
+    bench(10, validate=False, limits={"epochs": 1, "max_steps": None}).loop(Pause(), Log(3, [records])).run()
+    assert all(metrics["samples_per_s"] > 10 / 0.4 for _, _, metrics in records.train)
+
+
 def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Callable[..., Any]) -> None:
     records, one = Records(), bench(40, validate=False, limits={"epochs": 1, "max_steps": None})
     loop = one.loop(Log(5, [records]))

@@ -65,6 +65,34 @@ def test_the_model_is_in_evaluation_and_inference_mode(bench: Callable[..., Any]
     assert not torch.is_inference_mode_enabled()
 
 
+def test_a_metric_that_keeps_outputs_keeps_them_although_the_model_writes_over_them(bench: Callable[..., Any]) -> None:
+    class Reuses(nn.Module):
+        """Gives the same memory for every batch, as a CUDA graph does."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = torch.zeros(4, 3)
+            self.calls = 0
+
+        def forward(self, images: Tensor) -> Tensor:
+            self.calls += 1
+            return self.memory.fill_(self.calls)[: len(images)]
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.kept: list[Tensor] = []
+
+        def update(self, logits: Tensor, targets: Tensor) -> None:
+            self.kept.append(logits)
+
+        def compute(self) -> Tensor:
+            return torch.stack([logits[0, 0] for logits in self.kept])
+
+    one, keeps = bench(12), Keeps()
+    evaluate(Reuses(), one.source, lambda t: t, nn.CrossEntropyLoss(), {"kept": keeps})
+    assert keeps.compute().tolist() == [1, 2, 3]
+
+
 def test_modes_and_generators_come_back_after_an_error(model: Model) -> None:
     before = torch.get_rng_state()
 

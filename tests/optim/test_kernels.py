@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
-from runner.optim.kernels import Kernels, choose_kernels
+from runner.optim.kernels import Kernels, choose_kernels, start_momentum
 
 SMALL = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
 COMPLEX = [nn.Parameter(torch.randn(3, dtype=torch.complex64))]
@@ -158,6 +158,35 @@ def test_a_scaled_fp16_loss_trains_and_an_infinite_gradient_is_left_out(kind: st
         step(plain, reference, None, spoil=False)
     pairs = zip(layer.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in pairs)
+
+
+def test_a_first_step_that_overflows_leaves_no_momentum_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever the memory of a new buffer holds, here the worst of it.
+    made = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **named: made(*args, **named).fill_(torch.nan))
+    ends = []
+    for name, momentum in (("fused", 0.9), ("foreach", 0.9)):
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum, **{name: True})
+        start_momentum(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for spoil in (True, False, False):
+            scaler.scale(weight.square().sum() * (torch.inf if spoil else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(weight.detach())
+    assert torch.allclose(*ends)
+    assert (ends[0] < 1).all()
+
+
+def test_fused_sgd_with_dampening_is_not_had_under_a_scaled_loss() -> None:
+    node = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    weights = [torch.zeros(2, requires_grad=True)]
+    assert choose_kernels(node, weights, scaled=False).arguments["fused"]
+    assert not choose_kernels(node, weights, scaled=True).arguments["fused"]
+    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: under a scaled loss"):
+        choose_kernels(node | {"fused": True}, weights, scaled=True)
 
 
 def test_a_loaded_state_follows_the_settings_of_the_optimizer_that_loads_it() -> None:

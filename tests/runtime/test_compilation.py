@@ -45,7 +45,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loop_at(step: int) -> Any:
-    return SimpleNamespace(state=SimpleNamespace(position=SimpleNamespace(global_step=step)))
+    return SimpleNamespace(state=SimpleNamespace(position=SimpleNamespace(global_step=step)), paused_s=0.0)
 
 
 class Talkative(nn.Module):
@@ -136,7 +136,10 @@ def test_a_compiled_step_gives_the_loss_of_model_and_loss() -> None:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(("kind", "options"), [(torch.optim.RMSprop, {}), (torch.optim.SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.RMSprop, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"foreach": True})],
+)
 def test_a_compiled_optimizer_follows_the_learning_rate_and_is_compiled_once(
     kind: Any, options: dict[str, Any]
 ) -> None:
@@ -157,9 +160,11 @@ def test_a_compiled_optimizer_follows_the_learning_rate_and_is_compiled_once(
 
     plain, state, _ = trained(False)
     compiled, compiled_state, graphs = trained(True)
-    assert torch.allclose(plain, compiled, atol=1e-6)
+    # The compiler corrects AdamW's moments in float32, torch in float64.
+    assert torch.allclose(plain, compiled, atol=1e-5 if kind is torch.optim.AdamW else 1e-6)
     assert 1 <= graphs[1] == graphs[3] <= 2, "once more at most, when there is momentum"
-    assert compiled_state["param_groups"] == state["param_groups"]
+    settings, compiled_settings = state["param_groups"][0], compiled_state["param_groups"][0]
+    assert compiled_settings == settings | {"foreach": False if options.get("foreach") else settings["foreach"]}
     assert compiled_state["state"].keys() == state["state"].keys()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,3 +103,17 @@ def test_a_compiled_model_is_counted_without_running_compiled_code() -> None:
 
     model.compile(backend=refuse)
     assert counted(model) == expected
+
+
+def test_a_model_that_draws_from_python_or_numpy_leaves_their_generators_as_they_were() -> None:
+    class Drops(Net):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images) * (random.random() + float(np.random.rand()))
+
+    random.seed(1)
+    np.random.seed(1)
+    expected = random.random(), np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    counted(Drops())
+    assert (random.random(), np.random.rand()) == expected

@@ -98,7 +98,8 @@ def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
         original(descriptor)
 
     monkeypatch.setattr(os, "fsync", failing)
-    result = run("train", *SMALL, "threads=1", "logger=none", "evaluate.test=false")
+    words = ("threads=1", "logger=none", "evaluate.test=false", "checkpoint.min_seconds=0")
+    result = run("train", *SMALL, *words)
     assert result.status == 2, result.err
     assert "No space left on device" in result.err
     assert "Traceback" not in result.err
@@ -119,7 +120,7 @@ def test_an_occupied_directory_is_refused_and_stays_as_it_is(
 
 
 def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Callable[..., Any]) -> None:
-    words = (*SMALL, "evaluate.test=false", "scheduler=constant")
+    words = (*SMALL, "evaluate.test=false", "scheduler=constant", "checkpoint.min_seconds=0")
     first, whole = train(*words), train(*words, "epochs=3")
     for name in ("last.pt", "step_0000000012.pt"):
         path = first.directory / "checkpoints" / name

@@ -98,7 +98,7 @@ def build_training(
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan, start)
-    optimizer, kernels = build_optimizer(config, model)
+    optimizer, kernels = build_optimizer(config, model, precision.scaler is not None)
     toggled.compile_step_of(optimizer)
     schedule = build(
         "scheduler",

@@ -18,7 +18,7 @@ from runner.data.augment import Pipeline
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.mixing import Mixing
 from runner.data.residency import plan_reading
-from runner.data.samples import SampleTransform, as_target, as_tensor
+from runner.data.samples import SampleTransform, as_target, as_tensor, transformed
 from runner.data.splits import carve, targets_of
 from runner.data.workers import WorkerLoader
 
@@ -212,10 +212,7 @@ def _sample(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]
     item = dataset[index]
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UserError("data.dataset: a sample must be a pair (image, target)")
-    image = item[0]
-    for transform in transforms:
-        image = transform(image)
-    return as_tensor(image), as_target(item[1])
+    return as_tensor(transformed(item[0], transforms)), as_target(item[1])
 
 
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:

@@ -173,6 +173,11 @@ def _example(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
             f"data.cache: 'disk' keeps uint8 images, and this data set gives {str(image.dtype).removeprefix('torch.')}\n"
             "    allowed: data.cache=null, or a data set of uint8 images"
         )
+    if target.is_complex():
+        raise UserError(
+            "data.cache: 'disk' keeps targets that are real numbers, and this data set gives complex ones\n"
+            "    allowed: data.cache=null, or real targets"
+        )
     if not _same(image, again):
         raise UserError(
             "data.cache: 'disk' would keep one random version of each image: this data set gives another at every reading\n"

@@ -98,10 +98,11 @@ def parse(block: bytes, size: int) -> Header:
         fields = json.loads(text.removeprefix(_MARK))
         images, targets = (tuple(fields[name]) for name in ("images", "targets"))
         header = Header(fields["key"], images, targets, fields["targets_dtype"], fields["targets_crc32"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise Unusable("its header is damaged") from None
     whole = all(type(number) is int and number > 0 for number in (*images, *targets))
-    if not whole or len(images) != 4 or images[:1] != targets[:1] or header.targets_dtype not in _DTYPES:
+    known = isinstance(header.targets_dtype, str) and header.targets_dtype in _DTYPES
+    if not whole or len(images) != 4 or images[:1] != targets[:1] or not known:
         raise Unusable("its header is damaged")
     if header.file_bytes != size:
         raise Unusable(f"it has {size:,} bytes in place of {header.file_bytes:,}")

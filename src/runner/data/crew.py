@@ -153,7 +153,7 @@ def _seconds_a_sample(
 ) -> float:
     """Time samples that are spread over the split, more and more at a time, until it has taken long enough."""
     count = min(most, len(indices))
-    spread = indices[torch.linspace(0, len(indices) - 1, count).long()].tolist()
+    spread = indices[_spread(len(indices), count)].tolist()
     keyed = Keyed(dataset, 0, transforms)
     keyed[0, spread[0]]  # the first one also opens files and imports what is needed
     began, done = time.perf_counter(), 0
@@ -162,6 +162,11 @@ def _seconds_a_sample(
         keyed.__getitems__([(0, index) for index in spread[done:upto]])
         done = upto
     return (time.perf_counter() - began) / done
+
+
+def _spread(samples: int, count: int) -> Tensor:
+    """`count` places from the first to the last of `samples`, int64; float32 would round some to beyond the last."""
+    return torch.linspace(0, samples - 1, count, dtype=torch.float64).long()
 
 
 def _seconds_to_share(size: int) -> float:

@@ -108,13 +108,15 @@ class MemoryLoader:
 
     def _batches_at_once(self) -> int:
         """Batches that are gathered together, of which each batch is a slice."""
-        bytes_of_batch = self.batch_size * self._images.shape[1:].numel() * 4
-        kind = self._device.type
         if self._prepare is not None and not self._prepare.per_sample:
             return 1
-        if bytes_of_batch % _ALIGNMENT.get(kind, _ALIGNMENT_ELSEWHERE):
-            return 1
-        return max(1, _CHUNK_BYTES.get(kind, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
+        bytes_of_batch = max(1, self.batch_size * self._images.shape[1:].numel() * 4)
+        return max(1, _CHUNK_BYTES.get(self._device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
+
+    def _starts_right(self, images: Tensor) -> bool:
+        """Whether each batch of a chunk starts where an allocation of its own could."""
+        bytes_of_batch = self.batch_size * images.shape[1:].numel() * images.element_size()
+        return bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE) == 0
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch."""
@@ -135,7 +137,10 @@ class MemoryLoader:
             )
             if self._prepare is not None:
                 images = self._prepare(images, places, epoch)
-            parts = (torch.split(tensor, size) for tensor in (images, targets, places))
+            pieces = images.split(size)  # type: ignore[no-untyped-call]
+            if not self._starts_right(images):  # transforms may have changed the size
+                pieces = tuple(piece.clone() for piece in pieces)
+            parts = (pieces, *(torch.split(tensor, size) for tensor in (targets, places)))
             for some, theirs, where in zip(*parts, strict=True):
                 yield Batch(some, theirs, where)
 

@@ -11,7 +11,9 @@ from typing import TypeVar
 import torch
 
 from runner.data.arrays import ImageArrays
+from runner.data.cache_file import MappedImages
 from runner.data.loaders import Batch, Loader, MemoryLoader
+from runner.data.samples import Keyed
 from runner.data.workers import WorkerLoader
 
 WAIT, PREPARE = "data wait", "copy and augment"
@@ -29,7 +31,7 @@ class Reading:
     Attributes:
         workers: processes that read them one by one, 0 where this one does; None if they are in memory.
         resident: where they are in memory; None if they are read.
-        could_be_resident: whether they are read although they are tensors in memory.
+        could_be_resident: whether they are read although they are tensors, in memory or in a mapped file, and stay as they are.
     """
 
     workers: int | None
@@ -43,8 +45,10 @@ def reading(loader: Loader) -> Reading:
         return Reading(None, loader._images.device, False)
     assert isinstance(loader, WorkerLoader), "there are two kinds of loaders"
     keyed = loader._loader.dataset
-    tensors = isinstance(getattr(keyed, "_dataset", None), ImageArrays) and not getattr(keyed, "_transforms", ())
-    return Reading(loader._loader.num_workers, None, tensors)
+    assert isinstance(keyed, Keyed), "a worker loader reads with keyed draws"
+    as_they_are = keyed._cut is None and not keyed._transforms
+    tensors = isinstance(keyed._dataset, ImageArrays | MappedImages)
+    return Reading(loader._loader.num_workers, None, tensors and as_they_are)
 
 
 def marked(loader: Loader, mark: Mark, at_once: int) -> Loader:
@@ -62,24 +66,25 @@ def marked(loader: Loader, mark: Mark, at_once: int) -> Loader:
     if isinstance(loader, WorkerLoader):
         inner, read = copy.copy(loader), loader._read
         inner._read = lambda: _each(read, mark, WAIT)  # type: ignore[method-assign]
-        return _MarkedLoader(inner, mark)
+        return _MarkedLoader(inner, mark, loader.close)
     if isinstance(loader, MemoryLoader):
         gathers = copy.copy(loader)
         gathers._chunk = min(loader._chunk, at_once)
-        return _MarkedLoader(gathers, mark)
-    return _MarkedLoader(loader, mark)
+        return _MarkedLoader(gathers, mark, loader.close)
+    return _MarkedLoader(loader, mark, loader.close)
 
 
 class _MarkedLoader:
-    def __init__(self, inner: Loader, mark: Mark) -> None:
+    def __init__(self, inner: Loader, mark: Mark, close: Callable[[], None]) -> None:
         self.samples, self.batch_size = inner.samples, inner.batch_size
         self._inner, self._mark = inner, mark
+        self._close = close  # of the loader itself: a copy does not know of the workers that it started
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         return _each(lambda: self._inner.batches(epoch, start, stop), self._mark, PREPARE)
 
     def close(self) -> None:
-        self._inner.close()
+        self._close()
 
 
 def _each(begin: Callable[[], Iterator[T]], mark: Mark, name: str) -> Iterator[T]:

@@ -49,6 +49,7 @@ class Reading:
     _caches: dict[int, MappedImages] = field(default_factory=dict)
     _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _in_ram: bool = False
+    _cache_missing: bool = False
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """What is read in place of a data set: its cache, or itself."""
@@ -101,7 +102,8 @@ def plan_reading(
 
     decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made
     if data.cache is not None:
-        _fill_caches(plan, data, parts, sample_train, (lambda: decoding().workers) if make_cache else None)
+        _require_whole_images_unwanted(parts, sample_train, sample_eval)
+        _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
     elif data.cache_dir is not None:
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
@@ -119,13 +121,23 @@ def plan_reading(
     return plan
 
 
-def _fill_caches(
-    plan: Reading,
-    data: Data,
-    parts: Parts,
-    sample_train: Sequence[SampleTransform],
-    workers: Callable[[], int] | None,
+def _require_whole_images_unwanted(
+    parts: Parts, sample_train: Sequence[SampleTransform], sample_eval: Sequence[SampleTransform]
 ) -> None:
+    """Refuse a cache of middle squares where a transform is to cut from whole images; evaluation reads every split."""
+    key = None
+    if cuts_while_reading(parts["train"][0], sample_train):
+        key = "sample_train"
+    elif any(cuts_while_reading(dataset, sample_eval) for dataset, _ in parts.values()):
+        key = "sample_eval"
+    if key is not None:
+        raise UserError(
+            f"data.cache: 'disk' keeps the middle squares of images, and transform.{key}.0 cuts from whole images\n"
+            f"    allowed: data.cache=null, or batch transforms in transform.{key.removeprefix('sample_')} in its place"
+        )
+
+
+def _fill_caches(plan: Reading, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
     """Open or make the cache of every data set that is not in memory as it is."""
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
     for split, (dataset, _) in parts.items():
@@ -134,15 +146,11 @@ def _fill_caches(
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
         return
-    if cuts_while_reading(parts["train"][0], sample_train):
-        raise UserError(
-            "data.cache: 'disk' keeps the middle squares of images, and transform.sample_train.0 cuts from whole images\n"
-            "    allowed: data.cache=null, or batch transforms in transform.train in its place"
-        )
     cache = cache_of(data)
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
         if opened.images is None:
+            plan._cache_missing = True
             plan._caches.clear()
             plan.choices.clear()
             if workers is not None:
@@ -169,10 +177,12 @@ def _place(
     arrays = [source for source in sources if isinstance(source, ImageArrays | MappedImages)]
     possible = len(arrays) == len(sources)
     if data.residency in ("device", "ram") and not possible:
-        raise UserError(
-            f"data.residency: '{data.residency}' needs a data set of image tensors in memory\n"
-            "    allowed: auto or disk, or data.cache=disk"
-        )
+        if not plan._cache_missing:
+            raise UserError(
+                f"data.residency: '{data.residency}' needs a data set of image tensors in memory\n"
+                "    allowed: auto or disk, or data.cache=disk"
+            )
+        plan.warnings.append(f"data.residency={data.residency} has no effect: the cache of data.cache is not there")
     if data.residency == "disk" or not possible or sample_transforms:
         reason = "images are read one by one"
         if data.residency == "disk":
@@ -199,9 +209,11 @@ def _home(data: Data, size: int, mapped: bool, device: torch.device) -> tuple[to
     home = "mapped file" if mapped else "in RAM"
     if device.type == "cpu":
         return cpu, home, "as set" if data.residency == "device" else f"{shown}, and the CPU computes"
-    if data.residency == "auto" and device.type == "cuda":
+    if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        if size > _SHARE_OF_DEVICE * free:
+        if data.residency == "device":
+            _require_device_memory(size, free, device)
+        elif size > _SHARE_OF_DEVICE * free:
             return cpu, home, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
     return device, f"on {device}", "as set" if data.residency == "device" else f"{shown} fit"
 
@@ -212,6 +224,16 @@ def _require_memory(size: int) -> None:
         raise UserError(
             f"data.residency: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
             "    allowed: auto, which maps the cache and leaves to the system what is in RAM"
+        )
+
+
+def _require_device_memory(size: int, free: int, device: torch.device) -> None:
+    # What torch keeps for later it gives back when an allocation needs it.
+    available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if size > available:
+        raise UserError(
+            f"data.residency: 'device' needs {size / 2**30:.1f} GiB, and {device} has {available / 2**30:.1f} GiB free\n"
+            "    allowed: auto or ram, which leave the images in the memory of the CPU"
         )
 
 

@@ -16,6 +16,8 @@ from runner.data.keyed import preserved_rng, seed_generators
 
 SampleTransform = Callable[[Any], Any]
 
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with them
+
 
 class Read(NamedTuple):
     """A batch as it comes from where it was read.
@@ -55,15 +57,24 @@ class Keyed(Dataset[Any]):
             image, target = self._dataset[index]
         else:
             image, target = self._dataset.read_part(index, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
-        for transform in self._transforms:
-            image = transform(image)
-        return image, target
+        return transformed(image, self._transforms), target
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]
+
+
+def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
+    """What the transforms make of an image, which stays as it is: it may be a view of the data set itself."""
+    if transforms and isinstance(image, Tensor):
+        image = image.clone()
+    elif transforms and isinstance(image, np.ndarray):
+        image = image.copy()
+    for transform in transforms:
+        image = transform(image)
+    return image
 
 
 def cuts_while_reading(dataset: Dataset[Any], transforms: Sequence[SampleTransform]) -> bool:
@@ -108,7 +119,7 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
 
 
 def as_target(target: Any) -> Tensor:
-    """One target as a tensor; floats of any width become float32.
+    """One target as a tensor; floats of any width become float32, unsigned integers wider than a byte int64.
 
     Raises:
         UserError: if it is no number.
@@ -117,6 +128,8 @@ def as_target(target: Any) -> Tensor:
         tensor = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"data.dataset: a target is {target!r}, which is not a number") from error
+    if tensor.dtype in _WIDE_UNSIGNED:
+        return tensor.long()
     return tensor.float() if tensor.is_floating_point() else tensor
 
 

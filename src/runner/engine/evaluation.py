@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,11 +46,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and inference mode; afterwards each module's mode and the random generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=devices), torch.inference_mode():
             yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
         for module, mode in modes:
             module.training = mode
 
@@ -99,8 +104,10 @@ def evaluate(
             wide = value.double() if value.device.type != "mps" else value.float()
             total = wide * size if total is None else total + wide * size
             samples += size
+            # A copy, as a metric may keep it, and the output of a CUDA graph lies where the next one will.
+            outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
             for metric in metrics.values():
-                metric.update(logits.float(), targets)
+                metric.update(outputs, targets)
         values = {name: metric.compute() for name, metric in metrics.items()}
     if total is None:
         raise ValueError("there is no sample to evaluate")

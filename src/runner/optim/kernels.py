@@ -35,7 +35,9 @@ class Kernels:
     reason: str
 
 
-def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
+def choose_kernels(
+    node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False, scaled: bool = False
+) -> Kernels:
     """Settle `optimizer.fused` and `optimizer.foreach`, which null leaves open.
 
     Open means fused where the class has it for this device and these parameters, else foreach where it pays, which is on
@@ -46,6 +48,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
         node: section `optimizer` of the config.
         parameters: what is trained.
         sparse: whether the model has layers that give sparse gradients.
+        scaled: whether the loss is scaled, so that steps may be left out.
 
     Raises:
         UserError: if what is set cannot be had, or no step can be taken at all.
@@ -61,7 +64,7 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
             )
     if not _is_known(target):
         return Kernels({}, "", "")
-    trial = _Trial(target, node, arguments, parameters, sparse)
+    trial = _Trial(target, node, arguments, parameters, sparse, scaled)
     for kind in has:
         if node.get(kind):
             if obstacle := trial.obstacle(kind):
@@ -71,6 +74,20 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     if not chosen and not sparse and (failure := trial.obstacle("")):
         raise UserError(f"optimizer: {_name(target)} cannot take a step: {failure}")
     return _chosen(chosen, has, reason) if has else Kernels({}, "", "")
+
+
+def start_momentum(optimizer: Optimizer) -> None:
+    """Give fused SGD momentum of zeros to start from, which is what its first step would make of the gradients.
+
+    Left to itself it makes the buffers without writing to them, and leaves the rest to a kernel that does nothing when a
+    scaled loss has overflowed: the next step would then go on from whatever was in memory.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") and group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _by_itself(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tuple[str, str]:
@@ -120,6 +137,7 @@ class _Trial:
     arguments: set[str]
     parameters: Sequence[Tensor]
     sparse: bool
+    scaled: bool
 
     @property
     def device(self) -> str:
@@ -133,6 +151,8 @@ class _Trial:
             return "fused kernels take no sparse gradients, which a layer with sparse=true gives"
         if kind == "fused" and not all(parameter.is_floating_point() for parameter in self.parameters):
             return "fused kernels take real floating-point weights alone"
+        if kind == "fused" and self.scaled and self.node.get("momentum") and self.node.get("dampening"):
+            return "under a scaled loss fused SGD with dampening starts its momentum wrong if the first step overflows"
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters}
         failures = (self._failure(kind, device, dtype) for device, dtype in sorted(kinds, key=str))
         return next(filter(None, failures), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -234,6 +235,12 @@ def _configure(deterministic: bool, mixed: bool) -> None:
             setattr(config, name, value)
 
 
+def forget_compiled() -> None:
+    """Drop what earlier runs in this process compiled: torch runs a model uncompiled once there are too many variants."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def _told(compiled: Any) -> Any:
     """A compiled callable whose failure to compile is a sentence."""
     from torch._dynamo import exc
@@ -274,9 +281,13 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str
         return f"the step of {kind.__name__} as it is"
     if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         return "the optimizer's step as it is, as its rate is a tensor"
+    for group in optimizer.param_groups:
+        # The compiler joins the updates itself, and some classes refuse a rate in a tensor beside foreach.
+        if group.get("foreach"):
+            group["foreach"] = False
     # Without the hooks around a step, which cannot be compiled.
     bare: Callable[..., Any] = inspect.unwrap(kind.step)
-    update = torch.compile(functools.partial(bare, optimizer), mode=_without_graphs(options), dynamic=False)
+    update = _told(torch.compile(functools.partial(bare, optimizer), mode=_without_graphs(options), dynamic=False))
     rates = [torch.tensor(float(group["lr"])) for group in optimizer.param_groups]
 
     def step(closure: None = None) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -119,10 +121,13 @@ class _Recomputed:
 def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore buffers and random generators; gradients are returned instead of accumulated, so need no restoring."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -224,13 +224,22 @@ class Loading:
         return sizes
 
     def _turn(self, stands: list[Stand], sizes: Sizes, keep: bool) -> Round:
+        """Measure each one once; one that fails is left out from then on, unless it is the baseline."""
         turn: Round = {}
-        for stand in stands:
+        for stand in list(stands):
             name, amount = stand.candidate.name, sizes.beside_readers(stand.read_ahead, self._step_s)
-            turn[_reading(name)] = _per_sample(stand.read(*amount, self._next_epoch()))
-            if name == BASELINE.name:
-                turn[_STEP] = _per_sample(stand.compute(*amount))
-            turn[name] = _per_sample(stand.measure(*amount, self._next_epoch()))
+            try:
+                turn[_reading(name)] = _per_sample(stand.read(*amount, self._next_epoch()))
+                if name == BASELINE.name:
+                    turn[_STEP] = _per_sample(stand.compute(*amount))
+                turn[name] = _per_sample(stand.measure(*amount, self._next_epoch()))
+            except CANNOT as error:
+                if name == BASELINE.name:
+                    raise
+                self._left_out.append((name, reason(error)))
+                stands.remove(stand)
+                stand.release()
+                continue
             if not keep:
                 stand.release()
         return turn

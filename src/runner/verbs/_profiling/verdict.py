@@ -183,6 +183,8 @@ def facts_of(
         tf32=kind_of(None, device) == "tf32" or device.type != "cuda" or bool(config.deterministic),
         channels_last=config.channels_last or not convolutions,
         compiled=bool(config.compile) or device.type != "cuda",
-        fused=not takes_fused or config.optimizer.get("fused") is not None,
+        fused=not takes_fused
+        or bool(training.kernels.arguments.get("fused"))
+        or config.optimizer.get("fused") is not None,
         accumulate=config.accumulate,
     )
