@@ -2,10 +2,10 @@
 
     python scripts/benchmark_startup.py --runs 7
 
-In alternation: `python -c "import torch, torchvision"`; a script that imports the libraries that `runner` does, makes the same
-model and optimizer and takes one step on random images; and `runner train` on digits until the first step is done. The time that reading the
-data takes is measured inside each run and subtracted. Prints the median of each and of the ratios of neighbouring runs.
-The commands that must never import torch are timed as well.
+In alternation: `python -c "import torch, torchvision"`; a script that imports the libraries that `runner` does, makes the
+same model and optimizer and takes one step on random images; and `runner train` on digits until the first step is done.
+The time that reading the data takes is measured inside each run and subtracted. Prints the median of each and of the
+ratios of neighbouring runs. The commands that must never import torch are timed as well.
 """
 
 from __future__ import annotations
