@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from runner.runtime.peaks import kind_of, known_peak, listed_peak, measured_peak, peak
+from runner.runtime.peaks import kind_of, known_peak, listed_peak, peak
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -65,11 +65,10 @@ def test_the_kind_is_what_products_are_computed_in(monkeypatch: pytest.MonkeyPat
     assert kind_of(None, CPU) == "float32"
 
 
-def test_elsewhere_the_peak_is_measured_shortly_and_leaves_the_generators_alone() -> None:
+def test_elsewhere_the_peak_is_measured_and_leaves_the_generators_alone() -> None:
     assert known_peak(CPU, "float32") is None
-    state, began = torch.get_rng_state(), time.perf_counter()
+    state = torch.get_rng_state()
     found = peak(CPU, "float32")
-    assert time.perf_counter() - began < 5
     assert found.measured
     assert "measured" in found.source
     assert "cpu" in found.source
@@ -90,9 +89,3 @@ def test_a_gpu_that_is_not_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert peak(CUDA, "bf16").flops == 989.5e12
     assert len(asked) == 1
-
-
-def test_a_short_measurement_is_short() -> None:
-    began = time.perf_counter()
-    measured_peak(CPU, "float32", seconds=0.02)
-    assert time.perf_counter() - began < 2
