@@ -16,13 +16,20 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 def train(work: Work, clock: Clock) -> nn.Module:
-    """Train on tensors in memory.
+    """Train on tensors in memory."""
+    model = work.model()
+    for _ in epochs(work, model):
+        clock.epoch_ended()
+    return model
+
+
+def epochs(work: Work, model: nn.Module) -> Iterator[None]:
+    """Train an epoch at a time.
 
     Images are normalised (and padded, where they are shifted) once, before training. Without augmentation an epoch is
     gathered at once and its batches are views; with it a batch is gathered by one index, a draw for each sample. The
     optimizer is fused, the rate is set by hand, and the loss is summed in a tensor that is read when it is logged.
     """
-    model = work.model()
     optimizer = work.sgd(model, fused=True)
     group, rates = optimizer.param_groups[0], work.rates()
     images = work.normalised(padded(work.train.images, work.shift))
@@ -45,8 +52,7 @@ def train(work: Work, clock: Clock) -> nn.Module:
             if step % LOG_EVERY == 0:
                 log.append(total.item() / LOG_EVERY)
                 total.zero_()
-        clock.epoch_ended()
-    return model
+        yield
 
 
 def padded(images: Tensor, pixels: int) -> Tensor:

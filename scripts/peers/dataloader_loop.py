@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,13 @@ WORKERS = 2  # where samples are transformed one by one
 def train(work: Work, clock: Clock) -> nn.Module:
     """Train as tutorials do."""
     model = work.model()
+    for _ in epochs(work, model):
+        clock.epoch_ended()
+    return model
+
+
+def epochs(work: Work, model: nn.Module) -> Iterator[None]:
+    """Train an epoch at a time."""
     criterion = nn.CrossEntropyLoss()
     optimizer = work.sgd(model)
     scheduler = work.cosine(optimizer)
@@ -33,8 +40,7 @@ def train(work: Work, clock: Clock) -> nn.Module:
             optimizer.step()
             scheduler.step()
             running_loss += loss.item() * len(images)
-        clock.epoch_ended()
-    return model
+        yield
 
 
 def loader_of(work: Work) -> DataLoader[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,15 @@ from peers.work import Work
 
 
 def train(work: Work, clock: Clock) -> nn.Module:
-    """Train: a gather for each batch, torch's optimizer and scheduler as they come, `loss.item()` added up."""
+    """Train on tensors in memory."""
     model = work.model()
+    for _ in epochs(work, model):
+        clock.epoch_ended()
+    return model
+
+
+def epochs(work: Work, model: nn.Module) -> Iterator[None]:
+    """Train an epoch at a time: a gather a batch, torch's optimizer and scheduler as they come, `loss.item()` added up."""
     criterion = nn.CrossEntropyLoss()
     optimizer = work.sgd(model)
     scheduler = work.cosine(optimizer)
@@ -34,8 +41,7 @@ def train(work: Work, clock: Clock) -> nn.Module:
             optimizer.step()
             scheduler.step()
             running_loss += loss.item() * len(index)
-        clock.epoch_ended()
-    return model
+        yield
 
 
 def augmentation(work: Work) -> Callable[[Tensor], Tensor]:

@@ -41,6 +41,7 @@ from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment, versions
 from runner.tracking.loggers import JsonLines, Logger
+from runner.tracking.outbox import Outbox
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory, claim, timestamp
 
@@ -230,6 +231,7 @@ def train(
 
     def save(loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         now = contents(loop)
+        show.empty()
         for logger in loggers:
             logger.flush()
         if earlier_best is not None:
@@ -238,10 +240,7 @@ def train(
         record(summary, loop.state, monitor)
         directory.write_summary(summary)
 
-    def show(split: str, metrics: dict[str, float], step: int, epoch: int) -> None:
-        console.metrics(split, metrics, step, epoch)
-        for logger in loggers:
-            logger.log(split, metrics, step, epoch)
+    show = Outbox([console.metrics, *(logger.log for logger in loggers)])
 
     compilation = training.toggled.compilation
     compiling = [CompileReport(compilation, console.line, console.warn)] if compilation else []
@@ -341,8 +340,9 @@ def train(
     finally:
         for report in compiling:
             summary |= report.summary()
-        console.stop()
         splits.close()
+        show.empty()
+        console.stop()
         for logger in loggers:
             logger.close()
     try:

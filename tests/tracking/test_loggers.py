@@ -126,7 +126,7 @@ def test_tensorboard_event_files_read_back_and_resuming_takes_back_later_steps(t
 def test_a_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):
     import sys
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     logger = TensorBoard()
     logger.open(tmp_path, None)
     with pytest.raises(UserError, match="logger=none"):

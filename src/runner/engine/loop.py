@@ -160,37 +160,34 @@ class Loop:
     def _epoch(self) -> None:
         """Train from the position to the end of the epoch, or to where training ends."""
         state, plan, parts, step = self.state, self.plan, self.parts, self.step
-        position = state.position
+        position, interval = state.position, self.limits.evaluate_every_steps
         batches = self.source.batches(position.epoch, position.batch, plan.batches)
-        while True:
+        for size, weight, update in plan.parts(position.batch):
             asked = perf_counter()
-            batch = next(batches, None)
+            batch = next(batches)
             self.waited_s += perf_counter() - asked
-            if batch is None:
-                return
-            number = position.batch
-            update = plan.ends_window(number)
-            size = plan.size(number)
-            step(state, parts, batch, plan.weight(number), size, update)
+            step(state, parts, batch, weight, size, update)
             self.samples_seen += size
-            position.batch = number + 1
+            position.batch += 1
             if not update:
                 continue
-            position.global_step += 1
+            position.global_step = done = position.global_step + 1
             self.epoch_ended = position.batch == plan.batches
             if self.epoch_ended:
                 position.epoch, position.batch = position.epoch + 1, 0
-            if position.global_step % _STEPS_BETWEEN_COLLECTIONS == 0:
+            if done % _STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect(1)
             for method in self._on_step:
                 method(self)
             state.set_learning_rate()
-            position.evaluation_due = self._evaluation_due()
+            if self.epoch_ended or done >= self.total_steps or (interval is not None and done % interval == 0):
+                position.evaluation_due = self._evaluation_due()
             self._boundary()
             if self.finished or self.epoch_ended:
                 return
 
     def _evaluation_due(self) -> bool:
+        """Whether the validation split is to be evaluated at the end of an epoch, of an interval or of training."""
         position, limits = self.state.position, self.limits
         if self._evaluate is None:
             return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +45,17 @@ class Plan:
     def ends_window(self, batch: int) -> bool:
         """Whether the optimizer steps after this batch."""
         return (batch + 1) % self.accumulate == 0 or batch + 1 == self.batches
+
+    def parts(self, start: int) -> Iterator[tuple[int, float, bool]]:
+        """Size, weight and whether the optimizer steps after it, for every batch of an epoch from number `start` on."""
+        if self.accumulate > 1:
+            for batch in range(start, self.batches):
+                yield self.size(batch), self.weight(batch), self.ends_window(batch)
+            return
+        # A batch is a window of its own: nothing to compute for each.
+        yield from itertools.repeat((self.batch_size, 1.0, True), max(0, self.batches - 1 - start))
+        if start < self.batches:
+            yield self.size(self.batches - 1), 1.0, True
 
     def weight(self, batch: int) -> float:
         """Share of this batch's samples in its accumulation window: what its mean loss is multiplied by.

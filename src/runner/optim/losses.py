@@ -38,13 +38,16 @@ class _ClassLoss(nn.Module):
 
     def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) in at least float32, and the class weights (C,) of their type."""
-        _check_matrix(logits, self.num_classes)
-        is_classes = targets.dtype == torch.int64 and targets.shape == logits.shape[:1]
-        is_soft = targets.is_floating_point() and targets.shape == logits.shape
-        if not (is_classes or is_soft):
+        shape, of_targets = logits.shape, targets.shape
+        if len(shape) != 2 or shape[0] == 0 or shape[1] != (self.num_classes or shape[1]):
+            _check_matrix(logits, self.num_classes)
+        # In this order, as the usual case runs at every step: classes, one for each sample.
+        is_classes = len(of_targets) == 1 and of_targets[0] == shape[0] and targets.dtype is torch.int64
+        if not is_classes and not (targets.is_floating_point() and of_targets == shape):
             raise ValueError(_mismatch(logits, targets, "classes int64 (B,) or probabilities float (B, C)"))
+        weight = self.weight
         full = _at_least_float32(logits)
-        return full, None if self.weight is None else self.weight.to(full.dtype)
+        return full, None if weight is None else weight.to(full.dtype)
 
 
 class CrossEntropy(_ClassLoss):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
+import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, Any, Protocol
 
 from runner.config.errors import UserError
 from runner.tracking.files import finite, write_atomically, writing
 from runner.tracking.records import drop_after
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
 
 _FIRST_COLUMNS = ["global_step", "epoch"]
 
@@ -158,8 +157,9 @@ class Csv:
 class TensorBoard:
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
-    The writer is made at the first `log`, as importing it takes a quarter of a second. A continued run marks its first
-    step, and TensorBoard hides what an earlier attempt had logged beyond it.
+    The file is made at the first `log`, as importing the library takes time. Records are written where they are logged: the
+    library's own writer hands them to a thread, which costs small steps more than the writing. A continued run marks its
+    first step, and TensorBoard hides what an earlier attempt had logged beyond it.
     """
 
     def __init__(self, flush_s: int = 10) -> None:
@@ -169,7 +169,8 @@ class TensorBoard:
         self.flush_s = flush_s
         self._directory: Path | None = None
         self._resume_step: int | None = None
-        self._writer: SummaryWriter | None = None
+        self._events: _Events | None = None
+        self._flushed = 0.0
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
@@ -180,37 +181,74 @@ class TensorBoard:
         """See `Logger.log`."""
         if self._directory is None:
             raise RuntimeError("log() came before open()")
-        if self._writer is None:
-            self._writer = self._make_writer(self._directory)
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        # One record for all of them: add_scalar would write one each, which shows in the time of small steps.
-        values = [Summary.Value(tag=f"{name}/{split}", simple_value=value) for name, value in metrics.items()]
-        self._writer._get_file_writer().add_summary(Summary(value=values), global_step)  # type: ignore[no-untyped-call]
+        with writing(self._directory):
+            if self._events is None:
+                self._events = self._begin(self._directory)
+            # One record for all of them, as each one takes time.
+            self._events.write(global_step, {f"{name}/{split}": value for name, value in metrics.items()})
+            if time.monotonic() - self._flushed >= self.flush_s:
+                self._flush(self._events)
 
     def flush(self) -> None:
         """See `Logger.flush`."""
-        if self._writer is not None and self._directory is not None:
+        if self._events is not None and self._directory is not None:
             with writing(self._directory):
-                self._writer.flush()
+                self._flush(self._events)
 
     def close(self) -> None:
         """See `Logger.close`."""
-        if self._writer is not None and self._directory is not None:
+        if self._events is not None and self._directory is not None:
             with writing(self._directory):
-                self._writer.close()
-            self._writer = None
+                self._events.file.close()
+            self._events = None
 
-    def _make_writer(self, directory: Path) -> SummaryWriter:
+    def _flush(self, events: _Events) -> None:
+        events.file.flush()
+        self._flushed = time.monotonic()
+
+    def _begin(self, directory: Path) -> _Events:
         try:
-            from torch.utils.tensorboard import SummaryWriter
+            events = _Events()
         except ImportError as error:
             raise UserError(
                 f"logger=tensorboard cannot be used ({error}): install the package tensorboard or set logger=none"
             ) from error
-        purge_step = None if self._resume_step is None else self._resume_step + 1
-        with writing(directory):
-            return SummaryWriter(str(directory), purge_step=purge_step, flush_secs=self.flush_s)
+        directory.mkdir(exist_ok=True)
+        # The name says when and where, as the library's do: TensorBoard reads the files of a folder in this order.
+        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        for count in itertools.count():
+            with contextlib.suppress(FileExistsError):
+                events.begin((directory / f"{stem}.{count}").open("xb"), self._resume_step)
+                break
+        self._flush(events)
+        return events
+
+
+class _Events:
+    """Records of TensorBoard in a file; made with what the library has for them."""
+
+    def __init__(self) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.file: IO[bytes] = io.BytesIO()
+        self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
+
+    def begin(self, file: IO[bytes], resume_step: int | None) -> None:
+        """Say which version the file has and, in a continued run, from which step on older files do not count."""
+        self.file, self._records = file, self._writer(file)
+        self._put(file_version="brain.Event:2")
+        if resume_step is not None:
+            self._put(step=resume_step + 1, session_log=self._session(status=self._session.START))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Add a number for each tag."""
+        scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._put(step=step, summary=self._summary(value=scalars))
+
+    def _put(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _opened(file: IO[bytes] | None) -> IO[bytes]:
