@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from peers.cases import CASES, MOMENTUM, NOISE, WEIGHT_DECAY, Case, Job
 from runner.data.arrays import ImageArrays
 from runner.data.digits import digits
+from runner.data.indices import Indices
 from runner.data.splits import carve
 from runner.data.synthetic import synthetic
 from runner.data.torchvision_sets import fashion_mnist
@@ -131,8 +132,8 @@ def fashion(root: str, samples: int | None = None) -> dict[str, ImageArrays]:
     return {"train": ImageArrays(train.images[:samples], train.targets[:samples], train.classes), "test": sets["test"]}
 
 
-def _taken(dataset: Any, indices: Tensor) -> Samples:
-    return Samples(dataset.images[indices], dataset.targets[indices])
+def _taken(dataset: Any, indices: Indices) -> Samples:
+    return Samples(dataset.images[indices[:]], dataset.targets[indices[:]])
 
 
 def _both(sets: dict[str, ImageArrays]) -> tuple[Samples, Samples]:

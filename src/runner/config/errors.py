@@ -11,6 +11,10 @@ class UserError(Exception):
     """A mistake that the user can mend: shown as its message alone, without a traceback; exit status 2."""
 
 
+class DataFailed(UserError):
+    """Reading broke down while the run was sound: a worker process died or hangs. What was trained so far can be saved."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake in the configuration.

@@ -65,6 +65,9 @@ class Data:
     persistent_workers: bool = True
     pin_memory: bool | Literal["auto"] = "auto"
     non_blocking: bool = True
+    timeout_s: Annotated[float, Gt(0)] | None = 600.0
+    on_error: Literal["raise", "skip"] = "raise"
+    identity: Literal["check", "ignore"] = "check"
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +16,15 @@ from runner.config.schema import Data, Transform
 from runner.config.targets import build
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline
+from runner.data.cache_file import NOT_READ
+from runner.data.identity import identity
+from runner.data.indices import Indices
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.mixing import Mixing
 from runner.data.residency import plan_reading
 from runner.data.samples import SampleTransform, as_target, as_tensor, transformed
 from runner.data.splits import carve, targets_of
+from runner.data.stand_ins import Skipped, StandIns, Unreadable, missing
 from runner.data.workers import WorkerLoader
 
 _MEASURED = 2048  # images that statistics are measured on where they are read one by one
@@ -49,6 +54,8 @@ class Splits:
         example: the first training sample, image (1, C, H, W) and target (1, ...), on the device.
         choices: rows of (label, value, reason) for people.
         warnings: settings without effect.
+        skipped: the samples that could not be read, so far.
+        identify: tells which data these are, for checkpoints.
     """
 
     train: SplitData
@@ -64,6 +71,8 @@ class Splits:
     example: tuple[Tensor, Tensor]
     choices: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
+    identify: Callable[[], dict[str, Any]] = dict
 
     def named(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
@@ -106,15 +115,19 @@ def assemble(
     sample_train = _callables("transform.sample_train", transform.sample_train)
     sample_eval = _callables("transform.sample_eval", transform.sample_eval)
 
+    stand_ins = (
+        {name: StandIns(seed, indices) for name, (_, indices) in parts.items()} if data.on_error == "skip" else {}
+    )
+    skipped = Skipped()
     train_set, train_indices = parts["train"]
-    first, target = _sample(train_set, int(train_indices[0]), sample_eval)
+    first, target = _first(train_set, train_indices, sample_eval, stand_ins.get("train"))
     reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
     choices, warnings = reading.choices, reading.warnings
     classes = _classes(train_set)
     targets = targets_of(train_set)
     mean, std = data.normalize.mean, data.normalize.std
     if mean is None or std is None:
-        mean, std = _measure(train_set, train_indices, sample_eval)
+        mean, std = _measure(train_set, train_indices, sample_eval, bool(stand_ins))
         choices.append(("normalize", f"mean {_short(mean)}, std {_short(std)}", "measured on the training split"))
     channels, height, width = first.shape
     if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
@@ -126,9 +139,14 @@ def assemble(
     def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
         size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
+        others, note = stand_ins.get(name), skipped.noting(name, dataset)
         if reading.in_memory is not None:
             images, numbers = reading.stored(dataset)
-            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare, mix)
+            source_of = None
+            if others is not None and len(unreadable := missing(reading.unreadable(dataset), indices)):
+                note([Unreadable(sample, NOT_READ) for sample in unreadable.tolist()])
+                source_of = functools.partial(others.sources, unreadable=unreadable)
+            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare, mix, source_of)
         return WorkerLoader(
             reading.source(dataset),
             indices,
@@ -144,6 +162,9 @@ def assemble(
             data.non_blocking,
             prepare,
             mix,
+            others,
+            note,
+            data.timeout_s,
         )
 
     def part(name: str, training: bool) -> SplitData | None:
@@ -162,7 +183,7 @@ def assemble(
     assert again is not None
     counts = None
     if targets is not None and not targets.is_floating_point() and classes:
-        counts = torch.bincount(targets[train_indices].long(), minlength=len(classes))
+        counts = torch.bincount(targets[train_indices[:]].long(), minlength=len(classes))
     return Splits(
         train=train,
         val=part("val", False),
@@ -177,6 +198,10 @@ def assemble(
         example=(first[None].to(device), target[None].to(device)),
         choices=choices,
         warnings=warnings,
+        skipped=skipped,
+        identify=functools.partial(
+            identity, {name: (reading.source(part[0]), part[1]) for name, part in parts.items()}
+        ),
     )
 
 
@@ -215,6 +240,15 @@ def _sample(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]
     return as_tensor(transformed(item[0], transforms)), as_target(item[1])
 
 
+def _first(
+    dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], stand_ins: StandIns | None
+) -> tuple[Tensor, Tensor]:
+    index = int(indices[0])
+    if stand_ins is None:
+        return _sample(dataset, index, transforms)
+    return stand_ins.read(lambda source: _sample(dataset, source, transforms), 0, index, [])
+
+
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     named = getattr(dataset, "classes", None)
     if named:
@@ -234,14 +268,19 @@ def _check_statistics(mean: list[float], channels: int) -> None:
 
 
 def _measure(
-    dataset: Dataset[Any], indices: Tensor, transforms: list[SampleTransform]
+    dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], skips: bool
 ) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1."""
+    """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1.
+
+    With `skips`, samples that cannot be read are left out.
+    """
     if isinstance(dataset, ImageArrays) and not transforms:
-        chunks = (dataset.images[part] for part in torch.split(indices, 4096))
+        chunks: Iterator[Tensor] = (
+            dataset.images[indices[start : start + 4096]] for start in range(0, len(indices), 4096)
+        )
     else:
         step = max(1, len(indices) // _MEASURED)
-        chunks = (_sample(dataset, index, transforms)[0][None] for index in indices[::step].tolist())
+        chunks = _read_one_by_one(dataset, indices[::step].tolist(), transforms, skips)
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for chunk in chunks:
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
@@ -252,6 +291,21 @@ def _measure(
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
+
+
+def _read_one_by_one(
+    dataset: Dataset[Any], indices: list[int], transforms: list[SampleTransform], skips: bool
+) -> Iterator[Tensor]:
+    for index in indices:
+        try:
+            image, _ = _sample(dataset, index, transforms)
+        except MemoryError:
+            raise
+        except Exception:
+            if not skips:
+                raise
+            continue
+        yield image[None]
 
 
 def _short(values: list[float]) -> str:

@@ -28,8 +28,10 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable, Unwritable, temporary_prefix, write
+from runner.data.indices import Whole
 from runner.data.samples import Keyed, as_target, as_tensor
 from runner.data.splits import targets_of
+from runner.data.stand_ins import StandIns
 from runner.data.workers import WorkerLoader
 
 _BATCH = 64
@@ -62,11 +64,13 @@ class Cache:
         folder: holds one file a split.
         name: short name of the data set, for the names of the files.
         recipe: what the data set is built from, as plain containers; another recipe gets other files.
+        skips: whether images that cannot be read are marked as such; otherwise the first one is an error.
     """
 
     folder: Path
     name: str
     recipe: dict[str, Any]
+    skips: bool = False
 
     def path(self, split: str) -> Path:
         """The file of a split."""
@@ -86,30 +90,58 @@ class Cache:
             UserError: if the images cannot be kept, or there is no space for them.
         """
         path, key = self.path(split), identity(dataset, self.recipe)
-        found = _existing(path, key, dataset)
+        found = self._existing(path, key, dataset)
         if isinstance(found, MappedImages):
             return Opened(found, "opened")
         if workers is None:
             return Opened(None, "")
-        example, target = _example(dataset)
+        example, target = _example(dataset, self.skips)
         with _noticing_signals() as stopped, _alone(path, stopped) as locked:
             if stopped():
                 return Opened(None, "")
-            found = _existing(path, key, dataset)  # another process may have made it while we waited
+            found = self._existing(path, key, dataset)  # another process may have made it while we waited
             if isinstance(found, MappedImages):
                 return Opened(found, "opened")
             began = time.perf_counter()
             _remove_useless(path, unfinished=locked)
             count = len(dataset)  # type: ignore[arg-type]
             _require_space(self.folder, count, example, target)
+            missing: set[int] | None = set() if self.skips else None
             try:
-                with contextlib.closing(_decoded(dataset, example, split, workers(), stopped)) as decoded:
-                    write(path, key, count, decoded)
+                with contextlib.closing(_decoded(dataset, example, split, workers(), stopped, missing)) as decoded:
+                    write(path, key, count, decoded, () if missing is None else missing)
             except _Stopped:
                 return Opened(None, "")
             except Unwritable as error:
                 raise _cannot_write(path, str(error)) from error
             return Opened(MappedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
+
+    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> MappedImages | str:
+        """The cache at `path`, or why there is none to use: empty if there is no file."""
+        try:
+            mapped = MappedImages(path, key)
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            return f"{path} was made anew: it cannot be read ({error.strerror})"
+        except Unusable as error:
+            return f"{path} was made anew: {error}"
+        count = len(dataset)  # type: ignore[arg-type]
+        if len(mapped) != count:
+            return f"{path} was made anew: it has {len(mapped):,} images for {count:,}"
+        missing = set(mapped.unreadable.tolist())
+        if missing and not self.skips:
+            return f"{path} was made anew: {len(missing):,} of its images could not be read, and data.on_error=raise"
+        for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
+            try:
+                image, target = _sample(dataset, place)
+            except UserError:
+                if not self.skips:
+                    raise
+                return f"{path} was made anew: image {place} cannot be read any more"
+            if not (_same(mapped.images[place], image) and _same(mapped.targets[place], target)):
+                return f"{path} was made anew: image {place} is another than in the data set"
+        return mapped
 
 
 class _Stopped(Exception):
@@ -136,26 +168,6 @@ def identity(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _existing(path: Path, key: str, dataset: Dataset[Any]) -> MappedImages | str:
-    """The cache at `path`, or why there is none to use: empty if there is no file."""
-    try:
-        mapped = MappedImages(path, key)
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return f"{path} was made anew: it cannot be read ({error.strerror})"
-    except Unusable as error:
-        return f"{path} was made anew: {error}"
-    count = len(dataset)  # type: ignore[arg-type]
-    if len(mapped) != count:
-        return f"{path} was made anew: it has {len(mapped):,} images for {count:,}"
-    for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)}):
-        image, target = _sample(dataset, place)
-        if not (_same(mapped.images[place], image) and _same(mapped.targets[place], target)):
-            return f"{path} was made anew: image {place} is another than in the data set"
-    return mapped
-
-
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
@@ -165,9 +177,9 @@ def _sample(dataset: Dataset[Any], index: int, epoch: int = 0) -> tuple[Tensor, 
     return as_tensor(image), as_target(target)
 
 
-def _example(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
-    """The first sample, for its shape; checked to be of a kind that can be kept."""
-    (image, target), (again, _) = _sample(dataset, 0), _sample(dataset, 0, epoch=1)
+def _example(dataset: Dataset[Any], skips: bool) -> tuple[Tensor, Tensor]:
+    """The first sample, or another if it cannot be read, for its shape; checked to be of a kind that can be kept."""
+    (image, target), (again, _) = _readings(dataset, skips)
     if image.dtype != torch.uint8:
         raise UserError(
             f"data.cache: 'disk' keeps uint8 images, and this data set gives {str(image.dtype).removeprefix('torch.')}\n"
@@ -184,6 +196,16 @@ def _example(dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
             "    allowed: data.cache=null, or random changes in the section transform"
         )
     return image, target
+
+
+def _readings(dataset: Dataset[Any], skips: bool) -> list[tuple[Tensor, Tensor]]:
+    """Two readings of one sample."""
+
+    def read(index: int) -> list[tuple[Tensor, Tensor]]:
+        return [_sample(dataset, index, epoch) for epoch in (0, 1)]
+
+    everything = Whole(len(dataset))  # type: ignore[arg-type]
+    return StandIns(0, everything).read(read, 0, 0, []) if skips else read(0)
 
 
 def _cannot_write(path: Path, reason: str) -> UserError:
@@ -214,12 +236,25 @@ def _require_space(folder: Path, samples: int, example: Tensor, target: Tensor) 
 
 
 def _decoded(
-    dataset: Dataset[Any], example: Tensor, split: str, workers: int, stopped: Callable[[], bool]
+    dataset: Dataset[Any],
+    example: Tensor,
+    split: str,
+    workers: int,
+    stopped: Callable[[], bool],
+    missing: set[int] | None,
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """All samples in order, in batches."""
+    """All samples in order, in batches; those that cannot be read are added to `missing`, or an error if it is None."""
     count = len(dataset)  # type: ignore[arg-type]
     cpu = torch.device("cpu")
-    loader = WorkerLoader(dataset, torch.arange(count), _BATCH, 0, False, cpu, (), workers, persistent=False)
+    everything = Whole(count)
+    extra: dict[str, Any] = {}
+    if missing is not None:
+        # Others stand in the places of those: something must, and they are never looked at.
+        extra = {
+            "stand_ins": StandIns(0, everything),
+            "on_skipped": lambda found: missing.update(unreadable.sample for unreadable in found),
+        }
+    loader = WorkerLoader(dataset, everything, _BATCH, 0, False, cpu, (), workers, persistent=False, **extra)
     shown = _Progress(split, count)
     with contextlib.closing(loader):
         for batch in loader.batches(0, 0, count):

@@ -1,13 +1,15 @@
 """The file that keeps decoded images: one line of text, then raw bytes, mapped into memory and never unpickled.
 
 The first 4096 bytes are a mark and a JSON object, padded with spaces; then come the images (uint8, N x C x H x W), then the
-targets. A file is whole or it is not there: it is written under another name and renamed once it is on the disk.
+targets, then the numbers of the images that could not be read (int64), in whose places others stand. A file is whole or it
+is not there: it is written under another name and renamed once it is on the disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import mmap
@@ -16,7 +18,7 @@ import platform
 import secrets
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -25,7 +27,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.config.errors import UserError
+
 HEADER_BYTES = 4096
+NOT_READ = "it could not be read when the cache was made"
 _MARK = "runner images 1 "
 # Whatever writes to mapped tensors changes its own copy of a page and never the file. No memory is set aside for that, as
 # the system would refuse to for a file that is larger than its memory. Python before 3.13 has no name for the flag.
@@ -56,7 +61,8 @@ class Header:
         images: (N, C, H, W).
         targets: (N, ...).
         targets_dtype: name of a dtype that torch has.
-        targets_crc32: checksum of the targets' bytes.
+        targets_crc32: checksum of the targets' bytes and what follows.
+        unreadable: how many images could not be read.
     """
 
     key: str
@@ -64,6 +70,7 @@ class Header:
     targets: tuple[int, ...]
     targets_dtype: str
     targets_crc32: int
+    unreadable: int = 0
 
     @property
     def image_bytes(self) -> int:
@@ -78,7 +85,7 @@ class Header:
     @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
-        return HEADER_BYTES + self.image_bytes + self.target_bytes
+        return HEADER_BYTES + self.image_bytes + self.target_bytes + 8 * self.unreadable
 
     def dump(self) -> bytes:
         """The first bytes of the file."""
@@ -97,12 +104,14 @@ def parse(block: bytes, size: int) -> Header:
     try:
         fields = json.loads(text.removeprefix(_MARK))
         images, targets = (tuple(fields[name]) for name in ("images", "targets"))
-        header = Header(fields["key"], images, targets, fields["targets_dtype"], fields["targets_crc32"])
+        facts = fields["targets_dtype"], fields["targets_crc32"], fields.get("unreadable", 0)
+        header = Header(fields["key"], images, targets, *facts)
     except (ValueError, TypeError, KeyError, RecursionError):
         raise Unusable("its header is damaged") from None
     whole = all(type(number) is int and number > 0 for number in (*images, *targets))
     known = isinstance(header.targets_dtype, str) and header.targets_dtype in _DTYPES
-    if not whole or len(images) != 4 or images[:1] != targets[:1] or not known:
+    counted = type(header.unreadable) is int and header.unreadable >= 0
+    if not whole or len(images) != 4 or images[:1] != targets[:1] or not known or not counted:
         raise Unusable("its header is damaged")
     if header.file_bytes != size:
         raise Unusable(f"it has {size:,} bytes in place of {header.file_bytes:,}")
@@ -119,6 +128,7 @@ class MappedImages(Dataset[tuple[Tensor, Tensor]]):
     Attributes:
         images: uint8 (N, C, H, W); the system reads pages of it when they are touched.
         targets: (N, ...), in memory.
+        unreadable: images that could not be read when the file was made, int64 (U,), ascending.
 
     Raises:
         Unusable: if the file is damaged or of other data.
@@ -136,22 +146,39 @@ class MappedImages(Dataset[tuple[Tensor, Tensor]]):
         mapped = torch.frombuffer(pages, dtype=torch.uint8)
         end = HEADER_BYTES + header.image_bytes
         self.images = mapped[HEADER_BYTES:end].view(header.images)
-        self.targets = mapped[end:].clone().view(_DTYPES[header.targets_dtype]).view(header.targets)
-        if _crc32(self.targets) != header.targets_crc32:
+        split = end + header.target_bytes
+        self.targets = mapped[end:split].clone().view(_DTYPES[header.targets_dtype]).view(header.targets)
+        # From an empty piece torch would not make another dtype.
+        left = mapped[split:].clone()
+        self.unreadable = left.view(torch.int64) if header.unreadable else torch.zeros(0, dtype=torch.int64)
+        if _crc32(self.targets, self.unreadable) != header.targets_crc32:
             raise Unusable("its targets are damaged")
+        self._missing = frozenset(self.unreadable.tolist())
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample, a copy: a transform may write to it."""
+        """One sample, a copy: a transform may write to it.
+
+        Raises:
+            UserError: if it could not be read when the file was made.
+        """
+        if index in self._missing:
+            raise UserError(NOT_READ)
         return self.images[index].clone(), self.targets[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedImages, (self.path, self.key)
 
 
-def write(path: Path, key: str, samples: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def write(
+    path: Path,
+    key: str,
+    samples: int,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    unreadable: Collection[int] = (),
+) -> None:
     """Write a file; a crash at any instant leaves either what was there or all of the new one.
 
     Args:
@@ -159,6 +186,7 @@ def write(path: Path, key: str, samples: int, batches: Iterator[tuple[Tensor, Te
         key: digest of all that the images depend on.
         samples: how many there will be.
         batches: images uint8 (B, C, H, W) of one shape, and targets (B, ...).
+        unreadable: images in whose places others stand; looked at after the last batch.
 
     Raises:
         Unwritable: if it cannot be written; nothing is left behind.
@@ -166,7 +194,7 @@ def write(path: Path, key: str, samples: int, batches: Iterator[tuple[Tensor, Te
     temporary = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(6)}"
     try:
         with _told(), temporary.open("xb") as file:
-            _fill(file, key, samples, batches)
+            _fill(file, key, samples, batches, unreadable)
         with _told():
             os.replace(temporary, path)
             _flush_folder(path.parent)
@@ -175,7 +203,13 @@ def write(path: Path, key: str, samples: int, batches: Iterator[tuple[Tensor, Te
         raise
 
 
-def _fill(file: IO[bytes], key: str, samples: int, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def _fill(
+    file: IO[bytes],
+    key: str,
+    samples: int,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    unreadable: Collection[int],
+) -> None:
     kept, shape = [], torch.Size()
     file.write(b" " * HEADER_BYTES)
     for images, targets in _apart(batches):
@@ -183,9 +217,10 @@ def _fill(file: IO[bytes], key: str, samples: int, batches: Iterator[tuple[Tenso
         kept.append(targets)
         shape = images.shape[1:]
     joined = torch.cat(kept)
-    file.write(joined.numpy().tobytes())
+    missing = torch.tensor(sorted(unreadable), dtype=torch.int64)
+    file.write(joined.numpy().tobytes() + missing.numpy().tobytes())
     dtype = str(joined.dtype).removeprefix("torch.")
-    header = Header(key, (samples, *shape), tuple(joined.shape), dtype, _crc32(joined))
+    header = Header(key, (samples, *shape), tuple(joined.shape), dtype, _crc32(joined, missing), len(missing))
     assert file.tell() == header.file_bytes, "every sample was written"
     file.seek(0)
     file.write(header.dump())
@@ -231,5 +266,5 @@ def temporary_prefix(path: Path) -> str:
     return f".{path.name}.unfinished-"
 
 
-def _crc32(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().numpy().tobytes())
+def _crc32(*tensors: Tensor) -> int:
+    return functools.reduce(lambda sum_, tensor: zlib.crc32(tensor.contiguous().numpy().tobytes(), sum_), tensors, 0)

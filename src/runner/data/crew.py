@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.data.indices import Indices
 from runner.data.samples import Keyed, SampleTransform
+from runner.data.stand_ins import StandIns
 
 _MOST = 16
 _BUDGET_S = 0.25  # time to spend on measuring
@@ -62,11 +64,12 @@ def muster(
     wanted: int | Literal["auto"],
     prefetch: int,
     dataset: Dataset[Any],
-    indices: Tensor,
+    indices: Indices,
     transforms: Sequence[SampleTransform],
     batch_size: int,
     largest_batch: int,
     sample_bytes: int,
+    stand_ins: StandIns | None = None,
 ) -> Crew:
     """Choose how many workers read, by reading a few samples if that is to be found out.
 
@@ -76,11 +79,12 @@ def muster(
         wanted: the setting.
         prefetch: batches that each worker reads ahead.
         dataset: what the training split is read from.
-        indices: its samples, int64 of shape (N,).
+        indices: its samples.
         transforms: callables on one image.
         batch_size: samples of a batch.
         largest_batch: samples of the largest batch of any split.
         sample_bytes: bytes of an image.
+        stand_ins: what is read in place of samples that cannot be.
     """
     ahead = prefetch * largest_batch * sample_bytes
     room = _free_shared_memory()
@@ -89,7 +93,7 @@ def muster(
     allowed = _MOST if room is None else room // max(1, ahead)
     if allowed == 0:
         return Crew(0, f"auto: {_SHARED_MEMORY} has {_size(room or 0)} free, too little for batches of {_size(ahead)}")
-    per_sample = _seconds_a_sample(dataset, indices, transforms, batch_size)
+    per_sample = _seconds_a_sample(Keyed(dataset, 0, transforms, stand_ins), indices, batch_size)
     shared = _seconds_to_share(batch_size * sample_bytes)
     timing = Timing(per_sample * batch_size, _MESSAGE_S + shared, per_sample * len(indices))
     return Crew(*enough(timing, cores(), allowed))
@@ -148,13 +152,10 @@ def _free_shared_memory() -> int | None:
     return 0 if sys.platform == "linux" else None
 
 
-def _seconds_a_sample(
-    dataset: Dataset[Any], indices: Tensor, transforms: Sequence[SampleTransform], most: int
-) -> float:
+def _seconds_a_sample(keyed: Keyed, indices: Indices, most: int) -> float:
     """Time samples that are spread over the split, more and more at a time, until it has taken long enough."""
     count = min(most, len(indices))
     spread = indices[_spread(len(indices), count)].tolist()
-    keyed = Keyed(dataset, 0, transforms)
     keyed[0, spread[0]]  # the first one also opens files and imports what is needed
     began, done = time.perf_counter(), 0
     while done < count and time.perf_counter() - began < _BUDGET_S:

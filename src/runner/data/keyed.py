@@ -40,11 +40,16 @@ def _hash(values: Tensor) -> Tensor:
     """splitmix64's finaliser on int64 `values` of shape (B,); products wrap around as in C."""
     if values.device.type == "cpu":
         # NumPy's operations take a third of the time at these sizes, and it shifts unsigned numbers.
-        bits = values.numpy().view(np.uint64)
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
-        return torch.from_numpy((bits ^ (bits >> np.uint64(31))).view(np.int64))
+        return torch.from_numpy(scrambled(values.numpy().view(np.uint64)).view(np.int64))
     return _hash_anywhere(values)
+
+
+def scrambled(bits: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser on uint64 `bits` of any shape; one to one."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+    bits ^= bits >> np.uint64(31)
+    return bits
 
 
 def _hash_anywhere(values: Tensor) -> Tensor:

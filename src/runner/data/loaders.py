@@ -1,7 +1,7 @@
 """Batches for the engine, and the loader that makes them from tensors in memory.
 
 There are two ways to the same batches: gathered from tensors in memory, or read sample by sample through workers (see
-`runner.data.workers`). Both give batch k of an epoch as the samples of slice k of `order`; what is random about a sample
+`runner.data.workers`). Both give batch k of an epoch as the samples of slice k of `EpochOrder`; what is random about a sample
 depends on (seed, epoch, sample) alone. So a run has the same bits on either way, and resuming is starting at a slice.
 """
 
@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from runner.data.order import order
+from runner.data.indices import Indices
+from runner.data.order import EpochOrder
 from runner.data.overlap import overlapped
 
 # Batches are gathered and prepared many at a time, as much as stays in a cache (CPU) or hides launches (GPU).
@@ -77,33 +78,36 @@ class MemoryLoader:
     Args:
         images: uint8 of shape (N, C, H, W) for the whole data set, where they are to stay: on the device or in RAM.
         targets: (N, ...) likewise.
-        indices: samples of this split, int64 of shape (M,).
+        indices: samples of this split.
         batch_size: samples of a batch; the last one of an epoch may be smaller.
         seed: seed of the sample order.
         shuffle: False keeps the order of `indices`.
         device: where batches are wanted.
         prepare: what is done to images on the device; None leaves them as they are in the data set.
         mix_batch: blends the samples of a batch; None for nothing.
+        source_of: (samples, epoch) -> samples whose images and targets are taken for them, int64 (B,) on the CPU; None for
+            their own.
     """
 
     def __init__(
         self,
         images: Tensor,
         targets: Tensor,
-        indices: Tensor,
+        indices: Indices,
         batch_size: int,
         seed: int,
         shuffle: bool,
         device: torch.device,
         prepare: Prepare | None = None,
         mix_batch: Mix | None = None,
+        source_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
         self.samples = len(indices)
         self.batch_size = batch_size
         self._images, self._targets = images, targets
         self._indices = indices
         self._seed, self._shuffle, self._device = seed, shuffle, device
-        self._prepare, self._mix = prepare, mix_batch
+        self._prepare, self._mix, self._source_of = prepare, mix_batch, source_of
         self._chunk = self._batches_at_once()
 
     def _batches_at_once(self) -> int:
@@ -128,12 +132,16 @@ class MemoryLoader:
 
     def _gathered(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         size = self.batch_size
-        order_of_epoch = self._indices[order(self.samples, self._seed, epoch, self._shuffle)].to(self._images.device)
-        for first in range(start, stop, self._chunk):
-            chosen = order_of_epoch[first * size : min(stop, first + self._chunk) * size]
+        order = EpochOrder(self.samples, self._seed, epoch, self._shuffle)
+        for positions in order.pieces(self._chunk * size, start * size, stop * size):
+            samples = self._indices[positions]
+            chosen = _moved(samples, self._images.device)
+            sources = chosen
+            if self._source_of is not None:
+                sources = _moved(self._source_of(samples, epoch), self._images.device)
             images, targets, places = (
-                self._on_device(tensor)
-                for tensor in (self._images.index_select(0, chosen), self._targets.index_select(0, chosen), chosen)
+                _moved(tensor, self._device)
+                for tensor in (self._images.index_select(0, sources), self._targets.index_select(0, sources), chosen)
             )
             if self._prepare is not None:
                 images = self._prepare(images, places, epoch)
@@ -144,14 +152,16 @@ class MemoryLoader:
             for some, theirs, where in zip(*parts, strict=True):
                 yield Batch(some, theirs, where)
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self._device:
-            return tensor
-        return (tensor.pin_memory() if self._device.type == "cuda" else tensor).to(self._device, non_blocking=True)
-
     def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
         for batch in batches:
             yield Batch(*mix_batch(*batch, epoch), batch.indices)
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, without waiting for the copy."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -19,11 +19,13 @@ from runner.data.arrays import ImageArrays
 from runner.data.cache import Cache
 from runner.data.cache_file import MappedImages
 from runner.data.crew import Crew, muster
+from runner.data.indices import Indices
 from runner.data.samples import SampleTransform, cuts_while_reading
+from runner.data.stand_ins import StandIns
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 
-Parts = Mapping[str, tuple[Dataset[Any], Tensor]]
+Parts = Mapping[str, tuple[Dataset[Any], Indices]]
 """For each split the data set that it is read from, and its samples in it."""
 Row = tuple[str, str, str]
 """Label, value and reason of a choice, for people."""
@@ -54,6 +56,11 @@ class Reading:
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """What is read in place of a data set: its cache, or itself."""
         return self._caches.get(id(dataset), dataset)
+
+    def unreadable(self, dataset: Dataset[Any]) -> Tensor:
+        """Samples of a data set of which it is known that they cannot be read, int64 (U,)."""
+        source = self.source(dataset)
+        return source.unreadable if isinstance(source, MappedImages) else torch.zeros(0, dtype=torch.int64)
 
     def stored(self, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
         """All images and targets of a data set, where they are to stay; the same tensors at every call."""
@@ -94,11 +101,12 @@ def plan_reading(
     """
     plan = Reading()
     train, indices = parts["train"]
+    stand_ins = StandIns(0, indices) if data.on_error == "skip" else None
     largest = max(data.batch_size, eval_batch_size)
 
     def crew(dataset: Dataset[Any]) -> Crew:
         size, wanted = data.batch_size, data.num_workers
-        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, largest, example.nbytes)
+        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, largest, example.nbytes, stand_ins)
 
     decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made
     if data.cache is not None:
@@ -167,7 +175,7 @@ def cache_of(data: Data) -> Cache:
     root = Path(data.dataset.get("root") or data.root).expanduser().absolute()
     folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else root.with_name(f"{root.name}.cache")
     recipe = {"dataset": data.dataset, "root": str(root), "image_size": data.image_size}
-    return Cache(folder, data.name, recipe)
+    return Cache(folder, data.name, recipe, data.on_error == "skip")
 
 
 def _place(
@@ -257,6 +265,8 @@ def _without_effect(plan: Reading, data: Data, device: torch.device) -> list[str
             say(f"data.prefetch={data.prefetch}", reason)
         if not data.persistent_workers:
             say("data.persistent_workers=false", reason)
+        if data.timeout_s != Data.timeout_s:
+            say(f"data.timeout_s={_number(data.timeout_s)}", reason)
     if data.pin_memory is True and device.type != "cuda":
         say("data.pin_memory=true", f"it is for copies to a GPU of CUDA's, and the device is {device.type}")
     elif data.pin_memory != Data.pin_memory and device.type == "cuda" and plan.in_memory is not None:
@@ -267,3 +277,7 @@ def _without_effect(plan: Reading, data: Data, device: torch.device) -> list[str
         elif plan.in_memory is not None:
             say("data.non_blocking=false", reason)
     return useless
+
+
+def _number(value: float | None) -> str:
+    return "null" if value is None else f"{value:g}"

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, default_collate
 
 from runner.config.errors import UserError
 from runner.data.keyed import preserved_rng, seed_generators
+from runner.data.stand_ins import StandIns, Unreadable
 
 SampleTransform = Callable[[Any], Any]
 
@@ -25,10 +26,20 @@ class Read(NamedTuple):
     Attributes:
         images: (B, C, H, W), uint8 with values 0 to 255 or float; in shared memory if a worker read it.
         targets: (B, ...) numbers. An array, since a small one passes between processes faster than a tensor.
+        skipped: samples that could not be read, in whose places others are.
     """
 
     images: Tensor
     targets: np.ndarray
+    skipped: tuple[Unreadable, ...] = ()
+
+
+class Items(list[tuple[Any, Any]]):
+    """Pairs of image and target, and which samples could not be read on the way to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skipped: list[Unreadable] = []
 
 
 class Keyed(Dataset[Any]):
@@ -39,24 +50,40 @@ class Keyed(Dataset[Any]):
         seed: seed of the run.
         transforms: callables on one image, in order. If the first has a method `region(height, width)` and a `size`, and
             the data set a method `read_part`, the data set is asked for that part of the image instead of the whole.
+        stand_ins: what is read in place of a sample that cannot be; None raises what reading it raised. What a stand-in
+            goes through is drawn as for the sample itself.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, transforms: Sequence[SampleTransform] = ()) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        transforms: Sequence[SampleTransform] = (),
+        stand_ins: StandIns | None = None,
+    ) -> None:
         self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
+        self._stand_ins = stand_ins
         self._cut: Any = None
         if cuts_while_reading(dataset, transforms):
             self._cut = self._transforms.pop(0)
 
-    def __getitems__(self, places: list[tuple[int, int]]) -> list[tuple[Any, Any]]:
+    def __getitems__(self, places: list[tuple[int, int]]) -> Items:
+        items = Items()
         with preserved_rng(), _one_thread():
-            return [self._item(epoch, index) for epoch, index in places]
+            for epoch, index in places:
+                items.append(self._item(epoch, index, items.skipped))
+        return items
 
-    def _item(self, epoch: int, index: int) -> tuple[Any, Any]:
-        seed_generators(self._seed, epoch, index)
-        if self._cut is None:
-            image, target = self._dataset[index]
-        else:
-            image, target = self._dataset.read_part(index, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
+    def _item(self, epoch: int, index: int, skipped: list[Unreadable]) -> tuple[Any, Any]:
+        def read(source: int) -> tuple[Any, Any]:
+            seed_generators(self._seed, epoch, index)
+            if self._cut is None:
+                image, target = self._dataset[source]
+            else:
+                image, target = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
+            return image, target
+
+        image, target = read(index) if self._stand_ins is None else self._stand_ins.read(read, epoch, index, skipped)
         return transformed(image, self._transforms), target
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
@@ -115,7 +142,7 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     if len(dtypes) > 1:
         raise UserError(f"data.dataset: images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
     targets = torch.stack([as_target(target) for _, target in items])
-    return Read(default_collate(images), targets.numpy())
+    return Read(default_collate(images), targets.numpy(), tuple(getattr(items, "skipped", ())))
 
 
 def as_target(target: Any) -> Tensor:

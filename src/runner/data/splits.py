@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.data.indices import Indices, Whole
 
 _HELD_OUT = ("val", "test")
 # Keeps the split apart from every other permutation that is drawn from the same seed.
@@ -73,7 +74,7 @@ def split_indices(
 
 def carve(
     datasets: Mapping[str, Dataset[Any]], val: float, test: float, seed: int, stratified: bool
-) -> dict[str, tuple[Dataset[Any], Tensor]]:
+) -> dict[str, tuple[Dataset[Any], Indices]]:
     """Complete the splits of a data set: what it does not give is carved from 'train'.
 
     Args:
@@ -85,7 +86,8 @@ def carve(
 
     Returns:
         For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and the
-        int64 indices in it, ascending. A split that the data set gives is used whole, whatever the fractions say.
+        indices in it, ascending. A split that the data set gives is used whole, whatever the fractions say. A whole data
+        set has no list of indices, so that it may be of any size.
 
     Raises:
         UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, or a
@@ -100,14 +102,16 @@ def carve(
     source, n = datasets["train"], sizes["train"]
     fractions = {name: share for name, share in (("val", val), ("test", test)) if name not in datasets and share != 0}
     targets = _matching_targets(source, n) if fractions and stratified else None
-    carved = split_indices(targets, n, fractions, seed, stratified)
+    carved: dict[str, Indices] = {"train": Whole(n)}
+    if fractions:
+        carved |= split_indices(targets, n, fractions, seed, stratified)
     for name, indices in carved.items():
         if len(indices) == 0:
             raise UserError(
                 f"data.split.{name}={fractions[name]} of {n} training samples is not even one; "
                 f"set at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split."
             )
-    given = {name: (datasets[name], torch.arange(sizes[name])) for name in _HELD_OUT if name in datasets}
+    given = {name: (datasets[name], Whole(sizes[name])) for name in _HELD_OUT if name in datasets}
     found = {name: (source, indices) for name, indices in carved.items()} | given
     return {name: found[name] for name in ("train", *_HELD_OUT) if name in found}
 

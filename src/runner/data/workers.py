@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import signal
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,25 +16,43 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from runner.config.errors import UserError
+from runner.config.errors import DataFailed, UserError
+from runner.data import deaths
+from runner.data.indices import Indices
 from runner.data.keyed import mix
 from runner.data.loaders import Batch, Mix, Prepare
-from runner.data.order import order
+from runner.data.order import EpochOrder
 from runner.data.overlap import overlapped
 from runner.data.samples import Keyed, Read, SampleTransform, collate
+from runner.data.stand_ins import StandIns, Unreadable
+
+
+class _Request:
+    """Part of an epoch: its batches are worked out when workers are to read them, and kept until they have.
+
+    Args:
+        epoch: number of the epoch.
+        parts: the samples of each batch.
+    """
+
+    def __init__(self, epoch: int, parts: Iterator[Tensor]) -> None:
+        self._epoch, self._parts = epoch, parts
+        self.pending: deque[Tensor] = deque()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for part in self._parts:
+            self.pending.append(part)
+            yield [(self._epoch, index) for index in part.tolist()]
 
 
 class _Slices(Sampler[list[tuple[int, int]]]):
     """Batches of (epoch, index) for the part of an epoch that was asked for last."""
 
     def __init__(self) -> None:
-        self.batches: list[list[tuple[int, int]]] = []
+        self.request = _Request(0, iter(()))
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        return iter(self.request)
 
 
 # A scheduler signals the whole process group; only the main process decides what happens then.
@@ -70,7 +88,7 @@ class WorkerLoader:
 
     Args:
         dataset: map-style data set giving (image, target).
-        indices: samples of this split, int64 of shape (N,).
+        indices: samples of this split.
         batch_size: samples of a batch; the last one of an epoch may be smaller.
         seed: seed of the sample order and of the draws of each sample.
         shuffle: False keeps the order of `indices`.
@@ -83,12 +101,15 @@ class WorkerLoader:
         non_blocking: copies overlap with computing.
         prepare: what is done to images on the device; None leaves them as they are in the data set.
         mix_batch: blends the samples of a batch; None for nothing.
+        stand_ins: what is read in place of samples that cannot be; None raises what reading them raised.
+        on_skipped: told of samples that could not be read, when the batch that they belong to is taken.
+        timeout_s: seconds to wait for a batch of the workers; None waits for ever.
     """
 
     def __init__(
         self,
         dataset: Dataset[Any],
-        indices: Tensor,
+        indices: Indices,
         batch_size: int,
         seed: int,
         shuffle: bool,
@@ -101,6 +122,9 @@ class WorkerLoader:
         non_blocking: bool = True,
         prepare: Prepare | None = None,
         mix_batch: Mix | None = None,
+        stand_ins: StandIns | None = None,
+        on_skipped: Callable[[Sequence[Unreadable]], None] = lambda _: None,
+        timeout_s: float | None = None,
     ) -> None:
         self.samples = len(indices)
         self.batch_size = batch_size
@@ -111,10 +135,11 @@ class WorkerLoader:
         self._slices = _Slices()
         self._persistent = persistent
         self._iterator: Any = None
+        self._on_skipped, self._timeout_s = on_skipped, timeout_s
         _LOADERS.add(self)
         with _without_advice():
             self._loader: DataLoader[Any] = DataLoader(
-                Keyed(dataset, seed, transforms),
+                Keyed(dataset, seed, transforms, stand_ins),
                 batch_sampler=self._slices,
                 num_workers=workers,
                 collate_fn=collate,
@@ -122,16 +147,16 @@ class WorkerLoader:
                 worker_init_fn=_start_worker,
                 prefetch_factor=prefetch if workers else None,
                 persistent_workers=persistent and workers > 0,
+                timeout=(timeout_s or 0) if workers else 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
                 generator=torch.Generator().manual_seed(mix(seed, 2)),
             )
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch."""
-        chosen = self._indices[order(self.samples, self._seed, epoch, self._shuffle)]
-        stop = min(stop, math.ceil(self.samples / self.batch_size))
-        parts = [chosen[batch * self.batch_size : (batch + 1) * self.batch_size] for batch in range(start, stop)]
-        batches: Iterator[Batch] = self._copied(parts, epoch)
+        order, size = EpochOrder(self.samples, self._seed, epoch, self._shuffle), self.batch_size
+        parts = (self._indices[positions] for positions in order.pieces(size, start * size, stop * size))
+        batches: Iterator[Batch] = self._copied(_Request(epoch, parts))
         # Only what draws from no generator with a state may be done before it is asked for.
         early = self._prepare is None or self._prepare.per_sample
         if early:
@@ -142,9 +167,12 @@ class WorkerLoader:
             batches = self._prepared(batches, epoch)
         return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
 
-    def _copied(self, parts: list[Tensor], epoch: int) -> Iterator[Batch]:
-        self._slices.batches = [[(epoch, index) for index in part.tolist()] for part in parts]
-        for read, places in zip(self._read(), parts, strict=True):
+    def _copied(self, request: _Request) -> Iterator[Batch]:
+        self._slices.request = request
+        for read in self._read():
+            places = request.pending.popleft()
+            if read.skipped:
+                self._on_skipped(read.skipped)
             yield Batch(*(self._to_device(tensor) for tensor in (read.images, torch.from_numpy(read.targets), places)))
 
     def _prepared(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
@@ -161,11 +189,16 @@ class WorkerLoader:
         return tensor.to(self._device, non_blocking=self._non_blocking)
 
     def _read(self) -> Iterator[Read]:
-        iterator: Any = None
+        iterator, request = None, self._slices.request
         try:
-            with _without_advice(), _signals_wait():
+            with self._watched(request), _without_advice(), _signals_wait():
                 iterator = self._iterator = iter(self._loader)
-            yield from iterator
+            while True:
+                with self._watched(request):
+                    read = next(iterator, None)
+                if read is None:
+                    return
+                yield read
         except UserError as error:
             # A worker's exception arrives with the worker's traceback around its message.
             message = str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
@@ -173,6 +206,34 @@ class WorkerLoader:
         finally:
             if not self._persistent:  # an epoch that was left early has not ended them itself
                 _end(iterator)
+                self._iterator = None if self._iterator is iterator else self._iterator
+
+    @contextlib.contextmanager
+    def _watched(self, request: _Request) -> Iterator[None]:
+        """Wait for workers, and say what is wrong if one dies or nothing comes."""
+        if not self.workers:
+            yield
+            return
+        try:
+            with deaths.awaited():
+                yield
+        except RuntimeError as error:
+            complaint = deaths.told([loader._iterator for loader in _LOADERS])
+            if not complaint and str(error).startswith("DataLoader timed out"):
+                complaint = self._nothing_came(request)
+            if not complaint:
+                raise
+            deaths.kill(self._iterator)
+            raise DataFailed(complaint) from error
+
+    def _nothing_came(self, request: _Request) -> str:
+        waited_for = request.pending[0].tolist() if request.pending else []
+        shown = ", ".join(map(str, waited_for[:8])) + (", ..." if len(waited_for) > 8 else "")
+        return (
+            f"data.timeout_s: no batch came from the workers for {self._timeout_s:g} s; the one that was waited for has the "
+            f"samples {shown}\n    allowed: a larger data.timeout_s, null to wait for ever, or data.num_workers=0 to see "
+            "where reading stands still"
+        )
 
     def close(self) -> None:
         """End the worker processes."""
@@ -183,6 +244,8 @@ class WorkerLoader:
 def _end(iterator: Any) -> None:
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         iterator._shutdown_workers()
+        # One that hangs does not hear torch's polite request, and Python would wait for it at its end.
+        deaths.kill(iterator)
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()

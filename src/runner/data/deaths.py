@@ -1,0 +1,97 @@
+"""Worker processes that die: heard of while a batch is waited for, and told in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+_ADVICE = {
+    "SIGKILL": "the system kills processes that take too much memory",
+    "SIGBUS": "as happens when the shared memory in /dev/shm is full",
+}
+_END_S = 5.0
+_OF_TORCH = "torch.utils.data._utils.signal_handling"
+
+
+class _Listener:
+    """Stands in for torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
+
+    In the middle of a step that would leave half of it done. So it is put off until the next batch is waited for.
+    """
+
+    def __init__(self, handler: Any, before: Any) -> None:
+        self._handler, self._before = handler, before
+        self._missed = False
+        self.waiting = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.waiting:
+            self._handler(number, frame)
+            return
+        self._missed = True
+        if callable(self._before):
+            self._before(number, frame)
+
+    def catch_up(self) -> None:
+        """Raise now for a worker that died meanwhile."""
+        if self._missed:
+            self._missed = False
+            self._handler(signal.SIGCHLD, None)
+
+
+@contextlib.contextmanager
+def awaited() -> Iterator[None]:
+    """Wait for workers, or start them: a RuntimeError is raised if one is dead or dies meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    if isinstance(before, _Listener):
+        before.waiting = True
+    try:
+        if isinstance(before, _Listener):
+            before.catch_up()
+        yield
+    finally:
+        if isinstance(before, _Listener):
+            before.waiting = False
+        else:
+            handler = signal.getsignal(signal.SIGCHLD)
+            if getattr(handler, "__module__", "") == _OF_TORCH:
+                signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
+
+
+def told(iterators: Sequence[Any]) -> str:
+    """Which worker of some iterators of DataLoaders died, of what, and what to do; empty if none did."""
+    for iterator in iterators:
+        for number, worker in enumerate(getattr(iterator, "_workers", ())):
+            if worker.exitcode:
+                return _sentence(number, worker.pid, worker.exitcode)
+    return ""
+
+
+def _sentence(number: int, pid: int, exitcode: int) -> str:
+    if exitcode > 0:
+        how = f"ended with status {exitcode}"
+    else:
+        name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")
+        how = f"was killed by {name}" + (f" ({_ADVICE[name]})" if name in _ADVICE else "")
+    return (
+        f"data.num_workers: worker process {number} (pid {pid}) {how}\n"
+        "    allowed: fewer workers, a smaller data.prefetch or data.batch_size, or data.num_workers=0, which reads in the "
+        "main process"
+    )
+
+
+def kill(iterator: Any) -> None:
+    """End what is left of an iterator's workers, whatever they are at."""
+    workers = getattr(iterator, "_workers", ())
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.join(_END_S)
