@@ -23,9 +23,9 @@ from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.keeper import Keeper
 from runner.config import stored
 from runner.config.app import Composition, current
+from runner.config.changes import changes_refused, changes_result
 from runner.config.errors import ConfigError, UserError
 from runner.config.resolve import checked, merged
-from runner.config.rules import changes_refused
 from runner.config.schema import Train
 from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing, Log, Progress
@@ -310,7 +310,8 @@ def train(
     if setup.found:
         console.line(f"resumed from {setup.found.path} at step {resumed_step}")
         if setup.differences:
-            console.table("changed on the command line", ["key", "before", "now"], [list(d) for d in setup.differences])
+            rows_changed = [[*found, "yes" if changes_result(found[0]) else "no"] for found in setup.differences]
+            console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows_changed)
 
     # Train
     if loop.finished:

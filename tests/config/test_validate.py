@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from runner.config import keys
+from runner.config.changes import changes_refused
 from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.keys import describe
 from runner.config.resolve import checked
-from runner.config.rules import changes_refused, conflicts
+from runner.config.rules import conflicts
 from runner.config.schema import Eval, Train
 from runner.config.sources import shipped
 from runner.config.validate import nodes, typed

@@ -208,7 +208,21 @@ def _wrong_type(contents: dict[str, Any]) -> str:
             return f"position.{name} is not a whole number of at least 0"
     if not isinstance(metrics.get("callbacks"), dict):
         return "metrics.callbacks is not a mapping"
+    data = metrics.get("data")
+    if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
+        return "metrics.data does not give samples and content of splits"
     return ""
+
+
+def _is_identity(item: tuple[Any, Any]) -> bool:
+    """Whether this is the name of a split, its length and the digest of some of its samples."""
+    name, facts = item
+    return (
+        isinstance(name, str)
+        and isinstance(facts, dict)
+        and type(facts.get("samples")) is int
+        and isinstance(facts.get("content"), str)
+    )
 
 
 def _reason(message: str) -> str:

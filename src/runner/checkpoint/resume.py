@@ -26,7 +26,12 @@ class Stateful(Protocol):
 
 
 def contents(
-    state: Stateful, callbacks: dict[str, Any], config: str, classes: list[str], versions: dict[str, str]
+    state: Stateful,
+    callbacks: dict[str, Any],
+    config: str,
+    classes: list[str],
+    versions: dict[str, str],
+    data: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`.
 
@@ -36,11 +41,14 @@ def contents(
         config: the resolved config as YAML text.
         classes: names of the classes.
         versions: versions of packages.
+        data: which data the metrics are of, see `runner.data.identity`.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
+    if data is not None:
+        saved["metrics"]["data"] = data
     return saved | {
         "format": file.FORMAT,
         "rng": rng.capture(),

@@ -182,26 +182,3 @@ def _alike(key: str, pool: Sequence[str]) -> str:
     same_leaf = [known for known in pool if known.rpartition(".")[2] == key.rpartition(".")[2]]
     close = min(same_leaf, key=len) if same_leaf else nearest(key, pool)
     return f"vary.{close}" if close else ""
-
-
-# What a resumed run cannot change, because its saved state would mean something else afterwards.
-_FIXED = ("model", "data.dataset", "data.split", "data.image_size", "task", "optimizer._target_")
-# What it cannot change inside an epoch, where the position counts batches of a given order.
-_FIXED_IN_EPOCH = ("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches")
-
-
-def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]:
-    """Problems of changing the keys `changed` when resuming.
-
-    Args:
-        changed: dotted keys whose values differ from the checkpoint's.
-        inside_epoch: whether the checkpoint was written inside an epoch.
-    """
-    problems = []
-    for key in changed:
-        if any(key == fixed or key.startswith(fixed + ".") for fixed in _FIXED):
-            problems.append(Problem(key, "cannot change when resuming", "the checkpoint's value, or a new run"))
-        elif inside_epoch and key in _FIXED_IN_EPOCH:
-            message = "cannot change when resuming inside an epoch"
-            problems.append(Problem(key, message, "the checkpoint's value, or a checkpoint from the end of an epoch"))
-    return problems

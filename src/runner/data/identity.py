@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -52,25 +52,33 @@ def _content(dataset: Dataset[Any], indices: Indices) -> str:
     return digest.hexdigest()
 
 
-def other_data(before: Any, now: Mapping[str, Any], classes_before: list[str], classes: list[str]) -> list[str]:
+def other_data(before: Mapping[str, Any], identify: Callable[[], Mapping[str, Any]]) -> list[str]:
     """How the data differ from those of a checkpoint, in clauses; empty if they do not.
+
+    Of a data set that gives other samples at every reading only the lengths are compared.
 
     Args:
         before: what `identity` gave when the checkpoint was written.
-        now: what it gives.
-        classes_before, classes: names of the classes then and now.
+        identify: gives what it is now.
     """
+    now = identify()
+    if before == now:
+        return []
+    lasting = now == identify()
     found = []
-    if classes_before != classes:
-        found.append(f"its classes are {_shown(classes)} in place of {_shown(classes_before)}")
     for name in dict.fromkeys([*before, *now]):
         if name not in now or name not in before:
             found.append(f"there is {'no' if name not in now else 'a'} split '{name}' now")
         elif before[name]["samples"] != now[name]["samples"]:
             found.append(f"'{name}' has {now[name]['samples']:,} samples in place of {before[name]['samples']:,}")
-        elif before[name]["content"] != now[name]["content"]:
+        elif lasting and before[name]["content"] != now[name]["content"]:
             found.append(f"'{name}' has other images or targets")
     return found
+
+
+def other_classes(before: list[str], now: list[str]) -> list[str]:
+    """The same of the names of the classes."""
+    return [] if before == now else [f"its classes are {_shown(now)} in place of {_shown(before)}"]
 
 
 def _shown(classes: list[str]) -> str:

@@ -1,0 +1,82 @@
+"""What a resumed run may change: a declaration for every key of the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from runner.config.errors import Problem
+
+
+class Change(Enum):
+    """What becomes of another value on the command line than in the checkpoint."""
+
+    REFUSED = "refused"
+    """The saved state would mean something else."""
+    REFUSED_INSIDE_EPOCH = "refused inside an epoch, reported at its end"
+    """The position counts batches of a given order."""
+    REPORTED = "allowed and reported"
+    """The run ends with other weights, or with another idea of which are best, than without the change."""
+    ALLOWED = "allowed"
+    """No bit of the weights depends on it."""
+
+
+_OF = {
+    Change.REFUSED: (
+        *("model", "task", "data.dataset", "data.image_size", "optimizer._target_"),
+        *("data.split.val", "data.split.test", "data.split.seed", "data.split.stratified"),
+    ),
+    Change.REFUSED_INSIDE_EPOCH: (
+        *("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches"),
+    ),
+    Change.REPORTED: (
+        *("epochs", "max_steps", "optimizer", "scheduler", "loss", "clip.norm", "clip.value"),
+        *("transform.sample_train", "transform.sample_eval", "transform.train", "transform.eval", "transform.mix"),
+        *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error"),
+        *("device", "threads", "amp", "channels_last", "compile", "cudnn_benchmark", "tf32", "matmul_precision"),
+        *("compiler.mode", "compiler.fullgraph", "compiler.dynamic", "deterministic"),
+        *("evaluate.every_epochs", "evaluate.every_steps", "limit.eval_batches", "metrics", "callbacks"),
+        *("checkpoint.monitor", "checkpoint.mode"),
+    ),
+    Change.ALLOWED: (
+        *("name", "output_root", "ckpt_path", "trust", "logger", "detect_anomaly", "activation_checkpointing"),
+        *("data.name", "data.root", "data.download", "data.residency", "data.cache", "data.cache_dir"),
+        *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
+        *("data.timeout_s", "data.identity", "evaluate.batch_size", "evaluate.test"),
+        *("checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.min_seconds", "checkpoint.keep"),
+        *("log.every_steps", "log.progress", "log.utilization"),
+    ),
+}
+CHANGES = {key: change for change, keys in _OF.items() for key in keys}
+
+
+def declared(key: str) -> Change:
+    """What is declared of a dotted key, or of the component that it lies in; what an older version wrote is reported."""
+    while key not in CHANGES:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            return Change.REPORTED
+    return CHANGES[key]
+
+
+def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]:
+    """Problems of changing the keys `changed` when resuming.
+
+    Args:
+        changed: dotted keys whose values differ from the checkpoint's.
+        inside_epoch: whether the checkpoint was written inside an epoch.
+    """
+    problems = []
+    for key in changed:
+        change = declared(key)
+        if change is Change.REFUSED:
+            problems.append(Problem(key, "cannot change when resuming", "the checkpoint's value, or a new run"))
+        elif change is Change.REFUSED_INSIDE_EPOCH and inside_epoch:
+            message = "cannot change when resuming inside an epoch"
+            problems.append(Problem(key, message, "the checkpoint's value, or a checkpoint from the end of an epoch"))
+    return problems
+
+
+def changes_result(key: str) -> bool:
+    """Whether a key that may change is one that is to be reported."""
+    return declared(key) is not Change.ALLOWED
