@@ -200,6 +200,10 @@ def test_a_config_that_is_no_plain_mapping_is_a_sentence(
     [
         ("config", 3), ("position", 5), ("position", {}), ("position", {"epoch": 0, "batch": -1, "global_step": 0}),
         ("classes", None), ("model", None), ("optimizer", None), ("scheduler", 4), ("rng", []), ("metrics", {}),
+        ("metrics", {"callbacks": {}, "data": 3}), ("metrics", {"callbacks": {}, "data": {"train": 3}}),
+        ("metrics", {"callbacks": {}, "data": {"train": {"samples": "9", "content": "a"}}}),
+        ("metrics", {"callbacks": {}, "data": {1: {"samples": 9, "content": "a"}}}),
+        ("metrics", {"callbacks": {}, "data": {"train": {"samples": 9, "content": None}}}),
     ],
 )  # fmt: skip
 def test_contents_of_other_types_are_named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -14,6 +15,8 @@ _ADVICE = {
     "SIGBUS": "as happens when the shared memory in /dev/shm is full",
 }
 _END_S = 5.0
+_MOMENT_S = 10.0
+_FROM_A_WORKER = "in DataLoader worker process"
 _OF_TORCH = "torch.utils.data._utils.signal_handling"
 
 
@@ -65,13 +68,24 @@ def awaited() -> Iterator[None]:
                 signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
 
 
-def told(iterators: Sequence[Any]) -> str:
-    """Which worker of some iterators of DataLoaders died, of what, and what to do; empty if none did."""
-    for iterator in iterators:
-        for number, worker in enumerate(getattr(iterator, "_workers", ())):
+def told(iterators: Sequence[Any], error: Exception) -> str:
+    """Which worker of some iterators of DataLoaders died, of what, and what to do; empty if none did.
+
+    Args:
+        iterators: those of all loaders.
+        error: what was raised where a batch was waited for.
+    """
+    workers = [pair for iterator in iterators for pair in enumerate(getattr(iterator, "_workers", ()))]
+    # A broken connection is seen a moment before the system says that the process at its other end is gone.
+    broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in str(error)
+    deadline = time.monotonic() + (_MOMENT_S if broken else 0)
+    while True:
+        for number, worker in workers:
             if worker.exitcode:
                 return _sentence(number, worker.pid, worker.exitcode)
-    return ""
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(0.01)
 
 
 def _sentence(number: int, pid: int, exitcode: int) -> str:

@@ -125,6 +125,7 @@ class Skipped:
         self._entries: dict[tuple[str, int], dict[str, Any]] = {}
         self._waiting: list[dict[str, Any]] = []  # found before it was known where to write
         self._path: Path | None = None
+        self._cut_short = False
         self._tell: Callable[[str], None] | None = None
 
     def __len__(self) -> int:
@@ -154,11 +155,13 @@ class Skipped:
         """
         self._path, self._tell = path, tell
         if path is not None and path.is_file():
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
                     entry = json.loads(line)
                     self._entries[str(entry["split"]), int(entry["sample"])] = entry
                     self._waiting = [new for new in self._waiting if new != entry]
+            self._cut_short = bool(text) and not text.endswith("\n")
         if self._waiting:
             self._write(tell)
 
@@ -172,6 +175,8 @@ class Skipped:
             return
         try:
             with self._path.open("a", encoding="utf-8") as file:
+                file.write("\n" if self._cut_short else "")
+                self._cut_short = False
                 file.writelines(json.dumps(entry) + "\n" for entry in new)
         except OSError as error:
             tell(f"cannot write {self._path}: {error.strerror}")

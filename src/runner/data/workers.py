@@ -199,6 +199,8 @@ class WorkerLoader:
                 if read is None:
                     return
                 yield read
+        except DataFailed:
+            raise
         except UserError as error:
             # A worker's exception arrives with the worker's traceback around its message.
             message = str(error).rpartition(f"{UserError.__name__}: ")[2].strip()
@@ -217,13 +219,14 @@ class WorkerLoader:
         try:
             with deaths.awaited():
                 yield
-        except RuntimeError as error:
-            complaint = deaths.told([loader._iterator for loader in _LOADERS])
+        except (RuntimeError, OSError, EOFError) as error:
+            complaint = deaths.told([loader._iterator for loader in _LOADERS], error)
             if not complaint and str(error).startswith("DataLoader timed out"):
                 complaint = self._nothing_came(request)
             if not complaint:
                 raise
             deaths.kill(self._iterator)
+            self.close()
             raise DataFailed(complaint) from error
 
     def _nothing_came(self, request: _Request) -> str:
@@ -255,4 +258,5 @@ _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
 def _end_workers() -> None:
     """End what an error has left running: at its end Python waits for workers, which ignore its signal to stop."""
     for loader in list(_LOADERS):
+        deaths.kill(loader._iterator)
         loader.close()

@@ -1,0 +1,38 @@
+"""Are these the data that a checkpoint was trained on?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.config.errors import UserError
+from runner.data.assembly import Splits
+from runner.data.identity import other_classes, other_data
+
+
+def compare_data(checkpoint: dict[str, Any], splits: Splits, ignore: bool) -> list[str]:
+    """Compare the data with those that a checkpoint was trained on.
+
+    Args:
+        checkpoint: its contents.
+        splits: the data at hand.
+        ignore: whether to go on with others.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        UserError: if they are others and that is not to be ignored, or cannot be: inside an epoch the position counts the
+            batches of an order that depends on the number of samples.
+    """
+    before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
+    if before is None:
+        return ["the checkpoint does not say which data it was trained on: they were not compared"]
+    others = [*other_classes(checkpoint["classes"], list(splits.classes)), *other_data(before, splits.identify)]
+    if not others:
+        return []
+    said = f"data: these are not what the checkpoint was trained on: {'; '.join(others)}"
+    if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
+        raise UserError(f"{said}\n    allowed: the same data, or a checkpoint from the end of an epoch")
+    if not ignore:
+        raise UserError(f"{said}\n    allowed: the same data, or data.identity=ignore to go on with these")
+    return [f"{said} (data.identity=ignore)"]

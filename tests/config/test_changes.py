@@ -1,0 +1,69 @@
+"""Every key says what becomes of it when a run is resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from runner.config import keys
+from runner.config.changes import CHANGES, Change, changes_refused, changes_result, declared
+from runner.config.schema import Train
+
+
+def undeclared(section: type) -> list[str]:
+    """Keys of a schema without a declaration of their own; sections are what is in them."""
+    return [
+        key
+        for key in keys.all_keys(section)
+        if key not in CHANGES and not dataclasses.is_dataclass(keys.find(section, key))
+    ]
+
+
+def test_every_key_of_the_schema_is_declared() -> None:
+    assert undeclared(Train) == []
+
+
+def test_a_new_key_is_not_declared_by_those_around_it() -> None:
+    @dataclasses.dataclass
+    class More(Train):
+        new: int = 0
+
+    assert undeclared(More) == ["new"]
+
+
+def test_nothing_is_declared_that_is_no_key() -> None:
+    assert [key for key in CHANGES if keys.find(Train, key) is None] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("model.width", Change.REFUSED),
+        ("model", Change.REFUSED),
+        ("data.dataset.samples", Change.REFUSED),
+        ("optimizer._target_", Change.REFUSED),
+        ("optimizer.lr", Change.REPORTED),
+        ("optimizer.betas.0", Change.REPORTED),
+        ("callbacks.early_stopping.patience", Change.REPORTED),
+        ("seed", Change.REFUSED_INSIDE_EPOCH),
+        ("log.every_steps", Change.ALLOWED),
+        ("logger.tensorboard", Change.ALLOWED),
+        ("data.num_workers", Change.ALLOWED),
+        ("data.on_error", Change.REPORTED),
+        ("modelling", Change.REPORTED),
+        ("data.of_an_older_version", Change.REPORTED),
+    ],
+)
+def test_what_lies_in_a_component_goes_by_its_component(key: str, expected: Change) -> None:
+    assert declared(key) is expected
+    assert changes_result(key) == (expected is not Change.ALLOWED)
+
+
+@pytest.mark.parametrize("inside_epoch", [True, False])
+def test_changes_are_refused_as_declared(inside_epoch: bool) -> None:
+    refused = {problem.key: problem for problem in changes_refused(list(CHANGES), inside_epoch)}
+    for key, change in CHANGES.items():
+        expected = change is Change.REFUSED or (change is Change.REFUSED_INSIDE_EPOCH and inside_epoch)
+        assert (key in refused) == expected
+    assert all(problem.message and problem.allowed for problem in refused.values())
