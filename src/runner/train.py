@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.assembly.data_check import compare_data
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.training import build_training, training_flops
@@ -24,7 +25,7 @@ from runner.checkpoint.keeper import Keeper
 from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.changes import changes_refused, changes_result
-from runner.config.errors import ConfigError, UserError
+from runner.config.errors import ConfigError, DataFailed, UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema import Train
 from runner.config.targets import build
@@ -77,6 +78,11 @@ def run(cfg: DictConfig) -> float | None:
             )
             value = train(setup, composition, directory, console, summary, signals)
         summary["status"] = "finished"
+    except DataFailed as error:
+        status = FAILED
+        summary |= {"status": "failed", "error": str(error)}
+        saved = directory is not None and (directory.checkpoints / "last.pt").is_file()
+        complain(directory, f"{error}\n    to go on: ckpt_path={directory.path}" if directory and saved else str(error))
     except UserError as error:
         status = USAGE
         summary |= {"status": "failed", "error": str(error)}
@@ -212,6 +218,10 @@ def train(
     training = build_training(config, values, start)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
+    if setup.found:
+        warnings += compare_data(setup.found.contents, splits, config.data.identity == "ignore")
+    identity = splits.identify()
+    splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
@@ -227,7 +237,7 @@ def train(
     def contents(loop: Loop) -> dict[str, Any]:
         if name := loop.state.not_finite():
             raise Diverged(f"{name} is not finite after step {loop.state.position.global_step}; it was not saved")
-        return resume.contents(loop.state, extra, text, list(splits.classes), versions())
+        return resume.contents(loop.state, extra, text, list(splits.classes), versions(), identity)
 
     def save(loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         now = contents(loop)
@@ -342,6 +352,9 @@ def train(
         for report in compiling:
             summary |= report.summary()
         splits.close()
+        if said := splits.skipped.summary():
+            summary["skipped"] = len(splits.skipped)
+            console.warn(said)
         show.empty()
         console.stop()
         for logger in loggers:

@@ -164,7 +164,11 @@ class Loop:
         batches = self.source.batches(position.epoch, position.batch, plan.batches)
         for size, weight, update in plan.parts(position.batch):
             asked = perf_counter()
-            batch = next(batches)
+            try:
+                batch = next(batches)
+            except Exception as error:
+                self._save_before(error)
+                raise
             self.waited_s += perf_counter() - asked
             step(state, parts, batch, weight, size, update)
             self.samples_seen += size
@@ -210,12 +214,25 @@ class Loop:
                 position.evaluation_due = False
             except Interrupted:
                 pass  # the evaluation stays due, and is made after resuming
+            except Exception as error:
+                self._save_before(error)
+                raise
         # Asked once, so that what the callbacks save and what is done next agree whenever the signal comes.
         self.stopping = self.interrupted()
         for method in self._on_boundary:
             method(self)
         if self.stopping:
             raise Preempted(self.stopping)
+
+    def _save_before(self, error: Exception) -> None:
+        """Let callbacks save what was trained before reading failed, unless that was inside an accumulation window."""
+        position = self.state.position
+        if not position.global_step or position.batch % self.plan.accumulate:
+            return
+        self.stopping = type(error).__name__
+        with contextlib.suppress(Exception):  # what failed first is what is to be told
+            for method in self._on_boundary:
+                method(self)
 
     def _run_evaluation(self) -> None:
         assert self._evaluate is not None, "an evaluation is due without a validation split"

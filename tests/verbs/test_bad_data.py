@@ -1,0 +1,199 @@
+"""Whole runs on data that are damaged, lost on the way, or others than before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from runner.checkpoint.file import read, write
+
+# A data set that is read through workers, in one of which something goes wrong in the second epoch.
+WRECKS = """
+import os, signal, time
+from pathlib import Path
+
+from runner.config.errors import UserError
+from runner.data.synthetic import synthetic
+from torch.utils.data import Dataset, get_worker_info
+
+
+class Wreck(Dataset):
+    def __init__(self, arrays):
+        self.arrays, self.classes, self.targets = arrays, arrays.classes, arrays.targets
+        self.reads = 0
+
+    def __len__(self):
+        return len(self.arrays)
+
+    def __getitem__(self, index):
+        self.reads += get_worker_info() is not None
+        wrong = Path("wrong").read_text() if self.reads > 200 and Path("wrong").exists() else ""
+        if wrong == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif wrong == "hangs":
+            time.sleep(1000)
+        elif wrong == "breaks":
+            raise UserError("cannot read the image lost.png: it is gone")
+        return self.arrays[index]
+
+
+def wrecked(**settings):
+    return {name: Wreck(arrays) for name, arrays in synthetic(**settings).items()}
+"""
+WORDS = (
+    "data=synthetic", "data.dataset._target_=wrecks.wrecked", "data.dataset.samples=160", "data.image_size=8",
+    "data.batch_size=8", "epochs=3", "model=mlp", "model.hidden=[16]", "model.dropout=0.2", "transform=standard",
+    "evaluate.test=false", "data.num_workers=1", "data.timeout_s=2", "trust=[wrecks]",
+)  # fmt: skip
+
+
+@pytest.fixture
+def wrong(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that says what goes wrong."""
+    (workdir / "wrecks.py").write_text(WRECKS)
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    return workdir / "wrong"
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "words"),
+    [
+        ("dies", 1, ("worker process 0", "was killed by SIGKILL", "data.num_workers=0", "to go on: ckpt_path=")),
+        ("hangs", 1, ("data.timeout_s: no batch came from the workers for 2 s", "to go on: ckpt_path=")),
+        ("breaks", 2, ("cannot read the image lost.png: it is gone",)),
+    ],
+)
+def test_a_run_whose_reading_breaks_down_says_so_and_loses_no_step(
+    what: str,
+    status: int,
+    words: tuple[str, ...],
+    wrong: Path,
+    run: Callable[..., Any],
+    train: Callable[..., Any],
+) -> None:
+    expected = train(*WORDS).summary["weights_sha256"]
+    wrong.write_text(what)
+    broken = run("train", *WORDS, "threads=1", "logger=none", "log.progress=false")
+    assert broken.status == status
+    assert all(word in broken.err for word in words), broken.err
+    assert "Traceback" not in broken.err
+    assert broken.summary["status"] == "failed"
+    saved = read(broken.directory / "checkpoints" / "last.pt")["position"]
+    assert saved["global_step"] > 18, "the steps of the second epoch are saved too"
+    wrong.unlink()
+    assert train(f"ckpt_path={broken.directory}", "trust=[wrecks]").summary["weights_sha256"] == expected
+
+
+@pytest.fixture
+def folder(workdir: Path) -> Path:
+    return images(workdir / "images")
+
+
+def images(folder: Path, count: int = 40, seed: int = 0) -> Path:
+    for number in range(count):
+        path = folder / "ab"[number % 2] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng([seed, number]).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    return folder
+
+
+ON_FOLDER = (
+    "data=image_folder", "data.root=images", "data.image_size=6", "data.batch_size=4", "epochs=2", "model=mlp",
+    "model.hidden=[8]", "transform=standard", "data.num_workers=0", "checkpoint.min_seconds=0",
+)  # fmt: skip
+
+
+def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_they_are_read(
+    folder: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    for name in ("a/04.png", "b/11.png"):
+        (folder / name).write_bytes((folder / name).read_bytes()[:50])
+    refused = run("train", *ON_FOLDER)
+    assert refused.status == 2
+    assert "cannot read the image images/" in refused.err
+
+    first = train(*ON_FOLDER, "data.on_error=skip")
+    assert first.summary["skipped"] == 2
+    lines = [json.loads(line) for line in (first.directory / "skipped.jsonl").read_text().splitlines()]
+    assert {line["path"] for line in lines} == {"images/a/04.png", "images/b/11.png"}
+    log = (first.directory / "run.log").read_text()
+    assert "cannot be read and another takes its place" in log
+    assert "samples could not be read, and others took their places: " in log
+    cached = train(*ON_FOLDER, "data.on_error=skip", "data.cache=disk")
+    assert cached.summary["weights_sha256"] == first.summary["weights_sha256"]
+    assert cached.summary["skipped"] == 2
+
+    steps = f"scheduler.total_steps={first.summary['global_step']}"
+    stopped = train(*ON_FOLDER, "data.on_error=skip", "max_steps=9", steps)
+    resumed = train(f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
+    assert resumed.summary["weights_sha256"] == first.summary["weights_sha256"]
+
+
+def test_a_run_without_damaged_images_lists_nothing(folder: Path, train: Callable[..., Any]) -> None:
+    result = train(*ON_FOLDER, "data.on_error=skip")
+    assert "skipped" not in result.summary
+    assert not (result.directory / "skipped.jsonl").exists()
+
+
+def test_resuming_on_other_data_is_refused_unless_it_is_meant(
+    folder: Path, workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    directory = train(*ON_FOLDER).directory
+    copy = train(f"ckpt_path={directory}", f"data.root={images(workdir / 'copy')}", "epochs=3")
+    assert "not what the checkpoint" not in copy.out, "the same images elsewhere are the same data"
+
+    images(workdir / "others", seed=1)
+    images(workdir / "more", count=42)
+    refused = {
+        "others": "'train' has other images or targets; 'val' has other",
+        "more": "'train' has",
+    }
+    for name, words in refused.items():
+        result = run("train", f"ckpt_path={directory}", f"data.root={name}", "epochs=3")
+        assert result.status == 2
+        assert f"data: these are not what the checkpoint was trained on: {words}" in result.err
+        assert "data.identity=ignore" in result.err
+        knowingly = train(f"ckpt_path={directory}", f"data.root={name}", "epochs=3", "data.identity=ignore")
+        assert "data: these are not what the checkpoint was trained on" in (knowingly.directory / "run.log").read_text()
+        assert knowingly.summary["global_step"] > 14
+
+
+def test_inside_an_epoch_another_number_of_samples_cannot_be_gone_on_with(
+    folder: Path, workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    directory = train(*ON_FOLDER, "max_steps=5").directory
+    images(workdir / "fewer", count=20)
+    words = (f"ckpt_path={directory}", "data.root=fewer", "max_steps=null", "data.identity=ignore")
+    result = run("train", *words)
+    assert result.status == 2
+    assert "a checkpoint from the end of an epoch" in result.err
+
+
+def test_a_checkpoint_that_does_not_know_its_data_is_resumed_with_a_warning(
+    folder: Path, train: Callable[..., Any]
+) -> None:
+    directory = train(*ON_FOLDER).directory
+    path = directory / "checkpoints" / "last.pt"
+    contents = read(path)
+    assert set(contents["metrics"].pop("data")) == {"train", "val", "test"}
+    write(path, contents)
+    result = train(f"ckpt_path={path}", "epochs=3")
+    assert "does not say which data it was trained on" in (result.directory / "run.log").read_text()
+
+
+def test_what_is_changed_is_shown_with_whether_it_matters(train: Callable[..., Any]) -> None:
+    small = ("data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "epochs=1")
+    directory = train(*small).directory
+    out = train(f"ckpt_path={directory}", "epochs=2", "log.every_steps=3").out
+    table = out[out.index("changed on the command line") :].splitlines()
+    assert table[1].split() == ["key", "before", "now", "changes", "the", "result"]
+    rows = {line.split()[0]: line.split()[-1] for line in table[3:5]}
+    assert rows == {"epochs": "yes", "log.every_steps": "no"}
