@@ -17,6 +17,7 @@ import yaml
 
 from runner.cli import main, verb_modules
 from runner.config import app, keys, overrides
+from runner.config.changes import CHANGES
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
@@ -280,6 +281,18 @@ def test_every_key_of_the_schema_is_in_the_docs() -> None:
     every = dict.fromkeys(key for schema in VERBS.values() for key in keys.all_keys(schema))
     missing = [key for key in every if not re.search(rf"`{re.escape(key)}[`=.]|\b{re.escape(key)}=", text)]
     assert not missing
+
+
+def test_what_may_change_when_resuming_is_what_the_docs_say() -> None:
+    said = {
+        key: change
+        for document in PAGES
+        for _, head, rows in tables(document)
+        if head == ["key", "when resuming"]
+        for names, change in rows
+        for key in re.findall(r"`([^`]*)`", names)
+    }
+    assert said == {key: change.value for key, change in CHANGES.items()}
 
 
 def test_every_option_of_every_group_is_in_the_docs() -> None:

@@ -218,9 +218,9 @@ def train(
     training = build_training(config, values, start)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
-    if setup.found:
-        warnings += compare_data(setup.found.contents, splits, config.data.identity == "ignore")
     identity = splits.identify()
+    if setup.found:
+        warnings += compare_data(setup.found.contents, splits, identity, config.data.identity == "ignore")
     splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.

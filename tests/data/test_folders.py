@@ -342,3 +342,45 @@ def test_a_fingerprint_follows_files_and_settings(root, monkeypatch):
     (root / "train/cat/00.png").unlink()
     with pytest.raises(UserError, match=r"cannot read the image .*00\.png: No such file"):
         gone.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "options"), [(".gif", {}), (".png", {}), (".tif", {}), (".webp", {"lossless": True})]
+)
+def test_of_an_animation_it_is_the_first_frame(tmp_path, suffix, options):
+    first, second = Image.new("RGB", (5, 4), (250, 0, 0)), Image.new("RGB", (5, 4), (0, 0, 250))
+    path = tmp_path / f"moving{suffix}"
+    first.save(path, save_all=True, append_images=[second], **options)
+    with Image.open(path) as opened:
+        assert opened.n_frames == 2
+    assert read_image(path, None)[:, 0, 0].tolist() == [250, 0, 0]
+    assert read_image(path, 2)[:, 0, 0].tolist() == [250, 0, 0]
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".gif", ".bmp"])
+def test_what_a_file_is_follows_from_its_content(tmp_path, suffix):
+    Image.new("RGB", (5, 4), (250, 9, 1)).save(tmp_path / "image.png")
+    renamed = (tmp_path / "image.png").rename(tmp_path / f"image{suffix}")
+    assert read_image(renamed, None)[:, 0, 0].tolist() == [250, 9, 1]
+
+
+def test_pictures_of_every_kind_make_one_batch(tmp_path):
+    grey = np.full((9, 7), 500, np.uint16)
+    kinds = {
+        "colour.png": Image.new("RGB", (9, 7), "red"),
+        "grey.png": Image.new("L", (7, 9), 80),
+        "deep.png": Image.fromarray(grey),
+        "clear.png": Image.new("RGBA", (9, 9), (1, 2, 3, 0)),
+        "palette.gif": Image.new("P", (20, 7), 3),
+        "ink.jpg": Image.new("CMYK", (16, 16), (9, 9, 9, 9)),
+        "black.png": Image.new("1", (8, 8)),
+    }
+    for name, image in kinds.items():
+        path = tmp_path / "all" / name
+        path.parent.mkdir(exist_ok=True)
+        image.save(path)
+    for channels in (1, 3):
+        dataset = image_folder(str(tmp_path), 6, channels)["train"]
+        (batch,) = WorkerLoader(dataset, torch.arange(7), 7, 0, False, torch.device("cpu")).batches(0, 0, 1)
+        assert batch.images.shape == (7, channels, 6, 6)
+        assert batch.images.dtype == torch.uint8

@@ -85,7 +85,7 @@ def test_differences_are_named(before: Any, now: Any, words: list[str]) -> None:
         {name: {"content": content, "samples": samples} for name, (content, samples) in given.items()}
         for given in (before, now)
     )
-    found = other_data(old, lambda: new)
+    found = other_data(old, new, lambda: new)
     assert len(found) == len(words)
     assert all(clause.startswith(word) for clause, word in zip(found, words, strict=True))
 
@@ -94,7 +94,7 @@ def test_data_that_are_others_at_every_reading_are_known_by_their_length() -> No
     changing = Counted(1000, changes=True)
     before = of(changing)
     assert before != of(changing)
-    assert other_data(before, lambda: of(changing)) == []
+    assert other_data(before, of(changing), lambda: of(changing)) == []
     assert other_data(before, lambda: of(Counted(1001, changes=True))) == [
         "'train' has 1,001 samples in place of 1,000"
     ]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -301,3 +301,70 @@ def test_garbage_is_collected_between_steps_only_and_as_before_afterwards(
         assert sum(reference() is not None for reference in Cycles.left) <= 201
     finally:
         gc.enable() if before else gc.disable()
+
+
+class Boundaries:
+    """Notes the steps of boundaries, and what stops the loop there."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def on_boundary(self, loop: Loop) -> None:
+        self.seen.append((loop.state.position.global_step, loop.stopping))
+
+
+class Failing:
+    """A source that fails in place of a batch."""
+
+    def __init__(self, source: Any, batch: int) -> None:
+        self.source, self.batch = source, batch
+        self.samples, self.batch_size = source.samples, source.batch_size
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+        yield from self.source.batches(epoch, start, self.batch)
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "batch", "saved"),
+    [(1, 0, []), (1, 3, [(3, "OSError")]), (2, 2, [(1, "OSError")]), (2, 3, [])],
+    ids=["before the first step", "between steps", "between windows", "inside a window"],
+)
+def test_when_reading_fails_callbacks_see_the_boundary_that_the_state_stands_at(
+    accumulate: int, batch: int, saved: list[tuple[int, str]], bench: Callable[..., Any]
+) -> None:
+    boundaries = Boundaries()
+    loop = bench(20, batch_size=4, accumulate=accumulate).loop(boundaries)
+    loop.source = Failing(loop.source, batch)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop.run()
+    assert [seen for seen in boundaries.seen if seen[1]] == saved
+
+
+def test_when_an_evaluation_fails_it_is_still_due_in_what_is_saved(bench: Callable[..., Any]) -> None:
+    class Due(Boundaries):
+        def on_boundary(self, loop: Loop) -> None:
+            super().on_boundary(loop)
+            assert loop.state.position.evaluation_due
+
+    def fails(interrupted: Callable[[], bool]) -> dict[str, float]:
+        raise OSError("the disk is gone")
+
+    due = Due()
+    loop = bench(8, batch_size=8).loop(due)
+    loop._evaluate = fails
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop.run()
+    assert due.seen == [(1, "OSError")]
+
+
+def test_a_save_that_fails_too_does_not_hide_what_failed_first(bench: Callable[..., Any]) -> None:
+    class Full:
+        def on_boundary(self, loop: Loop) -> None:
+            if loop.stopping:
+                raise ValueError("the disk is full")
+
+    loop = bench(20, batch_size=4).loop(Full())
+    loop.source = Failing(loop.source, 3)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loop.run()

@@ -9,12 +9,13 @@ from runner.data.assembly import Splits
 from runner.data.identity import other_classes, other_data
 
 
-def compare_data(checkpoint: dict[str, Any], splits: Splits, ignore: bool) -> list[str]:
+def compare_data(checkpoint: dict[str, Any], splits: Splits, identity: dict[str, Any], ignore: bool) -> list[str]:
     """Compare the data with those that a checkpoint was trained on.
 
     Args:
         checkpoint: its contents.
         splits: the data at hand.
+        identity: what tells them from others, as `splits.identify` has given it.
         ignore: whether to go on with others.
 
     Returns:
@@ -27,7 +28,7 @@ def compare_data(checkpoint: dict[str, Any], splits: Splits, ignore: bool) -> li
     before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
     if before is None:
         return ["the checkpoint does not say which data it was trained on: they were not compared"]
-    others = [*other_classes(checkpoint["classes"], list(splits.classes)), *other_data(before, splits.identify)]
+    others = other_classes(checkpoint["classes"], list(splits.classes)) + other_data(before, identity, splits.identify)
     if not others:
         return []
     said = f"data: these are not what the checkpoint was trained on: {'; '.join(others)}"

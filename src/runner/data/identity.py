@@ -52,16 +52,18 @@ def _content(dataset: Dataset[Any], indices: Indices) -> str:
     return digest.hexdigest()
 
 
-def other_data(before: Mapping[str, Any], identify: Callable[[], Mapping[str, Any]]) -> list[str]:
+def other_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], identify: Callable[[], Mapping[str, Any]]
+) -> list[str]:
     """How the data differ from those of a checkpoint, in clauses; empty if they do not.
 
     Of a data set that gives other samples at every reading only the lengths are compared.
 
     Args:
         before: what `identity` gave when the checkpoint was written.
-        identify: gives what it is now.
+        now: what it has given of the data at hand.
+        identify: gives it anew.
     """
-    now = identify()
     if before == now:
         return []
     lasting = now == identify()

@@ -91,6 +91,7 @@ def _evaluate(composition: Composition) -> float:
         config.channels_last,
         make_cache=False,
     )
+    splits.skipped.open(None, console.warn)
     with contextlib.closing(splits):
         _check_classes(found, splits)
         split = splits.named(config.split)
@@ -115,6 +116,8 @@ def _evaluate(composition: Composition) -> float:
         )
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
+    if said := splits.skipped.summary():
+        console.warn(said)
     classes = list(found.contents["classes"])
     limit = config.limit.eval_batches
     samples = split.samples if limit is None else min(split.samples, limit * split.loader.batch_size)
