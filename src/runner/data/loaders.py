@@ -140,7 +140,7 @@ class MemoryLoader:
             if self._source_of is not None:
                 sources = _moved(self._source_of(samples, epoch), self._images.device)
             images, targets, places = (
-                _moved(tensor, self._device)
+                self._on_device(tensor)
                 for tensor in (self._images.index_select(0, sources), self._targets.index_select(0, sources), chosen)
             )
             if self._prepare is not None:
@@ -151,6 +151,9 @@ class MemoryLoader:
             parts = (pieces, *(torch.split(tensor, size) for tensor in (targets, places)))
             for some, theirs, where in zip(*parts, strict=True):
                 yield Batch(some, theirs, where)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return _moved(tensor, self._device)
 
     def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
         for batch in batches:
