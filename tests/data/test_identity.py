@@ -95,9 +95,8 @@ def test_data_that_are_others_at_every_reading_are_known_by_their_length() -> No
     before = of(changing)
     assert before != of(changing)
     assert other_data(before, of(changing), lambda: of(changing)) == []
-    assert other_data(before, lambda: of(Counted(1001, changes=True))) == [
-        "'train' has 1,001 samples in place of 1,000"
-    ]
+    longer = of(Counted(1001, changes=True))
+    assert other_data(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples in place of 1,000"]
 
 
 def test_names_of_classes_are_compared() -> None:
