@@ -47,6 +47,8 @@ def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any
         ({"prefetch": 4}, ["data.prefetch=4 has no effect: the images are in memory"]),
         ({"persistent_workers": False}, ["data.persistent_workers=false has no effect: the images are in memory"]),
         ({"pin_memory": True}, ["data.pin_memory=true has no effect: it is for copies to a GPU"]),
+        ({"timeout_s": 5.0}, ["data.timeout_s=5 has no effect: the images are in memory"]),
+        ({"timeout_s": None}, ["data.timeout_s=null has no effect: the images are in memory"]),
         ({"pin_memory": False}, []),
         ({"non_blocking": False}, ["data.non_blocking=false has no effect: nothing is copied to another device"]),
         ({"cache": "disk"}, ["data.cache=disk has no effect: the images are in memory"]),
