@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from runner.assembly.describe import describe
+from runner.assembly.determinism import named_step
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.training import build_training, training_flops
 from runner.checkpoint import file as checkpoint_file
@@ -33,7 +34,9 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.state import Position, TrainState, load_weights
+from runner.engine.step import train_step
 from runner.runtime.compilation import CompileReport, forget_compiled
+from runner.runtime.determinism import operations_named
 from runner.runtime.gauges import choose_gauges
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peaks import kind_of
@@ -75,7 +78,8 @@ def run(cfg: DictConfig) -> float | None:
             console = Console(
                 directory.log_file, None if setup.config.log.progress == "auto" else setup.config.log.progress
             )
-            value = train(setup, composition, directory, console, summary, signals)
+            with operations_named(console.warn):
+                value = train(setup, composition, directory, console, summary, signals)
         summary["status"] = "finished"
     except UserError as error:
         status = USAGE
@@ -286,6 +290,7 @@ def train(
         callbacks,
         (monitor, mode),
         lambda: signals.received,
+        named_step if config.deterministic is True else train_step,
     )
 
     # Resume

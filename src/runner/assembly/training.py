@@ -22,7 +22,7 @@ from runner.engine.state import Meter, Position, TrainState
 from runner.engine.step import StepParts
 from runner.engine.tasks import Task
 from runner.optim.kernels import Kernels
-from runner.runtime.device import choose_device, configure_torch
+from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled, toggle
@@ -70,6 +70,7 @@ def build_training(
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
     # Device and precision
+    prepare_repeating(config.deterministic)
     device, device_reason = choose_device(config.device)
     warnings = set_switches(config, device)
     precision = choose_precision(config.amp, device)
