@@ -49,10 +49,10 @@ class RestlessBackward(nn.Module):
 class Net(nn.Module):
     """Two linear layers with `middle` between them."""
 
-    def __init__(self, num_classes: int, middle: str = "", fault: str = "") -> None:
+    def __init__(self, num_classes: int, middle: str = "", fault: str = "", **unused: Any) -> None:
         super().__init__()
         kinds = {"": nn.Identity, "forward": Restless, "seeded": Seeded, "backward": RestlessBackward}
-        self.stem = nn.Sequential(nn.Flatten(), nn.LazyLinear(16) if fault == "lazy" else nn.Linear(64, 16))
+        self.stem = nn.Sequential(nn.Flatten(), nn.Linear(64, 16))
         self.middle = nn.Sequential(nn.ReLU(), kinds[middle](), nn.Dropout(0.5))
         self.head = nn.Linear(16, num_classes)
         noise = np.random.default_rng()
@@ -95,6 +95,9 @@ class ByWorker:
 
 class Perturbed(torch.optim.SGD):
     """An optimizer that adds noise to the weights."""
+
+    def __init__(self, params: Any, lr: float, **unused: Any) -> None:
+        super().__init__(params, lr)
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)

@@ -35,7 +35,7 @@ _PASSED_OVER = ("torch", "warnings")  # packages of frames that say nothing abou
 
 def operation(message: str) -> str:
     """The operation that a message of torch's says has no deterministic form; empty for any other message."""
-    found = _NO_FORM.match(message)
+    found = _NO_FORM.search(message)
     if found is None:
         return ""
     return found["op"] or (_CUBLAS if found["cublas"] else found["usual"].strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,7 +55,8 @@ class Side:
         self.training = build_training(config, values, start)
         self._recomputes = is_switched_on()
         if found:
-            resume.restore(found, self.training.state, {})
+            # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.
+            resume.restore(found._replace(contents=copy.deepcopy(found.contents)), self.training.state, {})
         state = self.training.state
         state.model.train()
         state.set_learning_rate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ class Compared:
         found: the differences, in the order of `PARTS`.
         settings: (key, a, b) of what the configs differ in.
         versions: (package, a, b) likewise.
-        logged: the first line of the logs that differs; None if there is none.
+        logged: the first loss in the logs that differs, or another value where no loss does; None if all are the same.
         lines: of the logs that were compared.
         warnings: of reading.
     """
@@ -78,7 +77,8 @@ def compare(a: str, b: str, runs: Path) -> Compared:
         lines = [_lines(log) for log in logs if log is not None]
         common = [place for place in lines[0] if place in lines[1]]
         result.lines = len(common)
-        result.logged = next(filter(None, (_unlike(place, *(each[place] for each in lines)) for place in common)), None)
+        unlike = [found for place in common for found in _unlike(place, *(each[place] for each in lines))]
+        result.logged = next((found for found in unlike if found["name"] == "loss"), unlike[0] if unlike else None)
     return result
 
 
@@ -139,16 +139,13 @@ def _of_the_clock(name: str) -> bool:
     return name in GAUGES or name.endswith("_per_s")
 
 
-def _unlike(place: tuple[int, str], a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
-    """The first value that two lines of the same step and split differ in; names that only one has are left out."""
-    for name in a:
-        if name in b and a[name] != b[name] and not (_is_nan(a[name]) and _is_nan(b[name])):
-            return {"global_step": place[0], "split": place[1], "name": name, "a": a[name], "b": b[name]}
-    return None
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+def _unlike(place: tuple[int, str], a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
+    """The values that two lines of the same step and split differ in; names that only one has are left out."""
+    return [
+        {"global_step": place[0], "split": place[1], "name": name, "a": a[name], "b": b[name]}
+        for name in a
+        if name in b and a[name] != b[name]
+    ]
 
 
 def cause_of(difference: Difference, settings: list[tuple[str, str, str]]) -> str:
