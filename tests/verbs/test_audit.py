@@ -160,7 +160,7 @@ def test_what_people_are_shown(run: Callable[..., Any], monkeypatch: pytest.Monk
         "likely cause: middle.1 (Restless)",
     ):
         assert text in told.out
-    assert "what helps: draw from what is seeded" in told.out
+    assert "what helps: draw from random, numpy.random" in told.out
 
 
 @pytest.mark.parametrize(

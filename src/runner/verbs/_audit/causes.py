@@ -34,7 +34,7 @@ _NEUTRAL = (
     *("data.residency", "data.cache", "data.cache_dir", "activation_checkpointing", "log", "logger", "checkpoint"),
     *("evaluate", "callbacks", "output_root", "name", "detect_anomaly", "trust", "metrics"),
 )
-_SEEDED = "random, numpy.random and torch's global generator are seeded"
+_SEEDED = "random, numpy.random and torch's global generator"
 
 
 class Cause(NamedTuple):
@@ -97,28 +97,26 @@ def _of_suspect(suspect: Suspect) -> Cause:
     if suspect.by_worker:
         return Cause(
             f"{who} gives another result in another worker process",
-            f"take nothing from get_worker_info(); {_SEEDED} for each sample",
+            f"take nothing from get_worker_info(), but draw from {_SEEDED}, which are seeded for each sample",
         )
-    draws = (
-        "the draws that it is given do not change"
-        if suspect.key.startswith(("transform.train.", "transform.mix"))
-        else ""
-    )
+    of_batches = suspect.key.startswith(("transform.train.", "transform.mix"))
     return Cause(
         f"{who} gives another result each time it is called with the same sample: it draws from a generator of its own, "
         "or follows a counter or the clock",
-        f"have it draw from what is seeded: {draws or f'{_SEEDED} for each sample'}",
+        "draw from the draws that it is given"
+        if of_batches
+        else f"draw from {_SEEDED}, which are seeded for each sample",
     )
 
 
 def _of_start(entry: Entry, before: Sequence[Entry], model: nn.Module) -> Cause:
     if entry.name.startswith("generator"):
         return Cause(
-            "building the model leaves this generator elsewhere each time", f"draw from what is seeded: {_SEEDED}"
+            "building the model leaves this generator elsewhere each time", f"draw from {_SEEDED}, which are seeded"
         )
     return Cause(
         f"the model is built with other values each time: {_owner(entry.name, model)} draws them from a generator of its own",
-        f"initialise with what is seeded: {_SEEDED} before the model is built",
+        f"draw from {_SEEDED}, which are seeded before the model is built",
     )
 
 
@@ -146,7 +144,7 @@ def _of_activation(entry: Entry, before: Sequence[Entry], model: nn.Module) -> C
     return Cause(
         f"{who} gives another output, although all before it and the generators are the same: it draws from a generator "
         "of its own, or an operation in its forward does not repeat",
-        f"draw from what is seeded ({_SEEDED}), or deterministic=true, which refuses operations that do not repeat",
+        f"draw from {_SEEDED}, which are seeded; or deterministic=true, which refuses operations that do not repeat",
     )
 
 

@@ -70,7 +70,7 @@ def _rows(difference: Difference) -> list[list[str]]:
         *rows,
         ["elements that differ", f"{apart.differing:,} of {apart.elements:,}"],
         ["largest difference", number(apart.largest) if apart.largest is not None else "not finite"],
-        ["largest share", number(apart.relative) if apart.relative is not None else "not finite"],
+        ["largest, relative", number(apart.relative) if apart.relative is not None else "not finite"],
         [f"first, at {place}", f"a {apart.values[0]!r}, b {apart.values[1]!r}"],
     ]
 

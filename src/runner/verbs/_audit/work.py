@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from runner.assembly.describe import describe
@@ -129,6 +130,11 @@ def _trained(composition: Composition, console: Console) -> Found:
         for warning in dict.fromkeys([*(start.warnings if start else []), *training.warnings]):
             console.warn(warning)
         return _compared(config, sides, varied)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "data.batch_size: two trainings side by side need more memory than the device has\n"
+            "    allowed: a smaller data.batch_size, a smaller model, or device=cpu"
+        ) from error
     finally:
         for side in sides:
             side.close()
