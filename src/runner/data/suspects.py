@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from torch import Tensor
 
 from runner.data.augment import Pipeline
@@ -145,6 +144,8 @@ def _tried(call: Callable[[], Any], workers: int = _WORKERS) -> tuple[Any, bool 
 @contextlib.contextmanager
 def _as_worker(number: int, workers: int) -> Iterator[None]:
     """Let `torch.utils.data.get_worker_info` answer as in worker `number`."""
+    import torch.utils.data._utils.worker as torch_worker  # private: without it nothing is tried as a worker
+
     before = torch_worker._worker_info
     info = torch_worker.WorkerInfo(id=number, num_workers=workers, seed=number, dataset=_NONE)
     torch_worker._worker_info = info
