@@ -32,7 +32,7 @@ _ROUNDING = (
 _NEUTRAL = (
     *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
     *("data.residency", "data.cache", "data.cache_dir", "activation_checkpointing", "log", "logger", "checkpoint"),
-    *("evaluate", "callbacks", "output_root", "name", "detect_anomaly", "trust", "metrics"),
+    *("evaluate", "callbacks", "output_root", "name", "detect_anomaly", "trust", "metrics", "max_time", "resume"),
 )
 _SEEDED = "random, numpy.random and torch's global generator"
 

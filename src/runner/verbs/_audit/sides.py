@@ -60,6 +60,8 @@ class Side:
         state = self.training.state
         state.model.train()
         state.set_learning_rate()
+        if self.training.parts.guard is not None:
+            self.training.parts.guard.start()
         self.names = {parameter: name for name, parameter in state.model.named_parameters()}
         self.batch: Batch | None = None
         self.epoch = state.position.epoch  # of that batch
@@ -108,11 +110,17 @@ class Side:
             for number, (batch, size, weight, update) in enumerate(self._batches):
                 self._recorder.batch = number
                 self._write_batch(batch)
-                self._step(self.training.state, self._parts, batch, weight, size, update)
+                if not self._is_left_out():
+                    self._step(self.training.state, self._parts, batch, weight, size, update)
                 if update:
                     break
             self._write_state()
         return self._recorder.entries
+
+    def _is_left_out(self) -> bool:
+        """Whether the run that is continued had to leave out this step."""
+        position = self.training.state.position
+        return position.global_step + 1 in position.left_out
 
     def close(self) -> None:
         """End worker processes."""
