@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from runner.checkpoint import file
+from runner.verbs._audit import sides
 from runner.verbs.audit import spelled_out
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
@@ -143,6 +146,40 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     assert found["same"]
     assert found["steps"] == 2
     assert found["notes"] == ["2 steps in place of 9: the run ends there"]
+
+
+def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
+    directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
+    whole = directory / "checkpoints" / "step_0000000005.pt"
+    contents = file.read(whole)
+    contents["position"]["left_out"] = [6]
+    lacking = whole.with_name("lacking.pt")
+    file.write(lacking, contents)
+    counts = [audit("audit", "json=true", f"ckpt_path={path}", "steps=1")["values"] for path in (whole, lacking)]
+    assert counts[0] - counts[1] == 15 + 1 + 15 + 11, "no activations, no loss, no gradients of these and of parameters"
+
+
+def test_modules_of_a_compiled_model_are_not_looked_into(
+    audit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = audit(*QUICK)
+    monkeypatch.setattr(sides.Side, "compiled", True)
+    found = audit(*QUICK)
+    assert found["same"]
+    assert found["notes"] == ["activations are left out: a compiled model cannot be looked into"]
+    assert whole["values"] - found["values"] == 2 * (15 + 15)
+
+
+def test_two_sides_that_do_not_fit_into_the_memory_are_a_sentence(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(side: sides.Side) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sides.Side, "step", no_room)
+    result = run(*QUICK)
+    assert result.status == 2
+    assert "data.batch_size: two trainings side by side need more memory than the device has" in result.err
 
 
 def test_what_people_are_shown(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
