@@ -1,12 +1,13 @@
-"""Are these the data that a checkpoint was trained on?"""
+"""Are these the data that a checkpoint was trained on, and what is left when they can be read no longer?"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from runner.config.errors import UserError
+from runner.config.errors import DataFailed, UserError
 from runner.data.assembly import Splits
 from runner.data.identity import other_classes, other_data
+from runner.tracking.run_directory import RunDirectory
 
 
 def compare_data(checkpoint: dict[str, Any], splits: Splits, identity: dict[str, Any], ignore: bool) -> list[str]:
@@ -37,3 +38,10 @@ def compare_data(checkpoint: dict[str, Any], splits: Splits, identity: dict[str,
     if not ignore:
         raise UserError(f"{said}\n    allowed: the same data, or data.identity=ignore to go on with these")
     return [f"{said} (data.identity=ignore)"]
+
+
+def way_on(directory: RunDirectory | None, error: UserError) -> str:
+    """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
+    if directory is None or not isinstance(error, DataFailed) or not (directory.checkpoints / "last.pt").is_file():
+        return ""
+    return f"\n    to go on: ckpt_path={directory.path}"

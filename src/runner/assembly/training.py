@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from runner.assembly.determinism import named_step
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
@@ -16,13 +18,14 @@ from runner.config.errors import UserError
 from runner.config.schema import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits, assemble
+from runner.engine.guard import Guard
 from runner.engine.loop import Limits
 from runner.engine.plan import Plan
-from runner.engine.state import Meter, Position, TrainState
-from runner.engine.step import StepParts
+from runner.engine.state import FiniteMeter, Meter, Position, TrainState
+from runner.engine.step import StepParts, train_step
 from runner.engine.tasks import Task
-from runner.optim.kernels import Kernels
-from runner.runtime.device import choose_device, configure_torch
+from runner.optim.kernels import Kernels, plain_step
+from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled, toggle
@@ -45,6 +48,7 @@ class Training:
     mode: str
     state: TrainState
     parts: StepParts
+    step: Callable[[TrainState, StepParts, Any, float, int, bool], None]
     toggled: Toggled
     kernels: Kernels
     warnings: list[str]
@@ -70,6 +74,7 @@ def build_training(
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
     # Device and precision
+    prepare_repeating(config.deterministic)
     device, device_reason = choose_device(config.device)
     warnings = set_switches(config, device)
     precision = choose_precision(config.amp, device)
@@ -98,14 +103,22 @@ def build_training(
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan, start)
-    optimizer, kernels = build_optimizer(config, model, precision.scaler is not None)
+    optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
     schedule = build(
         "scheduler",
         config.scheduler,
         facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
     )
-    state = TrainState(model, optimizer, schedule, precision.scaler, Meter(device))
+    scaled = precision.scaler is not None
+    guard = Guard(model, optimizer, config.on_nonfinite, scaled)
+    if guard.waits and device.type != "cpu":
+        warnings.append(
+            f"every step waits for the {device.type} device, as {type(optimizer).__name__} without a fused kernel has to be "
+            "kept from steps whose gradients are not finite"
+        )
+    meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
+    state = TrainState(model, optimizer, schedule, precision.scaler, meter)
     parts = StepParts(
         targets=task.targets,
         loss=loss,
@@ -113,6 +126,8 @@ def build_training(
         clip_norm=config.clip.norm,
         clip_value=config.clip.value,
         objective=toggled.objective,
+        guard=guard,
+        take_step=plain_step(optimizer),
     )
     return Training(
         device=device,
@@ -128,6 +143,7 @@ def build_training(
         mode=mode,
         state=state,
         parts=parts,
+        step=named_step if config.deterministic is True else train_step,
         toggled=toggled,
         kernels=kernels,
         warnings=[*warnings, *toggled.warnings, *splits.warnings],

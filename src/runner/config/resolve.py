@@ -64,6 +64,9 @@ def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -
     return config
 
 
+_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time")
+
+
 def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """A config read from a file with the command line on top, and what that changed.
 
@@ -73,8 +76,8 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     original = stored.load(text, where)
     values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
     _keep_facts(original, values)
-    # Whom to trust and where to read and write is said by the user at hand, never by a file.
-    for key in ("trust", "output_root", "ckpt_path"):
+    # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
+    for key in _OF_THE_CALL:
         values[key] = composition.values[key]
     trust = [*composition.values["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
     own_word = {path for _, path in targets_in(composition.values)}
@@ -88,7 +91,7 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     if problems:
         raise ConfigError(problems)
     changed = stored.differences(original, values)
-    return values, [difference for difference in changed if difference[0] != "ckpt_path"]
+    return values, [difference for difference in changed if difference[0] not in _OF_THE_CALL[2:]]
 
 
 def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Strict
+from pydantic import Field, Strict
 
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -117,6 +117,7 @@ class Checkpoint:
     every_epochs: Count | None = 1
     every_steps: Count | None = None
     min_seconds: Annotated[float, Ge(0)] = 10.0
+    async_: Annotated[bool, Field(alias="async")] = False  # `async` is a keyword of Python's
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -153,7 +154,9 @@ class Train:
     seed: NonNegative = 0
     epochs: Count | None = 30
     max_steps: Count | None = None
+    max_time: str | None = None
     ckpt_path: str | None = None
+    resume: Literal["auto"] | None = None
     output_root: str = "outputs"
     device: str = "auto"
     threads: Count | None = None
@@ -173,6 +176,7 @@ class Train:
     deterministic: bool | Literal["warn"] = False
     accumulate: Count = 1
     detect_anomaly: bool = False
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
     clip: Clip = field(default_factory=Clip)
@@ -247,5 +251,16 @@ class Profile(Train):
 PROFILE_ONLY = ("warmup_steps", "steps", "trace_steps", "budget_s", "output", "json")
 
 
+@dataclass
+class Audit(Train):
+    """What `audit` adds: how many steps are compared, under which settings, or which two checkpoints are."""
+
+    steps: Count = 10
+    vary: dict[str, Any] = field(default_factory=dict)
+    a: str | None = None
+    b: str | None = None
+    json: bool = False
+
+
 # The verbs that take a config, each with the schema of its own.
-VERBS: dict[str, type[Train]] = {"train": Train, "eval": Eval, "profile": Profile, "bench": Bench}
+VERBS: dict[str, type[Train]] = {"train": Train, "eval": Eval, "profile": Profile, "bench": Bench, "audit": Audit}
