@@ -24,7 +24,7 @@ from runner.checkpoint.keeper import Keeper
 from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import checked, merged
+from runner.config.resolve import checked, merged, writes_where_told
 from runner.config.rules import changes_refused
 from runner.config.schema import Train
 from runner.config.targets import build
@@ -127,12 +127,14 @@ class Setup:
         config: the validated config.
         values: the same as plain containers, which go into `config.yaml` and every checkpoint.
         found: the checkpoint to resume from.
+        make_cache: whether a cache of `data.cache` that is not there is made; not in a folder that only the checkpoint names.
         differences: (key, before, after) of what the command line changed in the checkpoint's config.
     """
 
     config: Train
     values: dict[str, Any]
     found: find.Found | None = None
+    make_cache: bool = True
     differences: list[tuple[str, str, str]] = field(default_factory=list)
 
 
@@ -152,7 +154,7 @@ def settle(composition: Composition) -> Setup:
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:
         raise ConfigError(refused)
-    return Setup(config, merged_values, found, differences)
+    return Setup(config, merged_values, found, writes_where_told(merged_values, values), differences)
 
 
 def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
@@ -209,7 +211,7 @@ def train(
     start = Position(**setup.found.contents["position"]) if setup.found else None
     if config.compile:
         forget_compiled()
-    training = build_training(config, values, start)
+    training = build_training(config, values, start, make_cache=setup.make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
 
@@ -347,7 +349,7 @@ def train(
             logger.close()
     try:
         learning_curves(directory.metrics_file, directory.plots / "curves.png")
-    except (OSError, ValueError, UserError) as error:  # a picture must not cost a finished run
+    except Exception as error:  # a picture must not cost a finished run
         console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
 

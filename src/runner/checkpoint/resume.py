@@ -73,8 +73,11 @@ def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
             if hasattr(callbacks.get(name), "load_state_dict"):
                 callbacks[name].load_state_dict(saved)
         rng.restore(found.contents["rng"])
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-        raise UserError(f"{found.path}: does not fit this run: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # what a file made by hand can make the objects of a run raise has no end
+        reason = str(error).strip() or type(error).__name__
+        raise UserError(f"{found.path}: does not fit this run: {reason}") from error
 
 
 def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:

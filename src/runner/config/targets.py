@@ -102,6 +102,8 @@ def refusal(path: str, trust: Iterable[str]) -> str:
     home = str(getattr(found, "__module__", None) or "")
     if path.rpartition(".")[2].startswith("_"):
         return "comes from a file and names something private"
+    if "." in str(getattr(found, "__qualname__", "")):
+        return "comes from a file and names a part of a class"
     if _within(home, trusted):
         return ""
     if _within(home, _COMPONENT_ROOMS):
@@ -310,8 +312,11 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
         return functools.partial(target, *positional, **kwargs)
     try:
         return target(*positional, **kwargs)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
+    except UserError:
+        raise
+    except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError) as error:
+        reason = str(error).strip() or type(error).__name__
+        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
 
 
 def _built(key: str, value: Any) -> Any:

@@ -13,7 +13,7 @@ _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_CONTROLS = {code: None for code in range(32) if chr(code) not in "\n\t"} | {127: None, 9: "    "}
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {9: "    "}
 
 
 def number(value: float | None) -> str:
