@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from faults.jobs import directory, whole
@@ -71,9 +72,12 @@ def _not_told(life: Life) -> str:
 def _not_recovered(words: tuple[str, ...], run: Path, expected: str) -> str:
     """What is wrong with the checkpoints that are left, or with the run that goes on from them; or an empty string."""
     from runner.checkpoint import file
+    from runner.config.errors import UserError
 
-    last = run / "checkpoints" / "last.pt"
-    file.read(last)
+    try:
+        file.read(run / "checkpoints" / "last.pt")
+    except UserError as error:
+        return str(error)
     if left := leftovers(run / "checkpoints"):
         return f"{run} has {', '.join(left)}"
     rest = live([*words, f"ckpt_path={run}", directory(run)], run.with_suffix(".rest.log"))
@@ -144,41 +148,43 @@ def pictures(folder: Path, count: int = 40) -> None:
 
 
 def _small_disk(bench: Bench) -> Row:
-    row = Row("disk", "a disk of less than three checkpoints (tmpfs)")
-    folder = bench.folder / "small"
+    row, folder = Row("disk", "a disk that another file fills (tmpfs)"), bench.folder / "small"
     words = whole(_WORDS)
     expected = _reference(words, folder)
     size = (folder / "reference" / "checkpoints" / "last.pt").stat().st_size
-    place = folder / "disk"
-    with _mounted(place, 2 * size + 160 * 1024) as grow:
-        if grow is None:
+    with _mounted(folder / "disk") as place:
+        if place is None:
             row.note = "not done: no right to mount a tmpfs here"
             return row
-        run = place / "run"
-        life = live([*words, "checkpoint.keep=9", directory(run)], folder / "run.log")
+        run, filler = place / "run", place / "filler"
+        life = live([*words, directory(run)], folder / "run.log", _filling(filler, size // 2))
         broken = _not_told(life)
-        grow()
+        filler.unlink()
         row.count(broken or _not_recovered(words, run, expected), bench.say)
     return row
 
 
+def _filling(filler: Path, left: int) -> Prepare:
+    """Fill the disk of a file at a micro-batch, so that only some bytes are left."""
+
+    def fill(phase: str, at: int) -> None:
+        if (phase, at) == ("after fetch", 10):
+            filler.write_bytes(b"x" * max(0, shutil.disk_usage(filler.parent).free - left))
+
+    return lambda: telling(fill)
+
+
 @contextlib.contextmanager
-def _mounted(place: Path, size: int):  # type: ignore[no-untyped-def]
-    """A tmpfs of a size; gives a function that makes it larger, or None if it cannot be mounted."""
+def _mounted(place: Path) -> Iterator[Path | None]:
+    """A disk of 8 MiB in memory, or None if it cannot be mounted."""
     place.mkdir(parents=True)
-
-    def mount(options: str) -> bool:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-        try:
-            return subprocess.run(command, capture_output=True, check=False).returncode == 0
-        except OSError:
-            return False
-
-    if not mount(f"size={size}"):
-        yield None
-        return
-    grow: Callable[[], object] = lambda: mount("remount,size=64m")  # noqa: E731
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
     try:
-        yield grow
+        done = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        done = False
+    try:
+        yield place if done else None
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=False)
+        if done:
+            subprocess.run(["umount", "-l", str(place)], check=False)

@@ -56,7 +56,7 @@ def _try(case: Case, verb: str, status: int, folder: Path, ours: Path) -> str:
     if verb == "eval":
         words += [f"output={folder / 'home' / 'evaluation'}", "split=val"]
     before = [_listing(path) for path in watched]
-    life = live([*words, "output_root=outputs"], folder / "log", _bounded(folder), verb)
+    life = live(words, folder / "log", _bounded(folder), verb)
     after = [_listing(path) for path in watched]
     said = life.said()
     strange = sorted(
@@ -82,6 +82,7 @@ def _bounded(folder: Path) -> Callable[[], None]:
         size = pages * resource.getpagesize() + _MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         os.environ["HOME"] = str(folder / "user")
+        os.environ["MPLCONFIGDIR"] = str(folder.parent / "matplotlib")  # fonts are looked for once
         os.chdir(folder / "home")
 
     return prepare

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from faults.disk import pictures
 from faults.forging import Bomb, Claim, archive, changed, forged, records, sealed, with_config
 
 REFUSED, HARMLESS = 2, 0
@@ -158,6 +159,16 @@ def _holding(value: Any, *place: str) -> Callable[[Arena], list[str]]:
     return lambda arena: arena.sent(changed(arena.contents, *place, value=value() if callable(value) else value))
 
 
+def _cached_elsewhere(arena: Arena) -> list[str]:
+    """A config of other data, of which a cache would be made before anybody sees that the model does not fit."""
+    pictures(arena.stranger / "pictures")
+    images = {
+        "root": str(arena.stranger / "pictures"), "image_size": 8, "cache": "disk",
+        "cache_dir": str(arena.outside / "cache"), "dataset": {"_target_": "runner.data.folders.image_folder"},
+    }  # fmt: skip
+    return arena.sent(with_config(arena.contents, lambda config: config["data"].update(images)))
+
+
 def _moments(value: Any) -> Callable[[Arena], list[str]]:
     def make(arena: Arena) -> list[str]:
         state = dict(arena.contents["optimizer"]["state"])
@@ -243,9 +254,10 @@ CASES = [
     Case("a position beyond the epoch", _holding(10**6, "position", "batch"), REFUSED, HARMLESS),
     Case("a position of 400 bits", _holding(2**400, "position", "epoch")),
     Case("a best evaluation that is text", _holding({"metric": "x" * 9}, "metrics", "best")),
-    Case("a generator's state of 2**70", _holding([2**70] * 625, "rng", "numpy"), REFUSED, HARMLESS),
+    Case("a generator's state of 2**70", _holding(["MT19937", [2**70] * 624, 0, 0, 0.0], "rng", "numpy"), REFUSED, HARMLESS),
     Case("callbacks and metrics with names of paths and escapes", _holding(
         {"../../x": {"a": 1}, "\x1b[2J": {}}, "metrics", "callbacks"), HARMLESS, HARMLESS),
+    Case("class names that are all the same", _holding(["x"] * 10, "classes"), HARMLESS, HARMLESS),
     Case("class names of paths, escapes, and a million letters", _holding(_NAMES, "classes"), HARMLESS, HARMLESS),
     *(Case(f"a config that builds {target}", _naming(target)) for target in TARGETS),
     Case("a YAML tag", _yaml("!!python/object/apply:os.system ['touch CANARY']")),
@@ -256,15 +268,15 @@ CASES = [
     Case("a number of 4,000 digits", _yaml("seed: " + "9" * 4000)),
     Case("a number in base 60 of 50,000 digits", _yaml("seed: 1" + ":59" * 25_000)),
     Case("interpolations", _yaml("model: ${oc.env:HOME}")),
-    Case("a name that climbs", _setting("../../../outside/x", "name"), REFUSED, HARMLESS),
-    Case("a name that is a path", _setting("OUTSIDE/x", "name"), REFUSED, HARMLESS),
-    Case("a name with a line end and escapes", _setting("a\n\x1b[2J", "name"), REFUSED, HARMLESS),
+    Case("a name that climbs", _setting("../../../outside/x", "name")),
+    Case("a name that is a path", _setting("OUTSIDE/x", "name")),
+    Case("a name with a line end and escapes", _setting("a\n\x1b[2J", "name")),
     Case("output_root elsewhere", _setting("OUTSIDE", "output_root"), HARMLESS, HARMLESS),
     Case("ckpt_path in the config", _setting("/etc/passwd", "ckpt_path"), HARMLESS, HARMLESS),
     Case("a data set's name that climbs", _setting("../../../outside/x", "data", "name"), HARMLESS, HARMLESS),
     Case("a data set to be fetched into a folder elsewhere", _setting(
         {"_target_": "runner.data.torchvision_sets.kmnist", "root": None, "download": True}, "data", "dataset")),
-    Case("a cache of images in a folder elsewhere", _setting("OUTSIDE/cache", "data", "cache_dir"), HARMLESS, HARMLESS),
+    Case("a cache of images in a folder elsewhere", _cached_elsewhere),
     Case("a million threads", _setting(10**6, "threads")),
     Case("a million worker processes", _setting(10**6, "data", "num_workers")),
     Case("a model of 2**40 weights", _setting(2**30, "model", "width")),

@@ -11,7 +11,7 @@ from typing import Any
 
 from faults.lives import Prepare
 
-_SLEEP_S = 0.002
+_SLEEP_S = 0.0005
 
 
 class _Watched:

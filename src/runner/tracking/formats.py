@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 GAUGES = ("data_wait", "peak_memory_mib", "mfu")
 """What log lines of training say about the machine, shown after everything else and drawn in no learning curve."""
 
+_LONGEST_CELL = 1000  # letters; every other cell of its column is padded to its length
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
@@ -101,7 +102,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A plain table as lines: two spaces between columns, numbers to the right, dashes below the heads."""
-    cells = [[" ".join(clean(cell).split()) for cell in row] for row in rows]
+    cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
     widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
     right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]
 
