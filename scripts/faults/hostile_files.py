@@ -235,9 +235,11 @@ CASES = [
     Case("a second pickle under the same name in capitals", _twice),
     Case("a compressed archive", lambda arena: arena.sent(_compressed(arena))),
     Case("a record that claims 2 GiB", lambda arena: arena.sent(_claiming(arena))),
+    Case("records with absolute names", lambda arena: arena.sent(
+        archive(records(arena.contents) | {str(arena.outside / "x"): b""}))),
     Case(
-        "records with absolute and climbing names",
-        lambda arena: arena.sent(archive(records(arena.contents) | {str(arena.outside / "x"): b"", "../../x": b""})),
+        "records with climbing names",
+        lambda arena: arena.sent(archive(records(arena.contents) | {"archive/../../x": b"", "archive/data/../../y": b""})),
         HARMLESS, HARMLESS,
     ),
     Case("a storage of 2**50 bytes", _holding(Claim((2**48,), (1,), 2**48), "model", "x")),

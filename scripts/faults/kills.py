@@ -54,7 +54,7 @@ def kills(bench: Bench) -> list[Row]:
             continue
         row = Row("kills", f"SIGKILL, {name}")
         began = time.perf_counter()
-        early = _torment(known[name], rounds[name], row, bench, bench.folder / name.replace(" ", "_"))
+        early = _torment(known[name], rounds[name], row, bench, bench.folder / name.replace(",", "").replace(" ", "_"))
         row.note = f"{early} before the first checkpoint" if early else ""
         bench.say(f"  kills, {name}: {row.kept} of {row.injected} in {time.perf_counter() - began:.0f} s")
         rows.append(row)

@@ -82,7 +82,7 @@ def endless() -> list[Any]:
         (torch.zeros(MIB), "metrics.callbacks.x is larger than the file"),
         (torch.zeros(2, device="meta"), "metrics.callbacks.x is a tensor of a kind"),
         (torch.eye(2).to_sparse(), "metrics.callbacks.x is a tensor of a kind"),
-        ("x" * MIB, "metrics.callbacks.x is larger than the file"),
+        ("x" * 2 * MIB, "metrics.callbacks.x is larger than the file"),
     ],
     ids=["doubled", "endless", "expanded", "large", "meta", "sparse", "text"],
 )

@@ -73,8 +73,8 @@ def _foreign(value: Any, place: str) -> str:
         return next(filter(None, (_foreign(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), "")
     if isinstance(value, list):
         return next(filter(None, (_foreign(item, f"{place}.{index}") for index, item in enumerate(value))), "")
-    if isinstance(value, int) and abs(value) >= 2**64:
-        return f"{place} is a number of over 64 bits"
+    if isinstance(value, int) and abs(value) >= 2**1000:
+        return f"{place} is a number of over 1,000 bits"
     return "" if value is None or isinstance(value, str | int | float) else f"{place} is a {type(value).__name__}"
 
 
