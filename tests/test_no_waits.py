@@ -86,7 +86,7 @@ def watching(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("words", STEPS, ids=" ".join)
-def test_a_run_reads_one_number_at_each_log_point_and_none_between(
+def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
     train: Callable[..., Any], watching: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     reads = Reads(monkeypatch)
@@ -95,8 +95,9 @@ def test_a_run_reads_one_number_at_each_log_point_and_none_between(
         train(*RUN, *words, "callbacks.watch={_target_: watching.Watch}")
     start, *after = watching.Watch.seen
     assert len(after) == 24
-    # The callback comes before the one that logs, so it sees the readings of the log points before its step.
-    assert [count - start for count in after] == [(step - 1) // EVERY for step in range(1, 25)], reads.found
+    # Whether steps were left out, and the loss. The callback comes before the one that logs, so it sees the readings of the
+    # log points before its step.
+    assert [count - start for count in after] == [2 * ((step - 1) // EVERY) for step in range(1, 25)], reads.found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to wait for")

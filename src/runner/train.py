@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -16,14 +15,15 @@ from omegaconf import DictConfig
 
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
+from runner.assembly.saving import Saving, record
 from runner.assembly.training import build_training, training_flops
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256
-from runner.checkpoint.keeper import Keeper
 from runner.config import stored
 from runner.config.app import Composition, current
-from runner.config.errors import ConfigError, UserError
+from runner.config.durations import seconds
+from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.resolve import checked, merged, writes_where_told
 from runner.config.rules import changes_refused
 from runner.config.schema import Train
@@ -32,18 +32,19 @@ from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
-from runner.engine.state import Position, TrainState, load_weights
+from runner.engine.state import Position, load_weights
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.gauges import choose_gauges
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peaks import kind_of
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
-from runner.tracking.environment import environment, versions
+from runner.tracking.environment import environment
+from runner.tracking.left_out import LeftOut
 from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.outbox import Outbox
 from runner.tracking.plots import learning_curves
-from runner.tracking.run_directory import RunDirectory, claim, timestamp
+from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
@@ -69,6 +70,12 @@ def run(cfg: DictConfig) -> float | None:
     try:
         with signals:
             setup = settle(composition)
+            if setup.config.max_time is not None:
+                signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
+            if setup.finished is not None:
+                print(f"{setup.finished.path} has finished already", flush=True)
+                directory = None  # and is left as it is
+                return read_best(setup.finished)
             opened = directory or open_directory(setup, composition)
             opened.lock()
             directory = opened
@@ -90,7 +97,9 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        advice = "lower optimizer.lr, set clip.norm=1.0, or find the operation with debug=anomaly"
+        advice = (
+            "lower optimizer.lr, set clip.norm=1.0, set on_nonfinite=skip, or find the operation with debug=anomaly"
+        )
         complain(directory, f"diverged: {error}; {advice}")
     except Exception as error:
         status = FAILED
@@ -127,15 +136,19 @@ class Setup:
         config: the validated config.
         values: the same as plain containers, which go into `config.yaml` and every checkpoint.
         found: the checkpoint to resume from.
-        make_cache: whether a cache of `data.cache` that is not there is made; not in a folder that only the checkpoint names.
         differences: (key, before, after) of what the command line changed in the checkpoint's config.
+        again: the directory of a run that `resume=auto` goes on with, or starts anew.
+        finished: the same if that run has nothing left to do.
+        make_cache: whether a cache of `data.cache` that is not there is made; not in a folder that only the checkpoint names.
     """
 
     config: Train
     values: dict[str, Any]
     found: find.Found | None = None
-    make_cache: bool = True
     differences: list[tuple[str, str, str]] = field(default_factory=list)
+    again: RunDirectory | None = None
+    finished: RunDirectory | None = None
+    make_cache: bool = True
 
 
 def settle(composition: Composition) -> Setup:
@@ -145,16 +158,42 @@ def settle(composition: Composition) -> Setup:
         UserError: with everything that is wrong.
     """
     values = composition.values
-    ckpt_path = values.get("ckpt_path")
+    ckpt_path, again = values.get("ckpt_path"), None
+    if values.get("resume") == "auto":
+        if ckpt_path is not None:
+            message = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
+            raise ConfigError([Problem("resume", message, "one of them")])
+        again = to_continue(composition)
+        if again is not None and (again.read_summary() or {}).get("status") == "finished":
+            return Setup(checked(values, composition, Train), values, finished=again)
+        if again is not None and any(again.checkpoints.glob("*.pt")):
+            ckpt_path = again.path
     if ckpt_path is None:
-        return Setup(checked(values, composition, Train), values)
+        return Setup(checked(values, composition, Train), values, again=again)
     found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
     merged_values, differences = merged(found.contents["config"], str(found.path), composition)
     config = checked(merged_values, composition, Train)
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:
         raise ConfigError(refused)
-    return Setup(config, merged_values, found, writes_where_told(merged_values, values), differences)
+    make_cache = writes_where_told(merged_values, values)
+    return Setup(config, merged_values, found, differences, again, make_cache=make_cache)
+
+
+def to_continue(composition: Composition) -> RunDirectory | None:
+    """The run that `resume=auto` means: that in the folder which Hydra was given, or the newest unfinished one of this command."""
+    fixed = composition.job_dir or composition.run_dir
+    if fixed is not None:
+        return RunDirectory(fixed) if (fixed / "summary.json").is_file() else None
+    runs = Path(str(composition.values["output_root"])) / str(composition.values["name"])
+    path = unfinished(runs, composition.words)
+    return RunDirectory(path) if path is not None else None
+
+
+def read_best(directory: RunDirectory) -> float | None:
+    """The best value of the monitored metric of a run that has finished."""
+    best = (directory.read_summary() or {}).get("best")
+    return float(best["value"]) if best else None
 
 
 def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
@@ -163,6 +202,8 @@ def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
     Raises:
         UserError: if it cannot be made, or holds another run.
     """
+    if setup.again is not None:
+        return setup.again
     path = composition.run_dir
     if path is None:
         return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
@@ -201,6 +242,8 @@ def train(
     """
     config, values = setup.config, setup.values
     continued = _is_inside(setup.found, directory.path)
+    if setup.again is not None and not continued:
+        directory.forget()
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
     summary["resumed_from"] = str(setup.found.path) if setup.found else None
     directory.write_summary(summary)
@@ -218,7 +261,6 @@ def train(
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
     extra = build_callbacks(config, task, monitor, mode)
-    keeper = Keeper(directory.checkpoints, config.checkpoint.keep)
     kind = kind_of(training.precision.dtype, training.device)
     gauges = choose_gauges(
         config.log.utilization, training.device, kind, lambda: training_flops(training), training.warnings
@@ -226,23 +268,20 @@ def train(
 
     text = stored.dump(values)  # complete from here on
 
-    def contents(loop: Loop) -> dict[str, Any]:
-        if name := loop.state.not_finite():
-            raise Diverged(f"{name} is not finite after step {loop.state.position.global_step}; it was not saved")
-        return resume.contents(loop.state, extra, text, list(splits.classes), versions())
-
-    def save(loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
-        now = contents(loop)
-        show.empty()
-        for logger in loggers:
-            logger.flush()
-        if earlier_best is not None:
-            keeper.save(earlier_best, earlier_best["position"]["global_step"], is_best=True)
-        keeper.save(now, loop.state.position.global_step, is_best)
-        record(summary, loop.state, monitor)
-        directory.write_summary(summary)
-
     show = Outbox([console.metrics, *(logger.log for logger in loggers)])
+    saving = Saving(
+        directory,
+        config.checkpoint.keep,
+        extra,
+        text,
+        list(splits.classes),
+        loggers,
+        show,
+        summary,
+        monitor,
+        config.checkpoint.async_,
+    )
+    keeper = saving.keeper
 
     compilation = training.toggled.compilation
     compiling = [CompileReport(compilation, console.line, console.warn)] if compilation else []
@@ -250,13 +289,15 @@ def train(
         *compiling,
         Progress(console.advance),
         *extra.values(),
-        Log(config.log.every_steps, [show], gauges),
+        LeftOut(directory.path, console),
+        Log(config.log.every_steps, [show], gauges, console.warn),
         Checkpointing(
             config.checkpoint.every_steps,
             config.checkpoint.every_epochs,
-            save,
-            lambda loop: resume.copied(contents(loop)),
+            saving.save,
+            saving.copy,
             config.checkpoint.min_seconds,
+            saving.check,
         ),
     ]
 
@@ -287,7 +328,8 @@ def train(
         (lambda interrupted: evaluate_split("val", interrupted)) if splits.val else None,
         callbacks,
         (monitor, mode),
-        lambda: signals.received,
+        signals.asked,
+        roll_back=saving.roll_back,
     )
 
     # Resume
@@ -322,9 +364,15 @@ def train(
     console.start(training.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(training.device)
     try:
+        if warning := saving.room_for(state):
+            console.warn(warning)
+        if config.on_nonfinite == "rollback" and not keeper.last.is_file():
+            saving.save(loop, False)  # something to go back to
         loop.run()
+        saving.wait()
         if not keeper.last.is_file():
-            save(loop, False)
+            saving.save(loop, False)
+            saving.wait()
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
         record(summary, state, monitor)
@@ -333,12 +381,12 @@ def train(
         if splits.test is not None and config.evaluate.test:
             if keeper.best.is_file() and state.best is not None:
                 load_weights(model, checkpoint_file.read(keeper.best)["model"])
-            results = evaluate_split("test", lambda: bool(signals.received))
+            results = evaluate_split("test", lambda: bool(signals.asked()))
             summary["test"] = {name.removeprefix("test/"): number for name, number in results.items()}
             position = state.position
             show("test", summary["test"], position.global_step, position.epoch + (position.batch > 0))
     except Interrupted:
-        raise Preempted(signals.received) from None
+        raise Preempted(signals.asked()) from None
     finally:
         for report in compiling:
             summary |= report.summary()
@@ -347,17 +395,9 @@ def train(
         console.stop()
         for logger in loggers:
             logger.close()
+        saving.wait()
     try:
         learning_curves(directory.metrics_file, directory.plots / "curves.png")
     except Exception as error:  # a picture must not cost a finished run
         console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
-
-
-def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
-    """Bring the summary up to date."""
-    best = state.best
-    summary["best"] = dataclasses.asdict(best) if best else None
-    summary["last"] = {name.removeprefix("val/"): value for name, value in state.last_metrics.items()}
-    summary["monitor"] = monitor
-    summary["global_step"] = state.position.global_step

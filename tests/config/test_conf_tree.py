@@ -132,13 +132,14 @@ def defaults_of(section: type, prefix: str = "") -> dict[str, Any]:
     """Dotted keys of a dataclass with their defaults; those that must be given are left out."""
     found: dict[str, Any] = {}
     for entry in dataclasses.fields(section):
-        kind = keys.hints(section)[entry.name]
+        name = entry.name.removesuffix("_")
+        kind = keys.hints(section)[name]
         if dataclasses.is_dataclass(kind):
-            found |= defaults_of(kind, f"{prefix}{entry.name}.")
+            found |= defaults_of(kind, f"{prefix}{name}.")
         elif entry.default is not dataclasses.MISSING:
-            found[prefix + entry.name] = entry.default
+            found[prefix + name] = entry.default
         elif entry.default_factory is not dataclasses.MISSING:
-            found[prefix + entry.name] = entry.default_factory()
+            found[prefix + name] = entry.default_factory()
     return found
 
 

@@ -284,3 +284,16 @@ def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
     loop._evaluate = lambda interrupted: {"val/loss": next(left)}
     loop.run()
     assert saved == [expected]
+
+
+def test_a_loss_far_above_the_lines_before_is_told(bench: Callable[..., Any]) -> None:
+    told: list[str] = []
+    log = Log(1, [], warn=told.append)
+    losses = iter([1.0, 2.0] * 6 + [7.0, 1.0, 4.4, 6.5, 0.5])
+    loop = bench(8, validate=False, limits={"epochs": None, "max_steps": 17}).loop(log)
+    loop.state.meter.read = lambda: next(losses)
+    loop.run()
+    assert [text.split(", from")[0] for text in told] == [
+        "the training loss jumped to 7 at step 13",
+        "the training loss jumped to 6.5 at step 16",
+    ]

@@ -180,13 +180,13 @@ def test_a_first_step_that_overflows_leaves_no_momentum_behind(monkeypatch: pyte
     assert (ends[0] < 1).all()
 
 
-def test_fused_sgd_with_dampening_is_not_had_under_a_scaled_loss() -> None:
+def test_fused_sgd_with_dampening_is_not_had_as_a_first_step_may_be_left_out() -> None:
     node = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "dampening": 0.5}
     weights = [torch.zeros(2, requires_grad=True)]
-    assert choose_kernels(node, weights, scaled=False).arguments["fused"]
-    assert not choose_kernels(node, weights, scaled=True).arguments["fused"]
-    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: under a scaled loss"):
-        choose_kernels(node | {"fused": True}, weights, scaled=True)
+    assert choose_kernels(node | {"dampening": 0.0}, weights).arguments["fused"]
+    assert not choose_kernels(node, weights).arguments["fused"]
+    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: fused SGD with dampening"):
+        choose_kernels(node | {"fused": True}, weights)
 
 
 def test_a_loaded_state_follows_the_settings_of_the_optimizer_that_loads_it() -> None:

@@ -11,13 +11,12 @@ from runner.config.targets import build
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 
 
-def build_optimizer(config: Train, model: nn.Module, scaled: bool = False) -> tuple[torch.optim.Optimizer, Kernels]:
+def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
     Args:
         config: the config.
         model: what is trained.
-        scaled: whether the loss is scaled.
 
     Raises:
         UserError: if there is nothing to train, or the optimizer refuses its arguments.
@@ -26,7 +25,7 @@ def build_optimizer(config: Train, model: nn.Module, scaled: bool = False) -> tu
     if not parameters:
         raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
-    kernels = choose_kernels(config.optimizer, parameters, sparse, scaled)
+    kernels = choose_kernels(config.optimizer, parameters, sparse)
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
     try:
         optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters, facts=facts)
@@ -34,6 +33,5 @@ def build_optimizer(config: Train, model: nn.Module, scaled: bool = False) -> tu
         raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
-    if scaled:
-        start_momentum(optimizer)
+    start_momentum(optimizer)
     return optimizer, kernels

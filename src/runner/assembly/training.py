@@ -16,12 +16,13 @@ from runner.config.errors import UserError
 from runner.config.schema import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits, assemble
+from runner.engine.guard import Guard
 from runner.engine.loop import Limits
 from runner.engine.plan import Plan
-from runner.engine.state import Meter, Position, TrainState
+from runner.engine.state import FiniteMeter, Meter, Position, TrainState
 from runner.engine.step import StepParts
 from runner.engine.tasks import Task
-from runner.optim.kernels import Kernels
+from runner.optim.kernels import Kernels, plain_step
 from runner.runtime.device import choose_device, configure_torch
 from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
@@ -108,14 +109,22 @@ def build_training(
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan, start)
-    optimizer, kernels = build_optimizer(config, model, precision.scaler is not None)
+    optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
     schedule = build(
         "scheduler",
         config.scheduler,
         facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
     )
-    state = TrainState(model, optimizer, schedule, precision.scaler, Meter(device))
+    scaled = precision.scaler is not None
+    guard = Guard(model, optimizer, config.on_nonfinite, scaled)
+    if guard.waits and device.type != "cpu":
+        warnings.append(
+            f"every step waits for the {device.type} device, as {type(optimizer).__name__} without a fused kernel has to be "
+            "kept from steps whose gradients are not finite"
+        )
+    meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
+    state = TrainState(model, optimizer, schedule, precision.scaler, meter)
     parts = StepParts(
         targets=task.targets,
         loss=loss,
@@ -123,6 +132,8 @@ def build_training(
         clip_norm=config.clip.norm,
         clip_value=config.clip.value,
         objective=toggled.objective,
+        guard=guard,
+        take_step=plain_step(optimizer),
     )
     return Training(
         device=device,

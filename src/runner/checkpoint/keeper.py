@@ -8,6 +8,7 @@ from typing import Any
 
 from runner.checkpoint import file
 from runner.checkpoint.find import step_files
+from runner.checkpoint.space import require_space, size_of
 
 
 def step_name(global_step: int) -> str:
@@ -42,9 +43,16 @@ class Keeper:
         return self.folder / "best.pt"
 
     def save(self, contents: dict[str, Any], global_step: int, is_best: bool) -> Path:
-        """Write the state after `global_step` steps, point `last` (and `best`) at it, then delete what is too old."""
+        """Write the state after `global_step` steps, point `last` (and `best`) at it, then delete what is too old.
+
+        Raises:
+            UserError: if there is no room, or it cannot be written; what was there before is untouched.
+        """
         path = self.folder / step_name(global_step)
+        require_space(self.folder, size_of(contents))
         file.write(path, contents)
+        # Nothing older goes before the new one was read back whole.
+        file.verify(path)
         file.link(path, self.last)
         if is_best:
             file.link(path, self.best)

@@ -14,8 +14,8 @@ from runner.config.schema import HasTarget
 
 @functools.cache
 def hints(section: type) -> dict[str, Any]:
-    """Field names of a dataclass with their full annotations."""
-    return get_type_hints(section, include_extras=True)
+    """Keys of a dataclass with their full annotations: its fields' names, without the `_` that sets some apart from keywords."""
+    return {name.removesuffix("_"): kind for name, kind in get_type_hints(section, include_extras=True).items()}
 
 
 def members(annotation: Any) -> list[Any]:

@@ -32,8 +32,6 @@ FACTS: dict[str, tuple[str, ...]] = {
 _POSITIONAL = {"optimizer": 1}
 _MOST = 1024  # threads, or processes, that a file may ask for
 _LONGEST_NAME = 200
-# What is taken from the command line whatever a file says, so that it is no difference worth telling.
-_OF_THE_USER = ("ckpt_path", "data.download", "data.dataset.download")
 
 
 def problems_in(values: dict[str, Any], composition: Composition, schema: type[T]) -> tuple[T | None, list[Problem]]:
@@ -70,6 +68,10 @@ def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -
     return config
 
 
+_FETCHING = ("data.download", "data.dataset.download")  # written to disk by fetching, so the command line decides
+_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time")
+
+
 def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """A config read from a file with the command line on top, and what that changed.
 
@@ -79,8 +81,8 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     original = stored.load(text, where)
     values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
     _keep_facts(original, values)
-    # Whom to trust and where to read and write is said by the user at hand, never by a file.
-    for key in ("trust", "output_root", "ckpt_path"):
+    # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
+    for key in _OF_THE_CALL:
         values[key] = composition.values[key]
     _fetch_nothing(values, composition.values)
     problems = [*_too_many(values, composition.values, where), *_outside(values, composition.values, where)]
@@ -95,7 +97,7 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     if problems:
         raise ConfigError(problems)
     changed = stored.differences(original, values)
-    return values, [difference for difference in changed if difference[0] not in _OF_THE_USER]
+    return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
 
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, get_origin
 
 from runner.config import keys
+from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem, nearest
 from runner.config.schema import Bench, Train
 
@@ -24,6 +25,12 @@ def conflicts(config: Train) -> list[Problem]:
         "epochs",
         "is null and so is max_steps, so the run would never end",
         "set epochs=30 or max_steps=10000",
+    )
+    forbid(
+        config.max_time is not None and not _is_duration(config.max_time),
+        "max_time",
+        f"cannot be {config.max_time}",
+        f"{DURATION}, or null",
     )
     deterministic = config.deterministic is True
     forbid(
@@ -108,6 +115,13 @@ def conflicts(config: Train) -> list[Problem]:
         "letters, digits, - _ . and / between folders",
     )
     return found + (_of_bench(config) if isinstance(config, Bench) else [])
+
+
+def _is_duration(text: str) -> bool:
+    try:
+        return seconds(text) > 0
+    except ValueError:
+        return False
 
 
 def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> None:

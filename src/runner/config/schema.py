@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Strict
+from pydantic import Field, Strict
 
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -114,6 +114,7 @@ class Checkpoint:
     every_epochs: Count | None = 1
     every_steps: Count | None = None
     min_seconds: Annotated[float, Ge(0)] = 10.0
+    async_: Annotated[bool, Field(alias="async")] = False  # `async` is a keyword of Python's
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -150,7 +151,9 @@ class Train:
     seed: NonNegative = 0
     epochs: Count | None = 30
     max_steps: Count | None = None
+    max_time: str | None = None
     ckpt_path: str | None = None
+    resume: Literal["auto"] | None = None
     output_root: str = "outputs"
     device: str = "auto"
     threads: Count | None = None
@@ -170,6 +173,7 @@ class Train:
     deterministic: bool | Literal["warn"] = False
     accumulate: Count = 1
     detect_anomaly: bool = False
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
     clip: Clip = field(default_factory=Clip)

@@ -7,6 +7,8 @@ list of callbacks:
     on_step(loop)                   after an optimizer step
     on_log(loop, metrics)           when training is logged; may add to `metrics`, a dict of floats
     on_evaluation(loop, metrics)    after the validation split was evaluated; metrics as {"val/accuracy": 0.9, ...}
+    on_left_out(loop, step, diagnosis)   a step's gradients were not finite, so it was left out; why, or None
+    on_rollback(loop, found)        the state is that of an earlier step again; `found.step` will be left out
     on_boundary(loop)               after everything that was due at this step: the state may be saved here
     on_end(loop)                    after the last step, also when training was stopped early
 
@@ -16,14 +18,18 @@ list of callbacks:
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.engine.errors import Diverged
+from runner.engine.errors import Diverged, NotFinite
 
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
+
+_SPIKE, _SPIKE_WINDOW = 3.0, 10  # times the median of as many lines of training
 
 
 class EarlyStopping:
@@ -109,6 +115,7 @@ class Log:
         every_steps: optimizer steps between readings; in between nothing waits for the device.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
         gauges: further figures of a training line, given its samples a second; must not wait for the device.
+        warn: told in a sentence when the loss jumps.
     """
 
     def __init__(
@@ -116,7 +123,10 @@ class Log:
         every_steps: int,
         sinks: Sequence[Callable[[str, dict[str, float], int, int], None]],
         gauges: Callable[[float], dict[str, float]] = lambda rate: {},
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._warn = warn
+        self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
         self.every_steps = every_steps
         self.sinks = list(sinks)
         self.gauges = gauges
@@ -133,9 +143,11 @@ class Log:
         step = loop.state.position.global_step
         if step % self.every_steps and step < loop.total_steps:
             return
+        loop.settle()
         loss = loop.state.meter.read()
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
+        self._watch(loss, step)
         now = time.perf_counter()
         seconds = max(now - self._since - (loop.paused_s - self._paused_s), 1e-9)
         rate = (loop.samples_seen - self._samples) / seconds
@@ -150,6 +162,20 @@ class Log:
         """Log an evaluation of the validation split."""
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
         # The time that an evaluation takes is not training time.
+        self._begin(loop, time.perf_counter())
+
+    def _watch(self, loss: float, step: int) -> None:
+        """Warn of a loss far above those of the lines before."""
+        if len(self._losses) == _SPIKE_WINDOW:
+            usual = statistics.median(self._losses)
+            if loss > _SPIKE * usual > 0:
+                self._warn(
+                    f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before"
+                )
+        self._losses.append(loss)
+
+    def on_rollback(self, loop: Loop, found: NotFinite) -> None:
+        """Start the clock anew."""
         self._begin(loop, time.perf_counter())
 
     def _begin(self, loop: Loop, now: float) -> None:
@@ -175,6 +201,7 @@ class Checkpointing:
         save: called with the loop, whether the state is the best so far, and a copy of the best state if that was put off.
         copy: called with the loop; gives a copy of the state that later steps leave alone.
         min_seconds: time between saves that may be put off; what a kill costs at most.
+        check: called at every boundary; raises what went wrong with a save that goes on in the background.
     """
 
     def __init__(
@@ -184,7 +211,9 @@ class Checkpointing:
         save: Callable[[Loop, bool, Any], None],
         copy: Callable[[Loop], Any] = lambda loop: None,
         min_seconds: float = 0.0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check = check
         self.every_steps, self.every_epochs, self.min_seconds = every_steps, every_epochs, min_seconds
         self._save, self._copy = save, copy
         self._best: Any = None
@@ -197,6 +226,7 @@ class Checkpointing:
 
     def on_boundary(self, loop: Loop) -> None:
         """Save if it is time."""
+        self._check()
         position = loop.state.position
         if (
             loop.finished

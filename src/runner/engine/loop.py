@@ -9,6 +9,7 @@
                 on_step
                 evaluate, on_evaluation    # if it is due
                 on_boundary                # checkpoints; then signals and limits are looked at
+            steps left out on the device are told of when numbers are read: on_left_out, on_rollback
     on_end
 
 Whatever stops the loop stops it at a boundary, where position and state describe the run completely.
@@ -24,13 +25,16 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from runner.engine.errors import Interrupted, Preempted
+from runner.engine.diagnosis import diagnose
+from runner.engine.errors import Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
 from runner.engine.plan import Plan
 from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
 
 _STEPS_BETWEEN_COLLECTIONS = 500
+_MOST_ROLLBACKS = 10
+_TOLD = 3  # steps that were left out whose cause is looked for
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Loop:
         monitor: metric and mode (`min` or `max`) that say which evaluation is best.
         interrupted: the name of the signal that asks the run to stop, or an empty string.
         step: trains on a batch as `train_step` does.
+        roll_back: puts the state back to that of an earlier step; needed where the guard's policy is `rollback`.
     """
 
     def __init__(
@@ -97,8 +102,11 @@ class Loop:
         monitor: tuple[str, str],
         interrupted: Callable[[], str] = lambda: "",
         step: Callable[[TrainState, StepParts, Any, float, int, bool], None] = train_step,
+        roll_back: Callable[[Loop], None] | None = None,
     ) -> None:
         self.step = step
+        self._roll_back, self._rollbacks, self._told = roll_back, 0, 0
+        self._ask_again = False  # whether the source was asked for other batches meanwhile
         self.state, self.source, self.plan, self.parts, self.limits = state, source, plan, parts, limits
         self._total_steps: int | None = None
         self.callbacks = list(callbacks)
@@ -144,29 +152,42 @@ class Loop:
 
         Raises:
             Preempted: after a signal, once the callbacks have seen the boundary.
-            Diverged: if the loss is not finite when it is read.
+            Diverged: if loss or gradients are not finite, and nothing else is to be done about it.
         """
         state = self.state
-        state.model.train()
-        state.set_learning_rate()
+        self._begin()
         self.emit("on_start")
         with collecting_between_steps():
             if state.position.evaluation_due:
                 self._boundary()
             while not self.finished:
-                self._epoch()
+                try:
+                    self._epoch()
+                except NotFinite as found:
+                    self._return_from(found)
         self.emit("on_end")
+
+    def _begin(self) -> None:
+        """Make the next step the first one after whatever put the state where it is."""
+        self.state.model.train()
+        self.state.set_learning_rate()
+        if self.parts.guard is not None:
+            self.parts.guard.start()
 
     def _epoch(self) -> None:
         """Train from the position to the end of the epoch, or to where training ends."""
         state, plan, parts, step = self.state, self.plan, self.parts, self.step
         position, interval = state.position, self.limits.evaluate_every_steps
+        self._ask_again = False
         batches = self.source.batches(position.epoch, position.batch, plan.batches)
         for size, weight, update in plan.parts(position.batch):
             asked = perf_counter()
             batch = next(batches)
             self.waited_s += perf_counter() - asked
-            step(state, parts, batch, weight, size, update)
+            if position.left_out and position.global_step + 1 in position.left_out:
+                self._leave_out(update)
+            else:
+                step(state, parts, batch, weight, size, update)
             self.samples_seen += size
             position.batch += 1
             if not update:
@@ -183,8 +204,63 @@ class Loop:
             if self.epoch_ended or done >= self.total_steps or (interval is not None and done % interval == 0):
                 position.evaluation_due = self._evaluation_due()
             self._boundary()
-            if self.finished or self.epoch_ended:
+            if self.finished or self.epoch_ended or self._ask_again:
                 return
+
+    def _leave_out(self, update: bool) -> None:
+        if update and self.parts.guard is not None:
+            self.parts.guard.stepped()
+
+    def settle(self) -> None:
+        """Find out whether steps since the last call were left out as their gradients are not finite; waits for the device.
+
+        Called before numbers are read, the state is saved, or the validation split evaluated.
+
+        Raises:
+            Diverged: if they were, and the policy is to stop.
+            NotFinite: if they were, and the policy is to go on from an earlier state.
+        """
+        guard = self.parts.guard
+        if guard is None or guard.steps == 0:
+            return
+        before = self.state.position.global_step - guard.steps
+        for index in guard.found():
+            step = before + index + 1
+            if guard.policy == "skip" and self._told >= _TOLD:
+                self.emit("on_left_out", step, None)
+                continue
+            epoch, batches = self._batches_of(step)
+            diagnosis = diagnose(self.state, self.parts, batches, step, epoch + 1)
+            self._told += 1
+            self.emit("on_left_out", step, diagnosis)
+            if guard.policy == "raise":
+                raise Diverged(str(diagnosis))
+            if guard.policy == "rollback":
+                raise NotFinite(step, str(diagnosis))
+
+    def _batches_of(self, step: int) -> tuple[int, list[Any]]:
+        """The epoch and the batches of an optimizer step that was taken in this or an earlier epoch."""
+        position, plan = self.state.position, self.plan
+        epoch, done = position.epoch, math.ceil(position.batch / plan.accumulate)
+        behind = position.global_step - (step - 1)
+        while behind > done:
+            epoch, behind, done = epoch - 1, behind - done, plan.steps
+        start = (done - behind) * plan.accumulate
+        self._ask_again = True
+        return epoch, list(self.source.batches(epoch, start, min(start + plan.accumulate, plan.batches)))
+
+    def _return_from(self, found: NotFinite) -> None:
+        """Go back to an earlier state, and leave out the step that was found when training comes to it again."""
+        assert self._roll_back is not None, "the policy rollback needs a way back"
+        self._rollbacks += 1
+        if self._rollbacks > _MOST_ROLLBACKS:
+            raise Diverged(f"{found}; training was rolled back {_MOST_ROLLBACKS} times before") from found
+        earlier = self.state.position.left_out
+        self._roll_back(self)
+        self.state.position.left_out = sorted({*earlier, *self.state.position.left_out, found.step})
+        self.epoch_ended = False
+        self._begin()
+        self.emit("on_rollback", found)
 
     def _evaluation_due(self) -> bool:
         """Whether the validation split is to be evaluated at the end of an epoch, of an interval or of training."""
@@ -205,6 +281,7 @@ class Loop:
         position = self.state.position
         self.improved = False
         if position.evaluation_due and not self.interrupted():
+            self.settle()
             try:
                 self._run_evaluation()
                 position.evaluation_due = False

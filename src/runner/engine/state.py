@@ -40,6 +40,7 @@ class Position:
         micro_batch: batches accumulated for the step under way; 0, as states are saved between steps.
         global_step: optimizer steps done.
         evaluation_due: the validation split is to be evaluated before going on.
+        left_out: numbers of the optimizer steps, from 1, that are not trained on as their gradients are not finite.
     """
 
     epoch: int = 0
@@ -47,6 +48,7 @@ class Position:
     micro_batch: int = 0
     global_step: int = 0
     evaluation_due: bool = False
+    left_out: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -98,6 +100,40 @@ class Meter:
         self._samples = state["samples"]
 
 
+class FiniteMeter(Meter):
+    """A meter that leaves out losses that are not finite."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._left_out = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, loss: torch.Tensor, samples: int) -> None:
+        """Count the mean `loss` of `samples` samples, if it is finite."""
+        loss = loss.detach()
+        finite = loss.isfinite()
+        self._left_out.add_(~finite, alpha=samples)
+        super().add(torch.where(finite, loss, torch.zeros_like(loss)), samples)
+
+    def read(self) -> float:
+        """The mean since `reset`, 0 if no loss was finite; waits for the device."""
+        self._settle()
+        return super().read()
+
+    def reset(self) -> None:
+        """Start anew."""
+        super().reset()
+        self._left_out.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sum and count of the finite losses."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        self._samples -= int(self._left_out)
+        self._left_out.zero_()
+
+
 @dataclass
 class TrainState:
     """The objects that training changes, gathered so that they are saved and restored together."""
@@ -145,20 +181,25 @@ class TrainState:
         self.meter.load_state_dict(state["metrics"]["train"])
 
     def not_finite(self) -> str:
-        """Name of the first tensor of model or optimizer that is not finite, or an empty string; waits for the device."""
-        found = [*_tensors("", self.model.state_dict()), *_tensors("optimizer", self.optimizer.state_dict())]
-        named = [(name, tensor) for name, tensor in found if tensor.is_floating_point()]
-        if not named:
-            return ""
-        # One answer for all, since each one costs a wait.
-        flags = torch.stack([tensor.isfinite().all().to(named[0][1].device) for _, tensor in named])
-        return "" if bool(flags.all()) else named[int(flags.int().argmin())][0]
+        """See `not_finite`."""
+        return not_finite({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
 
     def set_learning_rate(self) -> None:
         """Set each group's rate for the step that comes next."""
         factor = self.schedule.factor(self.position.global_step)
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+
+
+def not_finite(contents: Mapping[str, Any]) -> str:
+    """Name of the first tensor of `model` or `optimizer` that is not finite, or an empty string; waits for the device."""
+    found = [*_tensors("", contents["model"]), *_tensors("optimizer", contents["optimizer"])]
+    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point()]
+    if not named:
+        return ""
+    # One answer for all, since each one costs a wait.
+    flags = torch.stack([tensor.isfinite().all().to(named[0][1].device) for _, tensor in named])
+    return "" if bool(flags.all()) else named[int(flags.int().argmin())][0]
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from runner.engine.guard import Guard
 from runner.engine.state import TrainState
 
 
@@ -40,6 +41,8 @@ class StepParts:
         clip_norm: largest norm of all gradients together; None for no limit.
         clip_value: largest absolute value of a gradient element; None for no limit.
         objective: (images, targets) -> loss, in place of model and loss one after the other; None for these.
+        guard: keeps the optimizer from steps whose gradients are not finite; None lets it take them.
+        take_step: what `optimizer.step` does, in less time; None for that itself.
     """
 
     targets: Callable[[Tensor], Tensor]
@@ -48,14 +51,16 @@ class StepParts:
     clip_norm: float | None = None
     clip_value: float | None = None
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
+    guard: Guard | None = None
+    take_step: Callable[[], object] | None = None
 
 
 def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, update: bool) -> None:
     """Train on one batch; at the end of an accumulation window, update the weights.
 
     The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
-    then unscale, clip, optimizer step, scaler update; counters and the next learning rate are the loop's. Nothing here waits
-    for the device.
+    then finite check, unscale, clip, optimizer step, scaler update; counters and the next learning rate are the loop's.
+    Nothing here waits for the device.
 
     Args:
         state: what training changes.
@@ -80,6 +85,8 @@ def forward(state: TrainState, parts: StepParts, batch: Batch, samples: int) -> 
         else:
             loss = parts.loss(state.model(batch.images), targets)
     state.meter.add(loss, samples)
+    if parts.guard is not None:
+        parts.guard.watch_loss(loss)
     return loss
 
 
@@ -94,16 +101,21 @@ def backward(state: TrainState, loss: Tensor, weight: float) -> None:
 
 def update_weights(state: TrainState, parts: StepParts) -> None:
     """Take an optimizer step with the gradients, and drop them."""
-    model, optimizer, scaler = state.model, state.optimizer, state.scaler
-    if parts.clip_norm is not None or parts.clip_value is not None:
+    model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
+    if guard is None or guard.allows_step():
+        if parts.clip_norm is not None or parts.clip_value is not None:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            clip_gradients(model, parts.clip_norm, parts.clip_value)
         if scaler is not None:
-            scaler.unscale_(optimizer)
-        clip_gradients(model, parts.clip_norm, parts.clip_value)
-    if scaler is not None:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
+        elif parts.take_step is not None:
+            parts.take_step()
+        else:
+            optimizer.step()
+    if guard is not None:
+        guard.stepped()
     # As zero_grad(set_to_none=True) does, without its bookkeeping.
     for group in optimizer.param_groups:
         for parameter in group["params"]:

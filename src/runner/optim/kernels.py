@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,7 @@ class Kernels:
     reason: str
 
 
-def choose_kernels(
-    node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False, scaled: bool = False
-) -> Kernels:
+def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
     """Settle `optimizer.fused` and `optimizer.foreach`, which null leaves open.
 
     Open means fused where the class has it for this device and these parameters, else foreach where it pays, which is on
@@ -48,7 +46,6 @@ def choose_kernels(
         node: section `optimizer` of the config.
         parameters: what is trained.
         sparse: whether the model has layers that give sparse gradients.
-        scaled: whether the loss is scaled, so that steps may be left out.
 
     Raises:
         UserError: if what is set cannot be had, or no step can be taken at all.
@@ -64,7 +61,7 @@ def choose_kernels(
             )
     if not _is_known(target):
         return Kernels({}, "", "")
-    trial = _Trial(target, node, arguments, parameters, sparse, scaled)
+    trial = _Trial(target, node, arguments, parameters, sparse)
     for kind in has:
         if node.get(kind):
             if obstacle := trial.obstacle(kind):
@@ -79,8 +76,8 @@ def choose_kernels(
 def start_momentum(optimizer: Optimizer) -> None:
     """Give fused SGD momentum of zeros to start from, which is what its first step would make of the gradients.
 
-    Left to itself it makes the buffers without writing to them, and leaves the rest to a kernel that does nothing when a
-    scaled loss has overflowed: the next step would then go on from whatever was in memory.
+    Left to itself it makes the buffers without writing to them, and leaves the rest to a kernel that does nothing when
+    gradients are not finite: the next step would then go on from whatever was in memory.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -88,6 +85,27 @@ def start_momentum(optimizer: Optimizer) -> None:
         if group.get("fused") and group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def plain_step(optimizer: Optimizer) -> Callable[[], object]:
+    """What `optimizer.step()` does without the bookkeeping around it, which shows in small steps.
+
+    torch wraps the steps of its optimizers in a profiler's range and in calls of hooks; where none are registered and the
+    class is torch's own, the function inside can be called as it is. Where the step of an object was replaced, that is taken.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim") or "step" in vars(optimizer):
+        return optimizer.step
+    inside = inspect.unwrap(type(optimizer).step)
+    hooks = [vars(optimizer).get(name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+
+    def step() -> None:
+        if any(hooks) or optimizer.defaults.get("differentiable"):
+            optimizer.step()
+            return
+        with torch.no_grad():
+            inside(optimizer)
+
+    return step
 
 
 def _by_itself(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tuple[str, str]:
@@ -137,7 +155,6 @@ class _Trial:
     arguments: set[str]
     parameters: Sequence[Tensor]
     sparse: bool
-    scaled: bool
 
     @property
     def device(self) -> str:
@@ -151,8 +168,8 @@ class _Trial:
             return "fused kernels take no sparse gradients, which a layer with sparse=true gives"
         if kind == "fused" and not all(parameter.is_floating_point() for parameter in self.parameters):
             return "fused kernels take real floating-point weights alone"
-        if kind == "fused" and self.scaled and self.node.get("momentum") and self.node.get("dampening"):
-            return "under a scaled loss fused SGD with dampening starts its momentum wrong if the first step overflows"
+        if kind == "fused" and self.node.get("momentum") and self.node.get("dampening"):
+            return "fused SGD with dampening starts its momentum wrong if the first step is left out as not finite"
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters}
         failures = (self._failure(kind, device, dtype) for device, dtype in sorted(kinds, key=str))
         return next(filter(None, failures), "")

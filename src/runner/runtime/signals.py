@@ -1,18 +1,19 @@
-"""Signals that ask a run to stop: noted by a handler, acted on by the loop at the next step boundary."""
+"""What asks a run to stop, a signal or the end of its time: noted here, acted on by the loop at the next step boundary."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
-_WATCHED = ("SIGTERM", "SIGINT", "SIGUSR1")
+_WATCHED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT and SIGUSR1 set `received`; a second one ends the process at once.
+    """While entered, SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set `received`; a second one ends the process at once.
 
     Outside the main thread, where Python allows no handlers, it does nothing.
     """
@@ -20,6 +21,17 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = ""
         self._before: dict[int, Any] = {}
+        self._end, self._limit = float("inf"), ""
+
+    def limit(self, seconds: float, name: str) -> None:
+        """Ask the run to stop `seconds` from now too; `name` is what people are told."""
+        self._end, self._limit = time.monotonic() + seconds, name
+
+    def asked(self) -> str:
+        """What asks the run to stop, such as `SIGTERM` or `max_time=2h`, or an empty string."""
+        if self.received or time.monotonic() < self._end:
+            return self.received
+        return self._limit
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -60,6 +61,24 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None
+
+
+def unfinished(runs: Path, overrides: list[str]) -> Path | None:
+    """The newest run in `runs` that was started with the same overrides, if it has not finished; else None."""
+    same = [path.parent for path in runs.glob("*/overrides.yaml") if _read_list(path) == overrides]
+    # The name says when it was started; of those of one second the later has the larger number.
+    newest = max(same, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
+    if newest is None or (read_summary(newest) or {}).get("status") == "finished":
+        return None
+    return newest
+
+
+def _read_list(path: Path) -> list[str] | None:
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except (OSError, yaml.YAMLError):
+        return None
+    return content if isinstance(content, list) else None
 
 
 class RunDirectory:
@@ -128,6 +147,12 @@ class RunDirectory:
     def read_summary(self) -> dict[str, Any] | None:
         """The stored summary, or None if there is none that can be read."""
         return read_summary(self.path)
+
+    def forget(self) -> None:
+        """Remove what a run that is started anew here will write again: its metrics and its log."""
+        for path in (self.metrics_file, self.log_file, *self.path.glob("metrics_*.csv"), *self.tensorboard.glob("*")):
+            with writing(path):
+                path.unlink(missing_ok=True)
 
     def truncate_metrics(self, global_step: int) -> None:
         """Drop the metrics of steps after `global_step`, which a run continued here will write again."""

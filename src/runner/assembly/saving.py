@@ -1,0 +1,164 @@
+"""Saving a run, at once or in the background, and going back to what was saved."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from runner.checkpoint import file, resume
+from runner.checkpoint.background import Background, Snapshot
+from runner.checkpoint.find import Found
+from runner.checkpoint.keeper import Keeper
+from runner.checkpoint.space import require_space, scarce, size_of
+from runner.engine.errors import Diverged
+from runner.engine.loop import Loop
+from runner.engine.state import TrainState, not_finite
+from runner.tracking.environment import versions
+from runner.tracking.loggers import Logger
+from runner.tracking.outbox import Outbox
+from runner.tracking.run_directory import RunDirectory
+
+_MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
+
+
+class Saving:
+    """Writes checkpoints of a run, and with each one the metrics and the summary up to it.
+
+    Args:
+        directory: of the run.
+        keep: newest checkpoints to keep.
+        callbacks: of the user, by name; those with a state are saved.
+        config: the resolved config as YAML text.
+        classes: names of the classes.
+        loggers: where metrics are stored.
+        show: metrics that are on their way there.
+        summary: what `summary.json` says; brought up to date here.
+        monitor: the metric that says which evaluation is best.
+        in_background: whether a thread writes while training goes on.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        keep: int,
+        callbacks: dict[str, Any],
+        config: str,
+        classes: list[str],
+        loggers: Sequence[Logger],
+        show: Outbox,
+        summary: dict[str, Any],
+        monitor: str,
+        in_background: bool,
+    ) -> None:
+        self.keeper = Keeper(directory.checkpoints, keep)
+        self._directory, self._callbacks = directory, callbacks
+        self._config, self._classes, self._versions = config, classes, versions()
+        self._loggers, self._show = loggers, show
+        self._summary, self._monitor = summary, monitor
+        self._background = Background() if in_background else None
+        self._snapshot = Snapshot()
+
+    def room_for(self, state: TrainState) -> str:
+        """See that checkpoints fit on the disk, before the first step.
+
+        Returns:
+            A warning, or an empty string.
+
+        Raises:
+            UserError: if not even one does.
+        """
+        weights = size_of(state.model.state_dict())
+        require_space(self._directory.checkpoints, weights)
+        return scarce(self._directory.checkpoints, weights * (1 + _MOMENTS), self.keeper.keep)
+
+    def save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
+        """Write the state, and before it the best one if that was put off.
+
+        Raises:
+            Diverged: if a tensor of it is not finite; nothing is written.
+            UserError: if it cannot be written.
+        """
+        contents = self._contents(loop)
+        self._show.empty()
+        for logger in self._loggers:
+            logger.flush()
+        if self._background is None:
+            self._write(contents, is_best, earlier_best, self._record(loop.state))
+            return
+        self._background.wait()  # its buffers are used again
+        contents = self._snapshot.take(contents)
+        summary = copy.deepcopy(self._record(loop.state))
+
+        def work() -> None:
+            self._snapshot.wait()
+            self._write(contents, is_best, earlier_best, summary)
+
+        self._background.start(work)
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything did."""
+        if self._background is not None:
+            self._background.check()
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            Diverged: if a tensor was not finite.
+            UserError: if it could not be written.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def copy(self, loop: Loop) -> dict[str, Any]:
+        """A copy of the state, to be written later.
+
+        Raises:
+            Diverged: if a tensor of it is not finite.
+        """
+        copied: dict[str, Any] = resume.copied(self._contents(loop))
+        return copied
+
+    def roll_back(self, loop: Loop) -> None:
+        """Put the run back to its last checkpoint, and take back what was logged since."""
+        self.wait()
+        self._show.empty()
+        found = Found(self.keeper.last, file.read(self.keeper.last), [])
+        resume.restore(found, loop.state, self._callbacks)
+        for logger in self._loggers:
+            logger.close()
+            logger.open(self._directory.path, loop.state.position.global_step)
+
+    def _contents(self, loop: Loop) -> dict[str, Any]:
+        loop.settle()
+        return resume.contents(loop.state, self._callbacks, self._config, self._classes, self._versions)
+
+    def _write(
+        self,
+        contents: dict[str, Any],
+        is_best: bool,
+        earlier_best: dict[str, Any] | None,
+        summary: dict[str, Any],
+    ) -> None:
+        step = contents["position"]["global_step"]
+        if name := not_finite(contents):
+            raise Diverged(f"{name} is not finite after step {step}; it was not saved")
+        if earlier_best is not None:
+            self.keeper.save(earlier_best, earlier_best["position"]["global_step"], is_best=True)
+        self.keeper.save(contents, step, is_best)
+        self._directory.write_summary(summary)
+
+    def _record(self, state: TrainState) -> dict[str, Any]:
+        record(self._summary, state, self._monitor)
+        return self._summary
+
+
+def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
+    """Bring the summary up to date."""
+    best = state.best
+    summary["best"] = dataclasses.asdict(best) if best else None
+    summary["last"] = {name.removeprefix("val/"): value for name, value in state.last_metrics.items()}
+    summary["monitor"] = monitor
+    summary["global_step"] = state.position.global_step

@@ -1,0 +1,147 @@
+"""Steps whose gradients are not finite are left out on the device, before any weight has changed; the host learns of it later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Policy = Literal["raise", "skip", "rollback"]
+
+_ROOM = 1024  # flags on the device before they have to be read
+
+
+class Guard:
+    """Keeps an optimizer from taking a step with gradients that are not finite.
+
+    A fused optimizer is told by a flag on the device, which its kernel obeys, so nothing waits; for any other the flag is read
+    at every step. Under `raise` and `rollback` the flag stays up once it is up: the weights remain those before the first
+    such step until somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what
+    they were before the step. Where the loss is scaled, its scaler leaves out steps whose gradients overflow, which belongs
+    to scaling; the guard then watches the loss.
+
+    Attributes:
+        policy: what is to happen.
+        scaled: whether the loss is scaled.
+        by_kernel: whether the optimizer's kernel obeys the flag.
+        steps: steps since `found` was asked.
+
+    Args:
+        model: what is trained.
+        optimizer: what steps.
+        policy: what is to happen.
+        scaled: whether the loss is scaled.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:
+        self.policy = policy
+        self.scaled = scaled
+        self._optimizer = optimizer
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        device = self._parameters[0].device
+        self._alike = len({(parameter.device, parameter.dtype) for parameter in self._parameters}) == 1
+        self._has_kernel = _has_kernel(device)
+        self.by_kernel = not scaled and _obeys_flag(optimizer)
+        self._found = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
+        self._flags = torch.zeros(_ROOM, device=device)
+        self.steps = 0  # since `found` was asked
+        self._known: list[int] = []
+        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()] if policy == "skip" else []
+        self._kept = [buffer.clone() for buffer in self._buffers]
+
+    @property
+    def waits(self) -> bool:
+        """Whether every step waits for the device."""
+        return not self.scaled and not self.by_kernel
+
+    def start(self) -> None:
+        """Forget what was found, and take the buffers as they are for good."""
+        self._found.zero_()
+        self._flags.zero_()
+        self.steps, self._known = 0, []
+        for kept, buffer in zip(self._kept, self._buffers, strict=True):
+            kept.copy_(buffer)
+
+    def watch_loss(self, loss: Tensor) -> None:
+        """Note whether a scaled loss is finite; several losses may make up a step."""
+        if self.scaled:
+            self._found.copy_(torch.where(loss.detach().isfinite(), self._found, self._one))
+
+    def allows_step(self) -> bool:
+        """Whether the optimizer is to be called; a kernel that obeys the flag always is, and may then do nothing."""
+        if self.scaled:
+            return True
+        self._look()
+        if not self.by_kernel:
+            return not bool(self._found)
+        self._optimizer.found_inf = self._found  # type: ignore[attr-defined]
+        return True
+
+    def stepped(self) -> None:
+        """Note the outcome of a step."""
+        lasting = self.policy != "skip"
+        if lasting and not self.scaled:
+            # It stays up, so how often it was up tells which step was the first.
+            self._flags[0].add_(self._found)
+        else:
+            if self.steps and self.steps % _ROOM == 0:
+                self._read()
+            self._flags[self.steps % _ROOM].copy_(self._found)
+            for kept, buffer in zip(self._kept, self._buffers, strict=True):
+                buffer.copy_(torch.where(self._found > 0, kept, buffer))
+                kept.copy_(buffer)
+            self._found.zero_()
+        self.steps += 1
+
+    def found(self) -> list[int]:
+        """Which of the steps since the last call were not finite, counted from 0; waits for the device."""
+        if self.policy != "skip" and not self.scaled:
+            bad = int(self._flags[0])
+            first = self.steps - bad
+            found = [first] if bad else []
+            self.steps = 0
+            return found
+        self._read()
+        found, self._known, self.steps = self._known, [], 0
+        return found
+
+    def _read(self) -> None:
+        since = (self.steps - 1) // _ROOM * _ROOM if self.steps else 0
+        flags = self._flags[: self.steps - since].tolist()
+        self._known += [since + index for index, flag in enumerate(flags) if flag]
+
+    def _look(self) -> None:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
+        for some in [gradients] if self._alike else _by_kind(gradients):
+            if self._has_kernel:
+                torch._amp_foreach_non_finite_check_and_unscale_(some, self._found, self._one)
+            else:
+                flags = torch.stack([gradient.isfinite().all() for gradient in some])
+                self._found.copy_(torch.where(flags.all(), self._found, self._one))
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Whether GradScaler's kernel works there: it multiplies by 1, which changes no bit, and looks at many at once."""
+    try:
+        trial = torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_([torch.ones_like(trial)], trial, torch.ones_like(trial))
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return True
+
+
+def _obeys_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every update is made by a kernel that does nothing when `found_inf` says so."""
+    known = type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer)
+    return known and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _by_kind(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(kinds.values())

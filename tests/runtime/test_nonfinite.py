@@ -1,0 +1,151 @@
+"""A NaN in an input, a weight or a gradient, under each precision: every policy does what it says, and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.checkpoint.file import read
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=64", "data.image_size=8", "data.batch_size=8", "epochs=3", "data.split.val=0",
+    "data.split.test=0.2", "model=small_cnn", "model.width=4", "transform=none", "evaluate.test=false", "threads=1",
+    "logger=none", "log.progress=false", "log.every_steps=4", "checkpoint.every_steps=5", "optimizer=sgd", "optimizer.lr=0.01",
+)  # fmt: skip
+FAULTS = """
+import torch
+
+STEP = 13  # between log points at 12 and 16, after the checkpoint of step 10
+
+class Input:
+    '''A pixel of whatever is trained on in that step.'''
+    def on_start(self, loop):
+        source, batches = loop.source, loop.source.batches
+        def spoilt(epoch, start, stop):
+            for number, batch in enumerate(batches(epoch, start, stop), start):
+                if epoch * loop.plan.batches + number == STEP - 1:
+                    batch.images[2, 0, 3, 3] = float("nan")
+                yield batch
+        source.batches = spoilt
+
+class Weight:
+    done = False
+    def on_step(self, loop):
+        if loop.state.position.global_step == STEP - 1 and not Weight.done:
+            Weight.done = True
+            with torch.no_grad(): next(loop.state.model.parameters())[0] = float("nan")
+
+class Gradient:
+    def on_start(self, loop):
+        def spoil(grad):
+            step = loop.state.position.global_step + 1
+            return torch.full_like(grad, float("inf")) if step == STEP else grad
+        list(loop.state.model.parameters())[-1].register_hook(spoil)
+"""
+
+
+@pytest.fixture
+def faulty(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    (workdir / "faults.py").write_text(FAULTS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(__import__("sys").modules, "faults", raising=False)
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+
+    def call(fault: str, policy: str, *words: str) -> Any:
+        return run(
+            "train",
+            *SMALL,
+            f"+callbacks.fault._target_=faults.{fault}",
+            f"on_nonfinite={policy}",
+            "trust=[faults]",
+            *words,
+        )
+
+    return call
+
+
+def finite(directory: Path) -> bool:
+    contents = [read(path) for path in (directory / "checkpoints").glob("*.pt")]
+    return all(tensor.isfinite().all() for found in contents for tensor in found["model"].values())
+
+
+AMP = ["amp=false", "amp=bf16", "amp=fp16"]
+
+
+@pytest.mark.parametrize("amp", AMP)
+@pytest.mark.parametrize("fault", ["Input", "Weight"])
+def test_raise_stops_and_keeps_what_was_saved(faulty: Callable[..., Any], fault: str, amp: str) -> None:
+    result = faulty(fault, "raise", amp)
+    assert result.status == 3, result.err + result.out
+    assert "the gradients of step 13 (epoch 2) are not finite" in result.err
+    cause = {"Input": "the images of sample", "Weight": "weights are not finite"}[fault]
+    assert cause in result.err
+    assert finite(result.directory)
+    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 10
+    batch = torch.load(result.directory / "nonfinite" / "step_0000000013.pt", weights_only=True)
+    assert batch["images"].isnan().any() == (fault == "Input")
+    assert len(batch["indices"]) == 8
+
+
+@pytest.mark.parametrize("amp", ["amp=false", "amp=bf16"])
+def test_raise_names_the_gradients_that_an_operation_spoils(faulty: Callable[..., Any], amp: str) -> None:
+    result = faulty("Gradient", "raise", amp)
+    assert result.status == 3, result.err + result.out
+    assert "step 13" in result.err
+    assert finite(result.directory)
+
+
+def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Callable[..., Any]) -> None:
+    result = faulty("Gradient", "raise", "amp=fp16")
+    assert result.status == 0, result.err
+    scale = read(result.directory / "checkpoints" / "last.pt")["scaler"]["scale"]
+    assert scale < 2.0**16
+    assert finite(result.directory)
+
+
+@pytest.mark.parametrize("optimizer", ["optimizer=sgd", "optimizer=rmsprop"])
+@pytest.mark.parametrize("amp", AMP)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_training_goes_on_without_the_step(faulty: Callable[..., Any], policy: str, amp: str, optimizer: str) -> None:
+    result = faulty("Input", policy, amp, optimizer, "optimizer.lr=0.01")
+    assert result.status == 0, result.err + result.out
+    assert "step 13" in result.out
+    assert finite(result.directory)
+    last = read(result.directory / "checkpoints" / "last.pt")
+    assert last["position"]["left_out"] == ([13] if policy == "rollback" else [])
+    assert last["position"]["global_step"] == 24
+    steps = [line["global_step"] for line in result.metrics if line["split"] == "train"]
+    assert steps == sorted(set(steps))
+    assert all(line["loss"] is not None for line in result.metrics)
+
+
+def test_a_weight_is_healed_by_going_back(faulty: Callable[..., Any]) -> None:
+    result = faulty("Weight", "rollback")
+    assert result.status == 0, result.err + result.out
+    assert "training goes on from step 10, and leaves out step 13" in result.out
+    assert finite(result.directory)
+
+
+def test_a_weight_is_not_healed_by_skipping_and_nothing_spoilt_is_saved(faulty: Callable[..., Any]) -> None:
+    result = faulty("Weight", "skip")
+    assert result.status == 3, result.out
+    assert "is not finite after step 15; it was not saved" in result.err
+    assert finite(result.directory)
+
+
+def test_what_was_left_out_stays_so_in_a_resumed_run(faulty: Callable[..., Any], train: Callable[..., Any]) -> None:
+    whole = faulty("Input", "rollback")
+    early = whole.directory / "checkpoints" / "step_0000000020.pt"
+    rest = train(f"ckpt_path={early}", "trust=[faults]")
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_with_one_read_a_step_a_wrong_choice_is_a_sentence(run: Callable[..., Any]) -> None:
+    result = run("train", "on_nonfinite=ignore")
+    assert result.status == 2
+    assert "on_nonfinite: cannot be ignore" in result.err
+    assert "raise, skip" in result.err

@@ -1,0 +1,123 @@
+"""Runs that end because their time is up, and go on when the same command is given again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
+    "model=mlp", "model.hidden=[16]", "model.dropout=0.3", "transform=strong", "evaluate.test=false", "threads=1",
+    "logger=none", "log.progress=false", "log.every_steps=1", "checkpoint.min_seconds=0",
+)  # fmt: skip
+STOP = """
+import os, signal
+
+class Stop:
+    def __init__(self, step: int, how: str = "SIGUSR2"): self.step, self.how = step, how
+    def on_step(self, loop):
+        if loop.state.position.global_step == self.step and not os.path.exists("stopped"):
+            open("stopped", "w").close()
+            if self.how == "error": raise RuntimeError("a bug")
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+class Late:
+    def on_step(self, loop):
+        import time
+        time.sleep(0.05)
+"""
+STOPPING = ("+callbacks.stop._target_=stop.Stop", "+callbacks.stop.step=9")
+
+
+@pytest.fixture
+def again(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The same command with `resume=auto`, as a scheduler gives it again."""
+    (workdir / "stop.py").write_text(STOP, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "stop")
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    return lambda *words: run("train", *SMALL, *STOPPING, "resume=auto", *words)
+
+
+@pytest.mark.parametrize("how", ["SIGUSR2", "error"])
+def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(
+    again: Callable[..., Any], train: Callable[..., Any], how: str
+) -> None:
+    first = again(f"+callbacks.stop.how={how}")
+    assert first.status == {"SIGUSR2": 75, "error": 1}[how], first.err
+    second = again(f"+callbacks.stop.how={how}")
+    assert second.status == 0, second.err
+    assert second.directory == first.directory
+    assert second.summary["status"] == "finished"
+    assert second.summary["weights_sha256"] == train(*SMALL).summary["weights_sha256"]
+    steps = [line["global_step"] for line in second.metrics if line["split"] == "train"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == second.summary["global_step"]
+    third = again(f"+callbacks.stop.how={how}")
+    assert third.directory != first.directory, "a run that has finished is not gone on with"
+
+
+def test_another_command_starts_a_run_of_its_own(again: Callable[..., Any]) -> None:
+    first = again()
+    assert first.status == 75
+    other = again("seed=3")
+    assert other.status == 0
+    assert other.directory != first.directory
+    assert other.summary["resumed_from"] is None
+
+
+def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Callable[..., Any], workdir: Path) -> None:
+    words = ("+callbacks.stop.how=error", "callbacks.stop.step=3")
+    first = again(*words)
+    assert first.status == 1
+    assert not list((first.directory / "checkpoints").glob("*.pt"))
+    second = again(*words)
+    assert second.status == 0, second.err
+    assert second.directory == first.directory
+    steps = [line["global_step"] for line in second.metrics if line["split"] == "train"]
+    assert steps == sorted(set(steps))
+    assert steps[0] == 1
+
+
+@pytest.mark.parametrize("multirun", [False, True], ids=["one", "sweep"])
+def test_a_folder_that_was_given_is_gone_on_with_and_left_alone_once_finished(
+    again: Callable[..., Any], workdir: Path, multirun: bool
+) -> None:
+    folder = "hydra.sweep.dir=mine" if multirun else "hydra.run.dir=mine"
+    words = ("--multirun", "seed=0", folder) if multirun else (folder,)
+    first = again(*words)
+    assert first.status == 75, first.err + first.out
+    place = workdir / "mine" / ("0" if multirun else "")
+    assert json.loads((place / "summary.json").read_text())["status"] == "preempted"
+    second = again(*words)
+    assert second.status == 0, second.err
+    before = (place / "summary.json").read_bytes()
+    assert json.loads(before)["status"] == "finished"
+    third = again(*words)
+    assert third.status == 0, third.err
+    assert "has finished already" in third.out
+    assert (place / "summary.json").read_bytes() == before
+
+
+def test_ckpt_path_beside_it_is_refused(again: Callable[..., Any]) -> None:
+    result = again("ckpt_path=last")
+    assert result.status == 2
+    assert "resume: is auto" in result.err
+
+
+def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], train: Callable[..., Any]) -> None:
+    words = ("callbacks.stop._target_=stop.Late", "~callbacks.stop.step", "max_time=1", "log.every_steps=3")
+    first = again(*words)
+    assert first.status == 75, first.err + first.out
+    assert first.summary["error"] == "stopped by max_time=1"
+    done = first.summary["global_step"]
+    assert 0 < done < 24
+    while again(*words).status == 75:
+        pass
+    ended = json.loads((first.directory / "summary.json").read_text())
+    assert ended["status"] == "finished"
+    assert ended["weights_sha256"] == train(*SMALL).summary["weights_sha256"]
