@@ -35,15 +35,16 @@ SECTIONS = {
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
 }
 COUNTS = {
-    "kills": (200, 6, "SIGKILLs at random moments"),
-    "configurations": (0, 2, "how many configurations to kill; 0 for all"),
-    "writing": (50, 3, "kills inside checkpoint writing"),
+    "kills": (200, 3, "SIGKILLs at random moments"),
+    "configurations": (0, 1, "how many configurations to kill; 0 for all"),
+    "writing": (50, 2, "kills inside checkpoint writing"),
+    "disks": (0, 2, "how many ways to fill the disk; 0 for all"),
     "truncations": (100, 20, "truncated checkpoints"),
     "flips": (1000, 60, "altered bytes"),
-    "settings": (0, 4, "settings that must not change a bit; 0 for all"),
+    "settings": (0, 3, "settings that must not change a bit; 0 for all"),
     "hostile": (0, 8, "malicious files; 0 for all"),
-    "signals": (0, 2, "phases that a signal comes in; 0 for all"),
-    "places": (0, 3, "places of the kill sweep; 0 for all"),
+    "signals": (0, 1, "phases that a signal comes in; 0 for all"),
+    "places": (0, 2, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),
 }
 

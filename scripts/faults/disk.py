@@ -21,8 +21,8 @@ _WORDS = ("model.dropout=0.2", "epochs=2")
 
 def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
-    rows = [_checkpoints(bench), _logs(bench), _cache(bench)]
-    return [*rows, _small_disk(bench)]
+    ways = (_checkpoints, _small_disk, _logs, _cache)
+    return [way(bench) for way in ways[: bench.counts["disks"] or None]]
 
 
 def _limited(limit: int, batch: int = -1) -> Prepare:
@@ -96,7 +96,7 @@ def _checkpoints(bench: Bench) -> Row:
     words = whole(_WORDS)
     expected = _reference(words, folder)
     size = (folder / "reference" / "checkpoints" / "last.pt").stat().st_size
-    for number, share in enumerate((0.05, 0.5, 0.99)):
+    for number, share in enumerate((0.5, 0.05, 0.99)[: 1 if bench.counts["disks"] else None]):
         run = folder / f"run_{number}"
         # More than the summary has, so that the checkpoint is what does not fit.
         life = live([*words, directory(run)], run.with_suffix(".log"), _limited(max(8192, int(size * share)), 10))

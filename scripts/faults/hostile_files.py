@@ -254,6 +254,7 @@ CASES = [
     Case("moments of another shape than their weight", _moments(torch.zeros(1)), REFUSED, HARMLESS),
     Case("moments seen through a stride of 0", _moments(Claim((4, 1, 3, 3), (0, 0, 0, 0))), HARMLESS, HARMLESS),
     Case("a position beyond the epoch", _holding(10**6, "position", "batch"), REFUSED, HARMLESS),
+    Case("a position with other fields", _holding(1, "position", "__init__"), REFUSED, HARMLESS),
     Case("a position of 400 bits", _holding(2**400, "position", "epoch")),
     Case("a best evaluation that is text", _holding({"metric": "x" * 9}, "metrics", "best")),
     Case("a generator's state of 2**70", _holding(["MT19937", [2**70] * 624, 0, 0, 0.0], "rng", "numpy"), REFUSED, HARMLESS),

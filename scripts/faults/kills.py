@@ -20,12 +20,14 @@ class Reference:
     Attributes:
         words: its configuration.
         weights: SHA-256 of its final weights.
-        seconds: from its first step to the end of its process.
+        seconds: from the beginning of its loop to the end of its process.
+        saved_s: from the beginning of its loop to its first checkpoint.
     """
 
     words: tuple[str, ...]
     weights: str
     seconds: float
+    saved_s: float
 
 
 def reference(words: tuple[str, ...], folder: Path) -> Reference:
@@ -36,9 +38,13 @@ def reference(words: tuple[str, ...], folder: Path) -> Reference:
     while not mark.exists() and not life.ended():
         time.sleep(0.002)
     began = time.perf_counter()
+    while not _last(folder / "reference").exists() and not life.ended():
+        time.sleep(0.002)
+    saved = time.perf_counter()
     status = life.wait()
     assert status == 0, f"the run that was to be left alone ended with status {status}: {life.said()[-2000:]}"
-    return Reference(words, fingerprint(folder / "reference"), time.perf_counter() - began)
+    weights = fingerprint(folder / "reference")
+    return Reference(words, weights, time.perf_counter() - began, saved - began)
 
 
 def kills(bench: Bench) -> list[Row]:
@@ -122,14 +128,22 @@ def continued(run: Path, number: int = 0) -> tuple[list[str], Path]:
 
 
 def _killed_once(left_alone: Reference, run: Path, bench: Bench, log: Path) -> tuple[Path, bool]:
-    """Start or continue a run and kill it at a random moment; tells where it is, and whether it was not over by then."""
+    """Start or continue a run and kill it at a random moment; tells where it is, and whether it was not over by then.
+
+    A quarter of the moments are of the whole loop, the others after the first checkpoint: before it nothing is resumed.
+    """
     more, run = continued(run, 1)
     mark = log.with_suffix(".began")
     mark.unlink(missing_ok=True)
     life = begin([*left_alone.words, *more], log, marking(mark))
     while not mark.exists() and not life.ended():
         time.sleep(0.002)
-    moment = time.perf_counter() + bench.draw.uniform(0, left_alone.seconds)
+    begin_s = 0.0
+    if bench.draw.random() > 0.25:
+        while not _last(run).exists() and not life.ended():
+            time.sleep(0.002)
+        begin_s = left_alone.saved_s
+    moment = time.perf_counter() + bench.draw.uniform(0, left_alone.seconds - begin_s)
     while time.perf_counter() < moment and not life.ended():
         time.sleep(0.0005)
     life.kill()

@@ -251,7 +251,7 @@ def train(
     directory.write_environment(environment())
 
     # Device, data, model, optimizer
-    start = Position(**setup.found.contents["position"]) if setup.found else None
+    start = resume.made_of(setup.found, "position", Position) if setup.found else None
     if config.compile:
         forget_compiled()
     training = build_training(config, values, start, make_cache=setup.make_cache)

@@ -107,7 +107,7 @@ def test_contents_of_a_run_are_what_they_should_be(contents: Make) -> None:
         (("position", "batch"), True, "position.batch"),
         (("position", "micro_batch"), "0", "position.micro_batch"),
         (("position", "evaluation_due"), 1, "position.evaluation_due"),
-        (("position", "__class__"), 1, "position.__class__"),
+        (("position", "left_out"), [1, "2"], "position.left_out is not a list of steps"),
         (("metrics", "best"), {"metric": "x"}, "metrics.best.mode"),
         (("metrics", "best"), [], "metrics.best is not a mapping"),
         (("metrics", "last"), {"loss": "low"}, "metrics.last.loss is not a number"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from runner.checkpoint import file, rng
 from runner.checkpoint.find import Found
 from runner.checkpoint.keeper import Keeper, step_name
 from runner.config.errors import UserError
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -59,6 +62,18 @@ def copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(copied(item) for item in value)
     return value
+
+
+def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
+    """What a part of a checkpoint describes, such as its position.
+
+    Raises:
+        UserError: if it describes something else.
+    """
+    try:
+        return kind(**found.contents[key])
+    except TypeError as error:
+        raise UserError(f"{found.path}: {key} does not fit this version of the program: {error}") from error
 
 
 def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:

@@ -107,7 +107,9 @@ def _wrong_type(contents: dict[str, Any]) -> str:
         return f"model.{strange} is not a tensor"
     if not isinstance(metrics.get("callbacks"), dict):
         return "metrics.callbacks is not a mapping"
-    best = metrics.get("best")
+    best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
+    if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
+        return "position.left_out is not a list of steps"
     return (
         _wrong_record(contents["position"], _POSITION, "position", needed=("epoch", "batch", "global_step"))
         or ("" if best is None else _wrong_record(best, _BEST, "metrics.best", needed=tuple(_BEST)))
@@ -117,14 +119,16 @@ def _wrong_type(contents: dict[str, Any]) -> str:
 
 
 def _wrong_record(record: Any, fields: dict[str, type], place: str, needed: tuple[str, ...]) -> str:
-    """What of a mapping with given fields is missing, unknown or of another type, or an empty string."""
+    """What of a mapping with given fields is missing or of another type, or an empty string; other fields are not looked at."""
     if not isinstance(record, dict):
         return f"{place} is not a mapping"
-    for name in (*needed, *record):
-        kind, value = fields.get(name), record.get(name)
+    for name, kind in fields.items():
+        if name not in record and name not in needed:
+            continue
+        value = record.get(name)
         if kind is int and (type(value) is not int or not 0 <= value < _LARGEST):
             return f"{place}.{name} is not a whole number of at least 0"
-        if kind is None or type(value) not in ((float, int) if kind is float else (kind,)):
+        if type(value) not in ((float, int) if kind is float else (kind,)):
             return f"{place}.{name} is not what it should be"
     return ""
 
