@@ -139,7 +139,6 @@ class Setup:
         differences: (key, before, after) of what the command line changed in the checkpoint's config.
         again: the directory of a run that `resume=auto` goes on with, or starts anew.
         finished: the same if that run has nothing left to do.
-        make_cache: whether a cache of `data.cache` that is not there is made; not in a folder that only the checkpoint names.
     """
 
     config: Train
@@ -148,7 +147,6 @@ class Setup:
     differences: list[tuple[str, str, str]] = field(default_factory=list)
     again: RunDirectory | None = None
     finished: RunDirectory | None = None
-    make_cache: bool = True
 
 
 def settle(composition: Composition) -> Setup:
@@ -176,8 +174,7 @@ def settle(composition: Composition) -> Setup:
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:
         raise ConfigError(refused)
-    make_cache = writes_where_told(merged_values, values)
-    return Setup(config, merged_values, found, differences, again, make_cache=make_cache)
+    return Setup(config, merged_values, found, differences, again)
 
 
 def to_continue(composition: Composition) -> RunDirectory | None:
@@ -254,7 +251,7 @@ def train(
     start = resume.made_of(setup.found, "position", Position) if setup.found else None
     if config.compile:
         forget_compiled()
-    training = build_training(config, values, start, make_cache=setup.make_cache)
+    training = build_training(config, values, start, make_cache=writes_where_told(values, composition.values))
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
 
