@@ -34,6 +34,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.state import Position, load_weights
 from runner.runtime.compilation import CompileReport, forget_compiled
+from runner.runtime.determinism import operations_named
 from runner.runtime.gauges import choose_gauges
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peaks import kind_of
@@ -68,7 +69,7 @@ def run(cfg: DictConfig) -> float | None:
     console = Console(None)
     signals = StopSignals()
     try:
-        with signals:
+        with signals, operations_named(lambda text: console.warn(text)):
             setup = settle(composition)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
@@ -79,9 +80,8 @@ def run(cfg: DictConfig) -> float | None:
             opened = directory or open_directory(setup, composition)
             opened.lock()
             directory = opened
-            console = Console(
-                directory.log_file, None if setup.config.log.progress == "auto" else setup.config.log.progress
-            )
+            progress = setup.config.log.progress
+            console = Console(directory.log_file, None if progress == "auto" else progress)
             value = train(setup, composition, directory, console, summary, signals)
         summary["status"] = "finished"
     except UserError as error:
@@ -97,9 +97,7 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        advice = (
-            "lower optimizer.lr, set clip.norm=1.0, set on_nonfinite=skip, or find the operation with debug=anomaly"
-        )
+        advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
         complain(directory, f"diverged: {error}; {advice}")
     except Exception as error:
         status = FAILED
@@ -326,6 +324,7 @@ def train(
         callbacks,
         (monitor, mode),
         signals.asked,
+        training.step,
         roll_back=saving.roll_back,
     )
 

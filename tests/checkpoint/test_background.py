@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,35 @@ def test_a_snapshot_is_left_alone_by_what_happens_later_and_uses_its_memory_agai
     assert torch.equal(second["model"]["weight"], weight)
     third = snapshot.take({"model": {"weight": torch.zeros(4)}})
     assert torch.equal(third["model"]["weight"], torch.zeros(4))
+
+
+def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> None:
+    weight, buffer, snapshot = torch.ones(3), torch.ones(3), Snapshot()
+    copy = snapshot.take({"model": {"weight": weight, "mean": buffer}}, lambda place: place == "/model/weight")
+    assert not snapshot.complete.is_set()
+    buffer.fill_(2)
+    snapshot.finish()
+    assert snapshot.complete.is_set()
+    assert torch.equal(copy["model"]["weight"], weight)
+    assert torch.equal(copy["model"]["mean"], torch.ones(3))
+
+
+@pytest.mark.parametrize("words", [(), ("amp=fp16",), ("optimizer=rmsprop",), ("compile=step",)], ids=str)
+def test_an_update_waits_until_the_weights_before_it_are_copied(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    plain = train(*SMALL, *words, "max_steps=5")
+    finish = Snapshot.finish
+
+    def slow(self: Snapshot) -> None:
+        time.sleep(0.3)
+        finish(self)
+
+    monkeypatch.setattr(Snapshot, "finish", slow)
+    other = train(*SMALL, *words, "max_steps=5", "checkpoint.async=true")
+    for path in (plain.directory / "checkpoints").iterdir():
+        assert same(read(path)["model"], read(other.directory / "checkpoints" / path.name)["model"]), path.name
+        assert same(read(path)["optimizer"], read(other.directory / "checkpoints" / path.name)["optimizer"]), path.name
 
 
 def test_work_is_done_in_order_and_its_errors_are_raised_where_the_program_looks() -> None:

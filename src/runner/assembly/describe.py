@@ -47,6 +47,19 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
             f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
         ),
     ]
-    if config.deterministic:
-        rows.append(("algorithms", "deterministic", f"deterministic={str(config.deterministic).lower()}"))
-    return rows
+    return rows + (_repeating(config, training.device) if config.deterministic else [])
+
+
+def _repeating(config: Train, device: torch.device) -> list[tuple[str, str, str]]:
+    """What a deterministic run repeats, and what it cannot promise."""
+    warned = config.deterministic == "warn"
+    where = {"cpu": "another CPU, number of threads or version"}.get(device.type, "another GPU or version")
+    return [
+        (
+            "algorithms",
+            "deterministic" if not warned else "deterministic where there are such",
+            f"deterministic={str(config.deterministic).lower()}",
+        ),
+        ("seeded", "Python, NumPy, torch, each sample", "not: generators that code makes for itself; env says more"),
+        ("same bits", "on this machine", f"{where} may round differently"),
+    ]

@@ -13,6 +13,7 @@ from runner.config.targets import build, names_argument
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
+from runner.runtime.determinism import refusal
 
 
 def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
@@ -87,7 +88,9 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
         try:
             logits = model(inputs)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise UserError(f"model: cannot take images of shape {shape}: {_first_line(error)}") from error
+            raise refusal(error) or UserError(
+                f"model: cannot take images of shape {shape}: {_first_line(error)}"
+            ) from error
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
@@ -96,7 +99,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
         try:
             value = loss(logits, task.targets(target))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise UserError(
+            raise refusal(error) or UserError(
                 f"loss: {_first_line(error)}\n    allowed: a loss that fits the task and its targets"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -111,7 +114,9 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
     try:
         images = splits.train.prepare(image, places, 0)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise UserError(f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}") from error
+        raise refusal(error) or UserError(
+            f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}"
+        ) from error
     if splits.train.mix is None:
         return
     try:

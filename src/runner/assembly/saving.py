@@ -59,6 +59,7 @@ class Saving:
         self._summary, self._monitor = summary, monitor
         self._background = Background() if in_background else None
         self._snapshot = Snapshot()
+        self._hook: Any = None
 
     def room_for(self, state: TrainState) -> str:
         """See that checkpoints fit on the disk, before the first step.
@@ -88,18 +89,42 @@ class Saving:
             self._write(contents, is_best, earlier_best, self._record(loop.state))
             return
         self._background.wait()  # its buffers are used again
-        contents = self._snapshot.take(contents)
+        contents = self._copy_behind(contents, loop.state)
         summary = copy.deepcopy(self._record(loop.state))
 
         def work() -> None:
-            self._snapshot.wait()
+            self._snapshot.finish()
             self._write(contents, is_best, earlier_best, summary)
 
         self._background.start(work)
 
+    def _copy_behind(self, contents: dict[str, Any], state: TrainState) -> dict[str, Any]:
+        """A copy of which weights and moments are copied by the thread: nothing changes them before the next update.
+
+        The update waits for it, by a hook that is there for this one step.
+        """
+        self._free_step()
+        if "step" in vars(state.optimizer):  # replaced by a compiled one, which calls no hooks
+            return self._snapshot.take(contents)
+        weights = {f"/model/{name}" for name, _ in state.model.named_parameters()}
+        copied = self._snapshot.take(contents, lambda place: place in weights or place.startswith("/optimizer/state/"))
+
+        def wait(*_: Any) -> None:
+            self._snapshot.complete.wait()
+
+        self._hook = state.optimizer.register_step_pre_hook(wait)
+        return copied
+
+    def _free_step(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
     def check(self) -> None:
         """Raise what went wrong in the background, if anything did."""
         if self._background is not None:
+            if self._hook is not None and self._snapshot.complete.is_set():
+                self._free_step()
             self._background.check()
 
     def wait(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from runner.assembly.determinism import named_step
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
@@ -20,10 +22,10 @@ from runner.engine.guard import Guard
 from runner.engine.loop import Limits
 from runner.engine.plan import Plan
 from runner.engine.state import FiniteMeter, Meter, Position, TrainState
-from runner.engine.step import StepParts
+from runner.engine.step import StepParts, train_step
 from runner.engine.tasks import Task
 from runner.optim.kernels import Kernels, plain_step
-from runner.runtime.device import choose_device, configure_torch
+from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled, toggle
@@ -46,6 +48,7 @@ class Training:
     mode: str
     state: TrainState
     parts: StepParts
+    step: Callable[[TrainState, StepParts, Any, float, int, bool], None]
     toggled: Toggled
     kernels: Kernels
     warnings: list[str]
@@ -76,6 +79,7 @@ def build_training(
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
     # Device and precision
+    prepare_repeating(config.deterministic)
     device, device_reason = choose_device(config.device)
     warnings = set_switches(config, device)
     precision = choose_precision(config.amp, device)
@@ -149,6 +153,7 @@ def build_training(
         mode=mode,
         state=state,
         parts=parts,
+        step=named_step if config.deterministic is True else train_step,
         toggled=toggled,
         kernels=kernels,
         warnings=[*warnings, *toggled.warnings, *splits.warnings],

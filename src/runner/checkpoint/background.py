@@ -17,32 +17,49 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._event: torch.cuda.Event | None = None
+        self.complete = threading.Event()
 
-    def take(self, contents: dict[str, Any]) -> dict[str, Any]:
-        """Copy tensors and containers; copies from a GPU are complete only after `wait`."""
-        copy: dict[str, Any] = self._copied(contents, "")
+    def take(self, contents: dict[str, Any], later: Callable[[str], bool] = lambda place: False) -> dict[str, Any]:
+        """Copy tensors and containers; the copy is whole after `finish`.
+
+        Args:
+            contents: nested containers.
+            later: tells of a tensor on the CPU, by its place such as `/model/head.weight`, whether `finish` may copy it;
+                until `complete` is set nobody may change it.
+        """
+        self.complete.clear()
+        self._later = []
+        copy: dict[str, Any] = self._copied(contents, "", later)
         if any(buffer.is_pinned() for buffer in self._buffers.values()) and torch.cuda.is_available():
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
         return copy
 
-    def wait(self) -> None:
-        """Wait until copies from a GPU are complete."""
+    def finish(self) -> None:
+        """Copy what was left for later, and wait for copies from a GPU; may be called in another thread than `take`."""
+        try:
+            with torch.no_grad():
+                for buffer, tensor in self._later:
+                    buffer.copy_(tensor)
+        finally:
+            self._later = []
+            self.complete.set()
         if self._event is not None:
             self._event.synchronize()
             self._event = None
 
-    def _copied(self, value: Any, place: str) -> Any:
+    def _copied(self, value: Any, place: str, later: Callable[[str], bool]) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._buffer(value.detach(), place)
+            return self._copied_tensor(value.detach(), place, later)
         if isinstance(value, dict):
-            return {key: self._copied(item, f"{place}/{key}") for key, item in value.items()}
+            return {key: self._copied(item, f"{place}/{key}", later) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self._copied(item, f"{place}/{index}") for index, item in enumerate(value))
+            return type(value)(self._copied(item, f"{place}/{index}", later) for index, item in enumerate(value))
         return value
 
-    def _buffer(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
+    def _copied_tensor(self, tensor: torch.Tensor, place: str, later: Callable[[str], bool]) -> torch.Tensor:
         buffer = self._buffers.get(place)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != (
             tensor.shape,
@@ -51,6 +68,9 @@ class Snapshot:
         ):
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[place] = buffer
+        if tensor.device.type == "cpu" and later(place):
+            self._later.append((buffer, tensor))
+            return buffer
         return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
 

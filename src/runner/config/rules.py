@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from runner.config import keys
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem, nearest
-from runner.config.schema import Bench, Train
+from runner.config.schema import Audit, Bench, Train
 
 
 def conflicts(config: Train) -> list[Problem]:
@@ -114,7 +114,11 @@ def conflicts(config: Train) -> list[Problem]:
         f"'{config.name}' cannot be a folder name",
         "letters, digits, - _ . and / between folders",
     )
-    return found + (_of_bench(config) if isinstance(config, Bench) else [])
+    if isinstance(config, Bench):
+        found += _of_bench(config)
+    elif isinstance(config, Audit):
+        found += _of_audit(config)
+    return found
 
 
 def _is_duration(text: str) -> bool:
@@ -169,8 +173,19 @@ def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> N
 
 def _of_bench(config: Bench) -> list[Problem]:
     """What a comparison cannot do."""
-    found: list[Problem] = []
+    found = _of_vary(config.vary)
+    wrong = {problem.key for problem in found}
     for key in keys.flatten(config.vary) if config.vary else {}:
+        if f"vary.{key}" not in wrong and config.part == "data" and not key.startswith("data."):
+            message = "is not about the data, which is all that part=data compares"
+            found.append(Problem(f"vary.{key}", message, "keys of data, or part=train"))
+    return found
+
+
+def _of_vary(vary: dict[str, Any]) -> list[Problem]:
+    """Keys to vary that there are not, or that are whole sections."""
+    found: list[Problem] = []
+    for key in keys.flatten(vary) if vary else {}:
         kind = keys.find(Train, key)
         if kind is None:
             pool = keys.all_keys(Train)
@@ -179,9 +194,22 @@ def _of_bench(config: Bench) -> list[Problem]:
             found.append(
                 Problem(f"vary.{key}", "varies a whole section", f"keys inside it, such as vary.{key}.name=[a,b]")
             )
-        elif config.part == "data" and not key.startswith("data."):
-            message = "is not about the data, which is all that part=data compares"
-            found.append(Problem(f"vary.{key}", message, "keys of data, or part=train"))
+    return found
+
+
+def _of_audit(config: Audit) -> list[Problem]:
+    """What an audit cannot compare."""
+    found = _of_vary(config.vary)
+    for key, value in keys.flatten(config.vary).items() if config.vary else []:
+        if isinstance(value, list) and len(value) != 2:
+            message = f"has {len(value)} value{'' if len(value) == 1 else 's'}, but there are two sides"
+            found.append(Problem(f"vary.{key}", message, f"vary={key}:A,B, or the other value alone"))
+    if (config.a is None) != (config.b is None):
+        given, missing = ("a", "b") if config.b is None else ("b", "a")
+        message = f"is missing, and {given} is given"
+        found.append(Problem(missing, message, f"{missing}=PATH to compare it with, or neither to compare steps"))
+    if config.a is not None and config.vary:
+        found.append(Problem("vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"))
     return found
 
 

@@ -248,5 +248,16 @@ class Profile(Train):
 PROFILE_ONLY = ("warmup_steps", "steps", "trace_steps", "budget_s", "output", "json")
 
 
+@dataclass
+class Audit(Train):
+    """What `audit` adds: how many steps are compared, under which settings, or which two checkpoints are."""
+
+    steps: Count = 10
+    vary: dict[str, Any] = field(default_factory=dict)
+    a: str | None = None
+    b: str | None = None
+    json: bool = False
+
+
 # The verbs that take a config, each with the schema of its own.
-VERBS: dict[str, type[Train]] = {"train": Train, "eval": Eval, "profile": Profile, "bench": Bench}
+VERBS: dict[str, type[Train]] = {"train": Train, "eval": Eval, "profile": Profile, "bench": Bench, "audit": Audit}

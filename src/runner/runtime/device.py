@@ -11,8 +11,11 @@ import torch
 
 from runner.config.errors import UserError, nearest
 from runner.runtime.allocator import keep_freed_memory
+from runner.runtime.determinism import fill_uninitialised_memory
 
 _USUAL_THREADS = torch.get_num_threads()
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_WORKSPACES = (":4096:8", ":16:8")  # those that cuBLAS repeats with
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -56,6 +59,22 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     return device, "as set"
 
 
+def prepare_repeating(deterministic: bool | Literal["warn"]) -> None:
+    """Set what cuBLAS reads when it is first used; to be called before the device is touched.
+
+    Raises:
+        UserError: if the environment asks for a workspace that cuBLAS does not repeat with.
+    """
+    if not deterministic:
+        return
+    given = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
+    if given not in _WORKSPACES and deterministic is True and torch.cuda.is_available():
+        raise UserError(
+            f"deterministic: cuBLAS does not repeat with the {_WORKSPACE}={given} of the environment\n"
+            f"    allowed: {' or '.join(_WORKSPACES)}, or no such variable"
+        )
+
+
 def configure_torch(
     device: torch.device,
     threads: int | None,
@@ -73,9 +92,9 @@ def configure_torch(
     torch.set_num_threads(threads or _USUAL_THREADS)
     if device.type == "cpu":
         keep_freed_memory()
+    prepare_repeating(deterministic)
     if deterministic:
-        # cuBLAS reads this when it is first used, which is before any of our own code on the device.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        fill_uninitialised_memory()
     wanted = (bool(deterministic), deterministic == "warn")
     # Setting it loads torch's compiler, a second that most runs need not spend.
     if wanted != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
@@ -93,6 +112,11 @@ def configure_torch(
         warnings.append(
             f"threads={threads} is more than the {_cores()} CPU cores there are, which is slower than {_cores()}"
         )
+    if on_cuda and deterministic == "warn":
+        rounded = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
+        warnings += [
+            f"{name}=true may change bits from run to run, or from GPU to GPU; false does not" for name in rounded
+        ]
     if not on_cuda:
         ignored = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
         warnings += [f"{name}=true has no effect on {device.type}: it is a setting of CUDA's" for name in ignored]

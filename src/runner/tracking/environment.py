@@ -47,6 +47,17 @@ _VARIABLES = (
     "WORLD_SIZE",
     "SLURM_JOB_ID",
 )
+_SEEDED = (
+    "Python's random",
+    "NumPy's global generator",
+    "torch on the CPU and on every device",
+    "each sample, by (seed, epoch, sample), in any worker",
+)
+_NOT_SEEDED = (
+    "generators that code makes for itself without a seed (numpy.random.default_rng(), random.Random())",
+    "the system's (os.urandom, uuid, secrets) and the time",
+)
+_HASHES = "the order of sets of texts (PYTHONHASHSEED is not set)"
 _SECRET = re.compile(r"((?:password|passwd|secret|token|credential|api_?key)[^=\s]*=).+", re.IGNORECASE | re.DOTALL)
 _GIT_TIMEOUT_S = 5.0
 
@@ -56,7 +67,7 @@ def environment() -> dict[str, Any]:
 
     Returns:
         Keys `runner`, `python`, `platform`, `hostname`, `cpu`, `memory_bytes`, `packages`, `torch`, `devices`,
-        `variables`, `git` and `command`. Values of arguments named like a password, token or key are masked.
+        `variables`, `git`, `command` and `repeating`. Values of arguments named like a password, token or key are masked.
     """
     return {
         "runner": __version__,
@@ -71,6 +82,7 @@ def environment() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "git": _git(),
         "command": [_SECRET.sub(r"\1***", argument) for argument in sys.orig_argv],
+        "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *([] if _hashes_fixed() else [_HASHES])]},
     }
 
 
@@ -98,7 +110,24 @@ def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
     if git:
         table.append(("git", git["commit"] + (", with uncommitted changes" if git["dirty"] else "")))
     table.append(("command", " ".join(env["command"])))
+    table.append(("seeded by seed=", "; ".join(env["repeating"]["seeded"])))
+    table.append(("not seeded", "; ".join(env["repeating"]["not_seeded"])))
+    table.append(("same bits need", "; ".join(same_bits_need(env))))
     return table
+
+
+def same_bits_need(env: dict[str, Any]) -> list[str]:
+    """What another machine must have in common with this one for the same bits, with the values here."""
+    torch = env["torch"]
+    needs = [f"torch {torch['version']}", f"{torch['threads']} threads", f"CPU with {torch['cpu_capability']}"]
+    if env["devices"]:
+        devices = dict.fromkeys(f"{device['name']} ({device['capability']})" for device in env["devices"])
+        needs += [f"CUDA {torch['cuda']}", f"cuDNN {torch['cudnn']}", *devices]
+    return [*needs, "deterministic=true"] if env["devices"] else needs
+
+
+def _hashes_fixed() -> bool:
+    return os.environ.get("PYTHONHASHSEED", "random") != "random"
 
 
 def _cpu() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from runner.config.schema import EVAL_ONLY, Eval
 from runner.data.assembly import Splits, assemble
 from runner.engine.evaluation import evaluate
 from runner.engine.state import load_weights
-from runner.runtime.device import choose_device, configure_torch
+from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_json
@@ -77,6 +77,7 @@ def _evaluate(composition: Composition) -> float:
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     for warning in found.warnings:
         console.warn(warning)
+    prepare_repeating(config.deterministic)
     device, _ = choose_device(config.device)
     switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
     warnings = configure_torch(device, config.threads, config.deterministic, *switches)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from runner.config.app import Composition, current
 from runner.config.errors import UserError
+from runner.runtime.determinism import operations_named
 from runner.tracking.formats import clean
 from runner.train import FAILED, USAGE
 
@@ -26,7 +27,8 @@ def guarded(work: Callable[[Composition], T], cfg: DictConfig) -> T:
     """
     composition = current(cfg)
     try:
-        return work(composition)
+        with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
+            return work(composition)
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()

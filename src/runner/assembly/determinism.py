@@ -1,0 +1,37 @@
+"""A training step that names the module whose backward is refused by `deterministic=true`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from runner.engine.state import TrainState
+from runner.engine.step import StepParts, train_step
+from runner.runtime.determinism import caller_in_backward, operation, refusal
+
+
+def named_step(state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool) -> None:
+    """`train_step`, to be given to `Loop` where operations without a deterministic form are refused.
+
+    Raises:
+        UserError: in place of torch's error about such an operation in backward, if its module can be found.
+    """
+    try:
+        train_step(state, parts, batch, weight, samples, update)
+    except RuntimeError as error:
+        # In forward the stack says who it was; a compiled graph cannot be looked into.
+        if not operation(str(error)) or parts.objective is not None:
+            raise
+
+        def forward() -> Tensor:
+            with parts.autocast():
+                return parts.loss(state.model(batch.images), parts.targets(batch.targets))
+
+        try:
+            caller = caller_in_backward(state.model, forward)
+        except RuntimeError:  # it was in forward after all
+            caller = ""
+        told = refusal(error, caller)
+        assert told is not None, "the error is about such an operation"
+        raise told from error

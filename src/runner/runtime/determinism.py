@@ -1,0 +1,199 @@
+"""Operations that do not repeat bit for bit: where torch refuses one or warns of one, it is named with who called it.
+
+With `torch.use_deterministic_algorithms` torch says which operation it was, but not where. Frames of the stack say which
+module called it in forward; in backward there are none, so the batch is tried again with the graph's nodes watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+import torch
+import torch.utils.deterministic
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+
+_NO_FORM = re.compile(
+    r"(?P<op>\S+) does not have a deterministic implementation"
+    r"|(?P<cublas>.*not deterministic because it uses CuBLAS)"
+    r"|(?P<usual>[\w -]+) defaults to a non-deterministic algorithm",
+    re.DOTALL,
+)
+_ANY = r"[\s\S]*(does not have a deterministic|not deterministic because it uses|defaults to a non-deterministic)"
+_CUBLAS = "a matrix product of cuBLAS"
+_PASSED_OVER = ("torch", "warnings")  # packages of frames that say nothing about who called
+
+
+def operation(message: str) -> str:
+    """The operation that a message of torch's says has no deterministic form; empty for any other message."""
+    found = _NO_FORM.search(message)
+    if found is None:
+        return ""
+    return found["op"] or (_CUBLAS if found["cublas"] else found["usual"].strip())
+
+
+def refusal(error: BaseException, caller: str = "") -> UserError | None:
+    """What people are told of an operation that `deterministic=true` refused; None for any other error.
+
+    Args:
+        error: what torch raised.
+        caller: who called the operation; empty to find out by the stack of the error.
+    """
+    op = operation(str(error)) if isinstance(error, RuntimeError) else ""
+    if not op:
+        return None
+    caller = caller or _caller([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
+    ways = "deterministic=warn, which goes on and says so, or a module that does without it"
+    if op == _CUBLAS:
+        ways = "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the program starts, or deterministic=warn"
+    return UserError(f"deterministic: {op} has no deterministic form{_called_by(caller)}\n    allowed: {ways}")
+
+
+def _called_by(caller: str) -> str:
+    return f"; it was called by {caller}" if caller else ""
+
+
+@contextlib.contextmanager
+def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
+    """Tell of operations without a deterministic form in our words: refused ones as an error, others once each.
+
+    Args:
+        warn: shows a line of text.
+
+    Raises:
+        UserError: in place of torch's error about such an operation.
+    """
+    told: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("default", message=_ANY, category=UserWarning)
+        show = warnings.showwarning
+
+        def shown(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            op = operation(str(message))
+            if not op:
+                show(message, category, filename, lineno, file, line)
+            elif op not in told:
+                told.add(op)
+                caller = _called_by(_caller(_stack()))
+                warn(f"deterministic=warn: {op} has no deterministic form, so it may not repeat{caller}")
+
+        warnings.showwarning = shown
+        try:
+            yield
+        except RuntimeError as error:
+            if (told_error := refusal(error)) is None:
+                raise
+            raise told_error from error
+
+
+def _stack() -> list[FrameType]:
+    """The frames of the caller, the innermost first."""
+    return [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
+
+
+def _caller(frames: list[FrameType]) -> str:
+    """Who called an operation: the innermost module, or the line of code where there is none; empty for our own.
+
+    Args:
+        frames: of a stack, the innermost first.
+    """
+    modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
+    if modules:
+        return described(modules[0], modules[-1])
+    for frame in frames:
+        package, code = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code
+        if package == "runner":
+            return "backward" if code.co_name == "backward" else ""
+        if package not in _PASSED_OVER:
+            return f"{code.co_name} in {Path(code.co_filename).name}, line {frame.f_lineno}"
+    return ""
+
+
+def described(module: nn.Module, root: nn.Module) -> str:
+    """A module for people: `layers.2 (MaxUnpool2d)`, or its type alone if it is the root."""
+    name = next((name for name, other in root.named_modules() if other is module), "")
+    kind = type(module).__name__
+    return f"{name} ({kind})" if name else kind
+
+
+def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
+    """Which module's backward raises, found by computing a loss once more and watching the nodes of its graph.
+
+    Args:
+        model: what is trained; its hooks are left as they were, its gradients not.
+        forward: gives the loss, with a fresh graph.
+
+    Returns:
+        `the backward of layers.2 (Type)`, or an empty string if nothing was raised this time.
+    """
+    owners: dict[Any, str] = {}
+
+    def own(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            before = {tensor.grad_fn for tensor in tensors_in(inputs)}
+            label = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            for node in _nodes([tensor.grad_fn for tensor in tensors_in(output)], {*before, *owners}):
+                owners[node] = label
+
+        return hook
+
+    handles = [module.register_forward_hook(own(name)) for name, module in model.named_modules()]
+    try:
+        loss = forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    running: list[Any] = []
+    nodes = _nodes([loss.grad_fn], set())
+    for node in nodes:
+        node.register_prehook(lambda gradients, node=node: running.append(node))
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return f"the backward of {owners.get(running[-1], 'the loss')}" if running else ""
+    return ""
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return tensors_in(list(value.values()))
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def _nodes(starts: list[Any], until: set[Any]) -> list[Any]:
+    """The nodes of a graph that lead to `starts`, those in `until` and what lies behind them left out."""
+    found: dict[Any, None] = {}
+    waiting = [node for node in starts if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if node in found or node in until:
+            continue
+        found[node] = None
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return list(found)
+
+
+def fill_uninitialised_memory() -> None:
+    """Have deterministic algorithms fill memory that nothing was written to yet, so that reading it shows, and repeats."""
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

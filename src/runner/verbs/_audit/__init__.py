@@ -1,0 +1,1 @@
+"""The work of `audit`: apart from the verb because it imports torch."""

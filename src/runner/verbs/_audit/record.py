@@ -1,0 +1,194 @@
+"""What a step computed, in the order in which it did, and how two such records differ."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What is compared, in the order of a step.
+START, BATCH, DRAWN, ACTIVATION, LOSS, FLOW, GRADIENT, WEIGHT, OPTIMIZER, GENERATOR = PHASES = (
+    "start",
+    "batch",
+    "generator before forward",
+    "activation",
+    "loss",
+    "gradient of activation",
+    "gradient",
+    "weight",
+    "optimizer state",
+    "generator",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, or something else with a fingerprint, that a step computed.
+
+    Attributes:
+        batch: number of the batch in its step, from 0.
+        phase: one of `PHASES`.
+        name: of a module, a parameter or a part of the batch.
+        kind: shape and dtype for people; empty for what is no tensor.
+        digest: fingerprint; empty where the tensor was kept.
+        tensor: a copy on the CPU; None if there was no memory to keep it, or it is no tensor.
+    """
+
+    batch: int
+    phase: str
+    name: str
+    kind: str = ""
+    digest: str = ""
+    tensor: Tensor | None = None
+
+    def fingerprint(self) -> str:
+        """The digest, computed if it was not."""
+        return self.digest or digest_of(self.tensor)
+
+
+class Recorder:
+    """Takes down what a step computes.
+
+    Args:
+        budget: bytes of tensors to keep; of those beyond only a fingerprint is kept.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.entries: list[Entry] = []
+        self.batch = 0
+        self._left = budget
+
+    def add(self, phase: str, name: str, value: Any) -> None:
+        """Take down a tensor, or anything else by its text."""
+        if not isinstance(value, Tensor):
+            digest = hashlib.sha256(repr(value).encode()).hexdigest()
+            tensor = torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else None
+            self.entries.append(Entry(self.batch, phase, name, digest=digest, tensor=tensor))
+            return
+        tensor = value.detach()
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        tensor = tensor.to("cpu", copy=True).contiguous()
+        if tensor.nbytes <= self._left:
+            self._left -= tensor.nbytes
+            self.entries.append(Entry(self.batch, phase, name, kind, tensor=tensor))
+        else:
+            self.entries.append(Entry(self.batch, phase, name, kind, digest_of(tensor)))
+
+
+def digest_of(tensor: Tensor | None) -> str:
+    """SHA-256 of a tensor's bytes, any NaN taken for the same one."""
+    assert tensor is not None, "what is no tensor has a digest from the start"
+    if tensor.is_floating_point():
+        tensor = tensor.masked_fill(tensor.isnan(), math.nan)
+    return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two entries of the same place that are not the same; one is None if a side has no such entry."""
+
+    a: Entry | None
+    b: Entry | None
+
+    @property
+    def entry(self) -> Entry:
+        """The entry that there is."""
+        found = self.a or self.b
+        assert found is not None, "a difference is between two entries, or of one that the other side lacks"
+        return found
+
+
+def differences(a: Sequence[Entry], b: Sequence[Entry]) -> list[Difference]:
+    """Where two records differ, in the order of the first; what only the second has comes last."""
+    others = dict(_placed(b))
+    found = []
+    for place, entry in _placed(a):
+        other = others.pop(place, None)
+        if other is None or not same(entry, other):
+            found.append(Difference(entry, other))
+    return found + [Difference(None, entry) for entry in others.values()]
+
+
+def _placed(entries: Sequence[Entry]) -> Iterator[tuple[tuple[Any, ...], Entry]]:
+    """Entries by their place; a module that is called twice in a step has two."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for entry in entries:
+        place = entry.batch, entry.phase, entry.name
+        seen[place] += 1
+        yield (*place, seen[place]), entry
+
+
+def same(a: Entry, b: Entry) -> bool:
+    """Whether two entries agree in every bit, NaN being the same as NaN."""
+    if a.kind != b.kind:
+        return False
+    if a.digest or b.digest or a.tensor is None or b.tensor is None:
+        return a.fingerprint() == b.fingerprint()
+    return not bool(_unequal(a.tensor, b.tensor).any())
+
+
+def _unequal(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements differ in a bit: bool, of the shape of both."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if not a.is_floating_point():
+        return a != b
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return (a.view(whole) != b.view(whole)) & ~(a.isnan() & b.isnan())
+
+
+@dataclass(frozen=True)
+class Amount:
+    """How far two tensors are apart.
+
+    Attributes:
+        elements: of each.
+        differing: those that are not the same.
+        largest: absolute difference; None if one of the two is not finite where they differ.
+        relative: largest share that an element differs by, of the larger of the two; None likewise.
+        place: index of the first element that differs.
+        values: of the two there.
+    """
+
+    elements: int
+    differing: int
+    largest: float | None
+    relative: float | None
+    place: tuple[int, ...]
+    values: tuple[float, float]
+
+
+def amount(difference: Difference) -> Amount | None:
+    """By how much two tensors differ; None if they cannot be subtracted, or were not kept."""
+    if difference.a is None or difference.b is None:
+        return None
+    a, b = difference.a.tensor, difference.b.tensor
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return None
+    unequal = _unequal(a, b)
+    if not bool(unequal.any()):
+        return None
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    first = unequal.nonzero()[0].tolist()
+    x, y = a[unequal].double(), b[unequal].double()
+    apart = (x - y).abs()
+    scale = torch.maximum(x.abs(), y.abs())
+    finite = bool(apart.isfinite().all())
+    relative = torch.where(scale > 0, apart / scale, 0.0)
+    return Amount(
+        elements=unequal.numel(),
+        differing=int(unequal.sum()),
+        largest=float(apart.max()) if finite else None,
+        relative=float(relative.max()) if finite else None,
+        place=tuple(first),
+        values=(float(x[0]), float(y[0])),
+    )

@@ -1,0 +1,233 @@
+"""An operation without a deterministic form is named, with who called it and the way out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.deterministic
+from torch import Tensor, nn
+
+from runner.assembly import training
+from runner.config.errors import UserError
+from runner.runtime import determinism, device
+from runner.runtime.determinism import caller_in_backward, operation, operations_named, refusal
+
+NETS = """
+import torch
+from torch import nn
+
+class _Put(torch.autograd.Function):
+    @staticmethod
+    def forward(context, features):
+        return features.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient.clone().put_(torch.tensor([0, 1]), torch.zeros(2))
+
+class PutBack(nn.Module):
+    def forward(self, features):
+        return _Put.apply(features)
+
+class Unpooled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pool, self.unpool = nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)
+
+    def forward(self, images):
+        return self.unpool(*self.pool(images))
+
+class Net(nn.Module):
+    def __init__(self, num_classes, kind, **unused):
+        super().__init__()
+        layer = {"unpool": Unpooled, "put": PutBack, "plain": nn.Identity}[kind]()
+        self.layers = nn.Sequential(nn.Conv2d(1, 1, 1), layer, nn.Flatten(), nn.Linear(64, num_classes))
+
+    def forward(self, images):
+        return self.layers(images)
+
+class Putting:
+    def __call__(self, images, draws):
+        return images.clone().put_(torch.tensor([0]), torch.zeros(1, dtype=images.dtype))
+"""
+FEW = ("epochs=1", "limit.train_batches=3", "evaluate.test=false", "threads=1", "logger=none")
+
+
+@pytest.fixture
+def nets(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "odd_nets.py").write_text(NETS)
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(sys.modules, "odd_nets", raising=False)
+
+
+@pytest.fixture
+def refusing() -> Iterator[Callable[[bool], None]]:
+    """Switches deterministic algorithms on, with errors or with warnings."""
+    yield lambda warn: torch.use_deterministic_algorithms(True, warn_only=warn)
+    torch.use_deterministic_algorithms(False)
+
+
+class Unpooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.ReLU(), nn.MaxUnpool2d(2)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        places = torch.arange(4).view(1, 1, 2, 2)
+        return self.parts[1](self.parts[0](images), places)
+
+
+@pytest.mark.parametrize(
+    ("message", "op"),
+    [
+        ("put_ does not have a deterministic implementation, but you set 'torch.use_", "put_"),
+        ("grid_sampler_2d_backward_cuda does not have a deterministic implementation", "grid_sampler_2d_backward_cuda"),
+        (
+            "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+            "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses CuBLAS",
+            "a matrix product of cuBLAS",
+        ),
+        ("Memory Efficient attention defaults to a non-deterministic algorithm. To", "Memory Efficient attention"),
+        ("Caught RuntimeError in worker 0.\nRuntimeError: put_ does not have a deterministic implementation", "put_"),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", ""),
+    ],
+)
+def test_the_operation_is_read_from_what_torch_says(message: str, op: str) -> None:
+    assert operation(message) == op
+
+
+def test_a_refused_operation_is_an_error_that_names_the_module_and_the_way_out(
+    refusing: Callable[[bool], None],
+) -> None:
+    refusing(False)
+    with pytest.raises(UserError) as caught, operations_named(pytest.fail):
+        Unpooling()(torch.randn(1, 1, 2, 2))
+    told = str(caught.value)
+    assert "max_unpooling2d_forward_out has no deterministic form; it was called by parts.1 (MaxUnpool2d)" in told
+    assert "allowed: deterministic=warn" in told
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_any_other_error_and_warning_is_left_alone(recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), operations_named(pytest.fail):
+        torch.ones(2, 3) @ torch.ones(4, 5)
+    assert refusal(ValueError("put_ does not have a deterministic implementation")) is None
+    with warnings.catch_warnings(record=True) as seen, operations_named(pytest.fail):
+        warnings.simplefilter("always")
+        warnings.warn("something else", stacklevel=1)
+    assert [str(warning.message) for warning in seen] == ["something else"]
+
+
+def test_a_matrix_product_that_cublas_does_not_repeat_has_a_way_out_of_its_own() -> None:
+    told = refusal(RuntimeError("... this operation is not deterministic because it uses CuBLAS and you have ..."))
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment" in str(told)
+
+
+def test_in_warn_mode_each_operation_is_told_once_with_its_module(refusing: Callable[[bool], None]) -> None:
+    refusing(True)
+    told: list[str] = []
+    with operations_named(told.append):
+        for _ in range(3):
+            Unpooling()(torch.randn(1, 1, 2, 2))
+            torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))
+    assert len(told) == 2
+    assert told[0].startswith("deterministic=warn: max_unpooling2d_forward_out has no deterministic form")
+    assert told[0].endswith("it was called by parts.1 (MaxUnpool2d)")
+    assert "put_" in told[1]
+    assert "in test_determinism.py, line " in told[1]
+
+
+def test_the_module_whose_backward_is_refused_is_found(refusing: Callable[[bool], None], nets: None) -> None:
+    import odd_nets  # type: ignore[import-not-found]
+
+    model, images = odd_nets.Net(3, "put"), torch.randn(2, 1, 8, 8)
+    refusing(False)
+    assert caller_in_backward(model, lambda: model(images).sum()) == "the backward of layers.1 (PutBack)"
+    plain = odd_nets.Net(3, "plain")
+    assert caller_in_backward(plain, lambda: plain(images).sum()) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("model={_target_: odd_nets.Net, kind: unpool}",),
+            "max_unpooling2d_forward_out has no deterministic form; it was called by layers.1.unpool (MaxUnpool2d)",
+        ),
+        (
+            ("model={_target_: odd_nets.Net, kind: put}",),
+            "put_ has no deterministic form; it was called by the backward of layers.1 (PutBack)",
+        ),
+        (
+            ("transform.train=[{_target_: odd_nets.Putting}]",),
+            "put_ has no deterministic form; it was called by __call__ in odd_nets.py, line ",
+        ),
+    ],
+    ids=["forward", "backward", "transform"],
+)
+def test_a_run_refuses_it_or_says_it_once_and_ends(
+    run: Callable[..., Any], nets: None, words: tuple[str, ...], told: str
+) -> None:
+    refused = run("train", *FEW, *words, "deterministic=true")
+    assert refused.status == 2
+    assert f"error: deterministic: {told}" in refused.err
+    assert "Traceback" not in refused.err
+    warned = run("train", *FEW, *words, "deterministic=warn")
+    assert warned.status == 0, warned.err
+    lines = [line for line in warned.out.splitlines() if "has no deterministic form" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("warning: deterministic=warn: ")
+    assert warned.summary["status"] == "finished"
+    assert run("train", *FEW, *words).status == 0, "nobody asked for it"
+
+
+def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Callable[..., Any]) -> None:
+    told = run("train", *FEW, "deterministic=true").out
+    assert "seeded      Python, NumPy, torch, each sample" in told
+    assert "not: generators that code makes for itself" in told
+    assert "same bits   on this machine" in told
+    assert "seeded" not in run("train", *FEW).out
+
+
+def test_memory_that_nothing_was_written_to_is_filled(monkeypatch: pytest.MonkeyPatch, refusing: Any) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    refusing(False)
+    determinism.fill_uninitialised_memory()
+    assert torch.empty(1000).isnan().all()
+
+
+@pytest.mark.parametrize("mode", [True, "warn"])
+def test_the_workspace_of_cublas_is_set_before_the_device_is_touched(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], mode: Any
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen = []
+
+    def choose(name: str) -> tuple[torch.device, str]:
+        seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return torch.device("cpu"), "as set"
+
+    monkeypatch.setattr(training, "choose_device", choose)
+    assert run("train", *FEW).status == 0
+    assert run("train", *FEW, f"deterministic={str(mode).lower()}").status == 0
+    assert seen == [None, ":4096:8"]
+
+
+def test_a_workspace_that_cublas_does_not_repeat_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    device.prepare_repeating(True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    device.prepare_repeating("warn")
+    device.prepare_repeating(False)
+    with pytest.raises(UserError, match="does not repeat with the CUBLAS_WORKSPACE_CONFIG=:0:0"):
+        device.prepare_repeating(True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    device.prepare_repeating(True)
