@@ -30,6 +30,10 @@ def section(bench: Bench) -> list[Row]:
     count = bench.counts["hostile"]
     chosen = bench.draw.sample(CASES, count) if count else CASES
     for number, case in enumerate(chosen):
+        if number % 20 == 19:
+            bench.say(
+                f"  hostile: {refused.kept + harmless.kept} of {refused.injected + harmless.injected} as promised"
+            )
         for verb, status in (("train", case.train), ("eval", case.eval)):
             if status is not None:
                 row = harmless if status == HARMLESS else refused

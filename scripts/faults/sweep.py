@@ -26,11 +26,19 @@ def section(bench: Bench) -> list[Row]:
     for phase, number in places:
         run = bench.folder / f"{phase.replace(' ', '_')}_{number}"
         rows[phase].count(_chain(words, run, [(phase, number)], expected, must_strike=True), bench.say)
+        _progress(bench, list(rows.values()), len(places))
     chains = Row("sweep", "chains of 2 to 6 SIGKILLs, also while restoring and evaluating")
     for number in range(bench.counts["chains"]):
         chain = [_anywhere(bench) for _ in range(bench.draw.randint(2, 6))]
         chains.count(_chain(words, bench.folder / f"chain_{number}", chain, expected), bench.say)
+        _progress(bench, [chains], bench.counts["chains"])
     return [row for row in [*rows.values(), chains] if row.injected]
+
+
+def _progress(bench: Bench, rows: list[Row], total: int) -> None:
+    done = sum(row.injected for row in rows)
+    if done % 20 == 0:
+        bench.say(f"  sweep: {sum(row.kept for row in rows)} of {done} as promised, {total - done} to come")
 
 
 def _anywhere(bench: Bench) -> tuple[str, int]:
