@@ -81,7 +81,7 @@ def test_truncating_metrics_drops_later_steps_and_a_partial_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [".lock", "run.log", "metrics.jsonl", "summary.json", "metrics_val.csv", "checkpoints"]
+    "name", [".lock", "run.log", "metrics.jsonl", "summary.json", "metrics_val.csv", "checkpoints", "nonfinite"]
 )
 def test_nothing_is_written_through_a_link_to_elsewhere(name, tmp_path):
     run, precious = tmp_path / "run", tmp_path / "precious"

@@ -120,7 +120,7 @@ class RunDirectory:
     def _refuse_links(self) -> None:
         """Write into no file or folder elsewhere that a link in here stands for: a directory may come from somebody else."""
         own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
-        for path in sorted({*own, self.path / ".lock", *self.path.glob("metrics_*.csv")}):
+        for path in sorted({*own, self.path / ".lock", self.path / "nonfinite", *self.path.glob("metrics_*.csv")}):
             if path.is_symlink():
                 raise UserError(
                     f"{path} is a link, and a run writes into no other place than its directory\n"
