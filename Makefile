@@ -1,4 +1,4 @@
-.PHONY: install test lint format types check kill benchmark clean
+.PHONY: install test lint format types check torture benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -20,8 +20,8 @@ types:  ## static types
 
 check: lint types test  ## what a change has to pass
 
-kill:  ## 30 kills of two configurations, each resumed and compared
-	python scripts/kill_and_resume.py
+torture:  ## everything that machines and strangers do to runs, injected and counted: about an hour
+	python scripts/torture.py
 
 benchmark:  ## start-up time against the bare imports
 	python scripts/benchmark_startup.py

@@ -26,7 +26,7 @@ from runner.config.app import Composition, current
 from runner.config.changes import changes_refused, changes_result
 from runner.config.durations import seconds
 from runner.config.errors import ConfigError, DataFailed, Problem, UserError
-from runner.config.resolve import checked, merged
+from runner.config.resolve import checked, merged, writes_where_told
 from runner.config.schema import Train
 from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing, Log, Progress
@@ -247,10 +247,10 @@ def train(
     directory.write_environment(environment())
 
     # Device, data, model, optimizer
-    start = Position(**setup.found.contents["position"]) if setup.found else None
+    start = resume.made_of(setup.found, "position", Position) if setup.found else None
     if config.compile:
         forget_compiled()
-    training = build_training(config, values, start)
+    training = build_training(config, values, start, make_cache=writes_where_told(values, composition.values))
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     identity = splits.identify()
@@ -392,6 +392,6 @@ def train(
         saving.wait()
     try:
         learning_curves(directory.metrics_file, directory.plots / "curves.png")
-    except (OSError, ValueError, UserError) as error:  # a picture must not cost a finished run
+    except Exception as error:  # a picture must not cost a finished run
         console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None

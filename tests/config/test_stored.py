@@ -12,7 +12,7 @@ import yaml
 from runner.checkpoint import file as checkpoint_file
 from runner.config import stored
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import merged
+from runner.config.resolve import merged, writes_where_told
 
 TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "epochs=3")
 
@@ -288,3 +288,52 @@ def test_nesting_deeper_than_python_recurses_is_refused() -> None:
 def test_only_texts_numbers_lists_and_mappings_are_read(text: str) -> None:
     with pytest.raises(UserError, match="its config is not"):
         stored.load(text, "a file")
+
+
+def test_a_config_that_is_too_long_or_has_endless_numbers_is_refused() -> None:
+    with pytest.raises(UserError, match="over 262,144 characters"):
+        stored.load("a: " + "x" * 300_000, "c.pt")
+    with pytest.raises(UserError, match="seed is a number of over 1,000 bits"):
+        stored.load("seed: " + "9" * 400, "c.pt")
+
+
+@pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b", "line\nend", "\x1b[2J", "x" * 300, ""])
+def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, compose) -> None:
+    text = stored.dump(original | {"name": name})
+    with pytest.raises(ConfigError, match="name: cannot be"):
+        merged(text, "c.pt", compose())
+    if name.isprintable() and 0 < len(name) < 100:
+        values, _ = merged(text, "c.pt", compose(f"name={name}"))
+        assert values["name"] == name
+
+
+@pytest.mark.parametrize("key", ["threads", "data.num_workers"])
+def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, original, compose) -> None:
+    section, _, last = key.rpartition(".")
+    (original[section] if section else original)[last] = 10**6
+    text = stored.dump(original)
+    with pytest.raises(ConfigError, match=f"{key}: cannot be 1000000, as it comes from a file"):
+        merged(text, "c.pt", compose())
+    assert merged(text, "c.pt", compose(f"{key}=2"))
+
+
+def test_a_file_cannot_have_data_fetched(original, compose) -> None:
+    original["data"]["download"] = True
+    original["data"]["dataset"] = {"_target_": "runner.data.torchvision_sets.mnist", "download": True}
+    text = stored.dump(original)
+    values, differences = merged(text, "c.pt", compose())
+    assert (values["data"]["download"], values["data"]["dataset"]["download"]) == (False, False)
+    assert not any("download" in key for key, _, _ in differences)
+    assert merged(text, "c.pt", compose("data.download=true"))[0]["data"]["download"] is True
+
+
+def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(original, compose) -> None:
+    line = compose()
+    assert writes_where_told(merged(stored.dump(original), "c.pt", line)[0], line.values)
+    for key in ("root", "cache_dir"):
+        elsewhere = copy.deepcopy(original)
+        elsewhere["data"][key] = "/elsewhere"
+        text = stored.dump(elsewhere)
+        assert not writes_where_told(merged(text, "c.pt", line)[0], line.values)
+        own = compose(f"data.{key}=/elsewhere")
+        assert writes_where_told(merged(text, "c.pt", own)[0], own.values)

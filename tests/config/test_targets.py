@@ -259,7 +259,8 @@ torch.multiprocessing.spawn torch.utils.data.DataLoader torch.nn.Module.load_sta
 torch.nn.modules.module._addindent torch.nn.Linear.__init__.__globals__ torch.nn.Linear.__class__
 torchvision.io.write_file torchvision.io.write_png torchvision.datasets.utils.download_url
 torchvision.datasets.utils.extract_archive torchvision.models.get_model torchvision.models.list_models
-torchvision.transforms.functional.to_tensor torchmetrics.os.system
+torchvision.transforms.functional.to_tensor torchmetrics.os.system runner.tracking.loggers.Csv.open
+runner.tracking.loggers.JsonLines.log torch.nn.Module.load_state_dict
 os torch nothing_at_all.Net
 """
 USUAL = """

@@ -106,3 +106,40 @@ def test_moments_count_as_well(bench: Callable[..., Any]) -> None:
     assert state.not_finite() == ""
     state.optimizer.state[state.model[1].bias]["exp_avg"][0] = float("nan")
     assert state.not_finite() == "optimizer.state.1.exp_avg"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_moments_of_another_shape_than_their_weight_are_refused(fused: bool) -> None:
+    # A fused kernel looks at no shapes, and would write beyond the moments.
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"exp_avg has the shape \(1,\) for a weight of \(2, 3\)"):
+        load_optimizer(torch.optim.AdamW(nn.Linear(3, 2).parameters(), fused=fused), state)
+
+
+def test_moments_are_laid_out_as_their_weights_are() -> None:
+    def trained(layout: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=layout)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        images = torch.linspace(0, 1, 150).view(2, 3, 5, 5)
+        optimizer.zero_grad()
+        model(images).square().sum().backward()
+        optimizer.step()
+        return model.weight.detach().clone().contiguous()
+
+    first, optimizer = trained(torch.channels_last)
+    step(first, optimizer)
+    weights, state = copy.deepcopy(first.state_dict()), copy.deepcopy(optimizer.state_dict())
+    expected = step(first, optimizer)
+    other, resumed = trained(torch.contiguous_format)
+    load_weights(other, weights)
+    load_optimizer(resumed, state)
+    assert resumed.state[other.weight]["exp_avg"].stride() == other.weight.stride()
+    torch.testing.assert_close(step(other, resumed), expected)

@@ -49,6 +49,7 @@ def test_gauges_of_the_machine_are_short_and_come_last():
 
 
 def test_colour_codes_and_control_characters_are_removed():
+    assert clean("\x9b31mred\x85") == "31mred"
     assert clean("\x1b[1;31mred\x1b[0m\tx\r\x07\n\x1b]0;title\x07y") == "red    x\ny"
 
 

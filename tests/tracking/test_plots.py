@@ -117,3 +117,11 @@ def test_drawing_needs_no_display_and_leaves_the_backend_alone(tmp_path):
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "cm.png").stat().st_size > 1000
+
+
+def test_numbers_and_names_without_bounds_give_a_picture_with_bounds(tmp_path):
+    lines = [json.dumps({"global_step": 1, "split": "train", f"metric_{number}": 10**400}) for number in range(200)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    learning_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
+    width, height = _image(tmp_path / "curves.png").size
+    assert height < 4 * width

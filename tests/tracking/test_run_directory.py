@@ -78,3 +78,37 @@ def test_truncating_metrics_drops_later_steps_and_a_partial_line(tmp_path):
     assert run.metrics_file.read_text() == "\n".join(lines[:4]) + "\n"
     run.truncate_metrics(-1)
     assert run.metrics_file.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "name", [".lock", "run.log", "metrics.jsonl", "summary.json", "metrics_val.csv", "checkpoints", "nonfinite"]
+)
+def test_nothing_is_written_through_a_link_to_elsewhere(name, tmp_path):
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    (run / name).symlink_to(precious)
+    with pytest.raises(UserError, match=f"{re.escape(str(run / name))} is a link"):
+        RunDirectory(run).lock()
+    assert not precious.exists()
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next_one_that_has_the_lock(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    left = [folder / ".summary.json.0a1b.tmp" for folder in (directory.path, directory.plots, directory.checkpoints)]
+    for path in left:
+        path.touch()
+    RunDirectory(tmp_path / "run")
+    assert all(path.exists() for path in left), "the other process may be at work on them"
+    directory.lock()
+    assert not any(path.exists() for path in left)
+    directory.unlock()
+
+
+def test_metrics_taken_over_are_those_up_to_the_step_and_none_that_is_no_metric(tmp_path):
+    source, directory = tmp_path / "other", RunDirectory(tmp_path / "run")
+    source.mkdir()
+    lines = [json.dumps({"global_step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    odd = ["[" * 100_000, '{"global_step": 1, "a": ' + "[" * 5000 + "]" * 5000 + "}", "", "{}"]
+    (source / "metrics.jsonl").write_text("\n".join([*lines[:1], *odd, *lines[1:]]) + "\n" + "x" * 2**21)
+    directory.copy_metrics(source, 2)
+    assert directory.metrics_file.read_text().splitlines() == lines[:2]

@@ -60,7 +60,11 @@ class Training:
 
 
 def build_training(
-    config: Train, values: dict[str, Any], start: Position | None = None, splits: Splits | None = None
+    config: Train,
+    values: dict[str, Any],
+    start: Position | None = None,
+    splits: Splits | None = None,
+    make_cache: bool = True,
 ) -> Training:
     """Build what a run trains, in the order in which one thing needs another.
 
@@ -69,6 +73,7 @@ def build_training(
         values: the same as plain containers; what was taken from the data is written into them.
         start: where training starts, if not at its beginning.
         splits: the data, where it was assembled before from the same settings.
+        make_cache: whether a cache of `data.cache` that is not there may be made.
 
     Raises:
         UserError: if settings, data, model, loss and optimizer do not fit together.
@@ -81,11 +86,16 @@ def build_training(
 
     # Data
     splits = splits or assemble(
-        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last
+        config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
     values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
     data = config.data
     plan = Plan(splits.train.samples, data.batch_size, config.accumulate, data.drop_last, config.limit.train_batches)
+    if start is not None and start.batch >= max(1, plan.batches):
+        raise UserError(
+            f"ckpt_path: the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}\n"
+            "    allowed: the data that the run was trained on"
+        )
     if plan.batches == 0:
         raise UserError(
             f"data.batch_size: {data.batch_size} is more than the {plan.samples} training samples, and "

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from runner.checkpoint.scan import wrong_archive, wrong_contents
 from runner.config.errors import UserError
 
 FORMAT = 1
@@ -169,6 +170,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     with _opened(path) as file:
         _verify(file, path)
+        size = file.seek(0, os.SEEK_END)
+        if reason := wrong_archive(file, size):
+            raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {reason}")
         file.seek(0)
         try:
             with warnings.catch_warnings():
@@ -184,45 +188,13 @@ def read(path: Path) -> dict[str, Any]:
             raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from error
     if not isinstance(contents, dict) or set(contents) != set(KEYS):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
-    if place := _wrong_type(contents):
+    if place := wrong_contents(contents, size):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {place}")
     if not isinstance(contents["format"], int) or contents["format"] > FORMAT:
         raise UserError(
             f"{path}: has format {contents['format']}, and this version reads up to {FORMAT}: update runner"
         )
     return contents
-
-
-def _wrong_type(contents: dict[str, Any]) -> str:
-    """What of the top two levels is not what it should be, or an empty string."""
-    for key in ("model", "optimizer", "scheduler", "rng", "position", "metrics", "versions"):
-        if not isinstance(contents[key], dict):
-            return f"{key} is not a mapping"
-    if not isinstance(contents["config"], str):
-        return "config is not text"
-    classes, position, metrics = contents["classes"], contents["position"], contents["metrics"]
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        return "classes is not a list of names"
-    for name in ("epoch", "batch", "global_step"):
-        if type(position.get(name)) is not int or position[name] < 0:
-            return f"position.{name} is not a whole number of at least 0"
-    if not isinstance(metrics.get("callbacks"), dict):
-        return "metrics.callbacks is not a mapping"
-    data = metrics.get("data")
-    if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
-        return "metrics.data does not give samples and content of splits"
-    return ""
-
-
-def _is_identity(item: tuple[Any, Any]) -> bool:
-    """Whether this is the name of a split, its length and the digest of some of its samples."""
-    name, facts = item
-    return (
-        isinstance(name, str)
-        and isinstance(facts, dict)
-        and type(facts.get("samples")) is int
-        and isinstance(facts.get("content"), str)
-    )
 
 
 def _reason(message: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -11,6 +12,8 @@ from runner.checkpoint import file, rng
 from runner.checkpoint.find import Found
 from runner.checkpoint.keeper import Keeper, step_name
 from runner.config.errors import UserError
+
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -69,6 +72,18 @@ def copied(value: Any) -> Any:
     return value
 
 
+def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
+    """What a part of a checkpoint describes, such as its position.
+
+    Raises:
+        UserError: if it describes something else.
+    """
+    try:
+        return kind(**found.contents[key])
+    except TypeError as error:
+        raise UserError(f"{found.path}: {key} does not fit this version of the program: {error}") from error
+
+
 def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
     """Put a run back to where a checkpoint was written.
 
@@ -81,8 +96,11 @@ def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
             if hasattr(callbacks.get(name), "load_state_dict"):
                 callbacks[name].load_state_dict(saved)
         rng.restore(found.contents["rng"])
-    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
-        raise UserError(f"{found.path}: does not fit this run: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # what a file made by hand can make the objects of a run raise has no end
+        reason = str(error).strip() or type(error).__name__
+        raise UserError(f"{found.path}: does not fit this run: {reason}") from error
 
 
 def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
+from runner.config.keys import flatten
 from runner.config.rules import conflicts
 from runner.config.schema import Train
 from runner.config.targets import bind, optimizers_taking, refusal, targets_in
-from runner.config.validate import nodes, typed, with_origins
+from runner.config.validate import nodes, shown, typed, with_origins
 
 T = TypeVar("T", bound=Train)
 
@@ -28,6 +30,8 @@ FACTS: dict[str, tuple[str, ...]] = {
     "optimizer": ("foreach", "fused"),
 }
 _POSITIONAL = {"optimizer": 1}
+_MOST = 1024  # threads, or processes, that a file may ask for
+_LONGEST_NAME = 200
 
 
 def problems_in(values: dict[str, Any], composition: Composition, schema: type[T]) -> tuple[T | None, list[Problem]]:
@@ -64,6 +68,7 @@ def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -
     return config
 
 
+_FETCHING = ("data.download", "data.dataset.download")  # written to disk by fetching, so the command line decides
 _OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time")
 
 
@@ -79,9 +84,10 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
     for key in _OF_THE_CALL:
         values[key] = composition.values[key]
+    _fetch_nothing(values, composition.values)
+    problems = [*_too_many(values, composition.values, where), *_outside(values, composition.values, where)]
     trust = [*composition.values["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
     own_word = {path for _, path in targets_in(composition.values)}
-    problems = []
     for key, path in targets_in(values):
         reason = "" if path in own_word else refusal(path, trust)
         if reason:
@@ -91,7 +97,61 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     if problems:
         raise ConfigError(problems)
     changed = stored.differences(original, values)
-    return values, [difference for difference in changed if difference[0] not in _OF_THE_CALL[2:]]
+    return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
+
+
+def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
+    """Let a file's config fetch data only where the user at hand says so, too: fetching writes into the folder it names."""
+    data, own = values.get("data"), composed["data"]
+    if not isinstance(data, dict):
+        return
+    data["download"] = own["download"]
+    dataset, chosen = data.get("dataset"), own["dataset"]
+    if isinstance(dataset, dict) and dataset.get("download") and dataset != chosen:
+        dataset["download"] = own["download"]
+
+
+def _outside(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
+    """A problem if the name that a file gives to the run, which is a folder below `output_root`, leads out of it."""
+    name = str(values.get("name"))
+    path = PurePath(name)
+    inside = path.parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
+    if name == str(composed["name"]) or (inside and len(name) <= _LONGEST_NAME):
+        return []
+    allowed = "a short name without .. and control characters, given on the line: name=..."
+    return [Problem("name", f"cannot be {shown(name)}", allowed, origin=where)]
+
+
+def _too_many(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
+    """A problem for each number of threads or processes in a file that would bring a machine to its knees."""
+    own, after = flatten(composed), flatten(values)
+    return [
+        Problem(
+            key,
+            f"cannot be {shown(after[key])}, as it comes from a file",
+            f"{_MOST}, or {key}=... on the line",
+            origin=where,
+        )
+        for key in ("threads", "data.num_workers")
+        if isinstance(after.get(key), int) and after[key] > _MOST and after[key] != own.get(key)
+    ]
+
+
+def writes_where_told(values: dict[str, Any], composed: dict[str, Any]) -> bool:
+    """Whether the folder that `data.cache` would write to is one that the user at hand has named, or the default.
+
+    Args:
+        values: a config read from a file with the command line on top.
+        composed: the command line's alone.
+    """
+
+    def folders(section: dict[str, Any]) -> tuple[Any, ...]:
+        return section.get("root"), section.get("cache_dir"), section["dataset"].get("root")
+
+    _, chosen, _ = folders(composed["data"])
+    if chosen is not None:
+        return bool(values["data"].get("cache_dir") == chosen)
+    return folders(values["data"]) == folders(composed["data"])
 
 
 def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from runner.config.validate import shown
 
 _MISSING = object()
 _DEEPEST = 64  # levels of nesting; configs have about six
+_LONGEST = 2**18  # characters; configs have about six thousand, and reading takes a second for each such length
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -40,6 +41,8 @@ def load(text: str, where: str) -> dict[str, Any]:
     Raises:
         UserError: if `text` is no YAML mapping or asks for objects.
     """
+    if len(text) > _LONGEST:
+        raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")
     try:
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -70,6 +73,8 @@ def _foreign(value: Any, place: str) -> str:
         return next(filter(None, (_foreign(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), "")
     if isinstance(value, list):
         return next(filter(None, (_foreign(item, f"{place}.{index}") for index, item in enumerate(value))), "")
+    if isinstance(value, int) and abs(value) >= 2**1000:
+        return f"{place} is a number of over 1,000 bits"
     return "" if value is None or isinstance(value, str | int | float) else f"{place} is a {type(value).__name__}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -51,6 +52,8 @@ _PART_HOMES = (
     "torchmetrics.regression",
     "torchmetrics.aggregation",
 )
+# How torch says that a number in the config asks for more memory than there is.
+_TOO_LARGE = re.compile(r"can't allocate memory|not enough memory|overflow")
 _DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")
 _SCALARS = (bool, int, float, str, type(None))
 
@@ -102,6 +105,8 @@ def refusal(path: str, trust: Iterable[str]) -> str:
     home = str(getattr(found, "__module__", None) or "")
     if path.rpartition(".")[2].startswith("_"):
         return "comes from a file and names something private"
+    if "." in str(getattr(found, "__qualname__", "")):
+        return "comes from a file and names a part of a class"
     if _within(home, trusted):
         return ""
     if _within(home, _COMPONENT_ROOMS):
@@ -310,8 +315,11 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
         return functools.partial(target, *positional, **kwargs)
     try:
         return target(*positional, **kwargs)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {error}") from error
+    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
+            raise
+        reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
+        raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
 
 
 def _built(key: str, value: Any) -> Any:

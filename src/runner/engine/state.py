@@ -240,7 +240,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     """Load an optimizer's moments and counters; its settings stay those that it was built with.
 
     Raises:
-        ValueError: if the parameter groups do not fit.
+        ValueError: if the parameter groups do not fit, or moments have another shape than their weights.
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     groups = state["param_groups"]
@@ -248,5 +248,31 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         # Its own settings say where the counter of steps has to be: fused kernels need it on the device.
         groups = [{**saved, **own} for saved, own in zip(groups, settings, strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
+    _lay_out_moments(optimizer)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
+
+
+def _lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give the moments of each weight its layout in memory, once they are known to have its shape.
+
+    A kernel that updates all of it at once walks through weight and moments by address and looks at no shapes: moments of
+    another shape would make it write where it must not, those of another layout pair the wrong numbers.
+
+    Raises:
+        ValueError: naming what has another shape.
+    """
+    for weight, moments in optimizer.state.items():
+        for name, value in moments.items():
+            if not isinstance(value, torch.Tensor) or (name not in _MOMENTS and value.numel() == 1):
+                continue
+            if value.shape == weight.shape:
+                if value.stride() != weight.stride():
+                    moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            elif name in _MOMENTS or any(group.get("fused") for group in optimizer.param_groups):
+                raise ValueError(
+                    f"the optimizer's {name} has the shape {tuple(value.shape)} for a weight of {tuple(weight.shape)}"
+                )

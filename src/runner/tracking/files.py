@@ -25,6 +25,10 @@ def write_error(path: Path, error: OSError) -> UserError:
     if error.errno in _FULL:
         what = "no space left" if error.errno == errno.ENOSPC else "the quota is used up"
         return UserError(f"{what} on the disk that holds {path}; free some space or choose another output directory")
+    if error.errno == errno.EFBIG:
+        return UserError(
+            f"cannot write {path}: it would be larger than files may be here (ulimit -f, or the file system)"
+        )
     if error.errno == errno.EROFS:
         return UserError(f"cannot write {path}: the file system is read-only; choose another output directory")
     if error.errno in _REFUSED:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 GAUGES = ("data_wait", "peak_memory_mib", "mfu")
 """What log lines of training say about the machine, shown after everything else and drawn in no learning curve."""
 
+_LONGEST_CELL = 1000  # letters; every other cell of its column is padded to its length
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
-_CONTROLS = {code: None for code in range(32) if chr(code) not in "\n\t"} | {127: None, 9: "    "}
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {9: "    "}
 
 
 def number(value: float | None) -> str:
@@ -101,7 +102,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A plain table as lines: two spaces between columns, numbers to the right, dashes below the heads."""
-    cells = [[" ".join(clean(cell).split()) for cell in row] for row in rows]
+    cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
     widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
     right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]
 

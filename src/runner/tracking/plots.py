@@ -23,6 +23,8 @@ _NOT_METRICS = {"global_step", "epoch", "split", *GAUGES}
 _COLOURS = {"train": "#4477aa", "val": "#ee6677", "test": "#228833"}
 _MORE_COLOURS = ("#aa3377", "#ccbb44", "#66ccee", "#777777")
 _PANELS_A_ROW = 3
+_MOST_PANELS = 24
+_LARGEST = 1e300  # beyond it an axis has no ticks, and whole numbers in a file are no floats
 _SMOOTHED_FROM = 200
 _LOG_SCALE_FROM = 50.0
 _NUMBERS_UP_TO = 25
@@ -42,7 +44,7 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
         UserError: `target` cannot be written.
     """
     curves = _curves(metrics_file)
-    names = in_order(curves)
+    names = in_order(curves)[:_MOST_PANELS]
     splits = list(dict.fromkeys(split for name in names for split in curves[name]))
     colours = _colours(splits)
     columns = max(1, min(_PANELS_A_ROW, len(names)))
@@ -161,7 +163,7 @@ def _curves(metrics_file: Path) -> Curves:
                 continue
             steps, values = curves.setdefault(name, {}).setdefault(str(record.get("split", "")), ([], []))
             steps.append(record["global_step"])
-            values.append(math.nan if value is None else float(value))
+            values.append(math.nan if value is None or abs(value) > _LARGEST else float(value))
     return curves
 
 

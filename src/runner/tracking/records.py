@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from runner.tracking.files import write_atomically, writing
+
+_LONGEST_LINE = 2**20  # bytes; ours have a few hundred
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -17,7 +20,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    return [record for line in path.read_bytes().split(b"\n") if (record := _parse(line)) is not None]
+    return [record for line in _lines(path) if (record := _parse(line)) is not None]
 
 
 def drop_after(path: Path, global_step: int | None) -> None:
@@ -33,16 +36,36 @@ def drop_after(path: Path, global_step: int | None) -> None:
     if not path.exists():
         return
     with writing(path):
-        data = path.read_bytes()
-    kept = b"".join(line + b"\n" for line in data.split(b"\n") if _keep(_parse(line), global_step))
-    if kept != data:
+        kept = b"".join(line + b"\n" for line in _lines(path) if _keep(_parse(line), global_step))
+        changed = len(kept) != path.stat().st_size or kept != path.read_bytes()
+    if changed:
         write_atomically(path, kept)
+
+
+def copy_until(source: Path, target: Path, global_step: int) -> None:
+    """Write, atomically, the lines of one metrics file whose `global_step` is not larger into another.
+
+    Raises:
+        UserError: one cannot be read or the other not be written.
+    """
+    with writing(target):
+        kept = b"".join(line + b"\n" for line in _lines(source) if _keep(_parse(line), global_step))
+    write_atomically(target, kept)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines without their ends, up to one that is longer than any of ours: a file from somebody else may have no line ends."""
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            if len(line) == _LONGEST_LINE:
+                return
+            yield line.removesuffix(b"\n")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("global_step"), int) else None
 

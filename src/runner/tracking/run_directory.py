@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from runner.config.errors import UserError
 if sys.platform != "win32":
     import fcntl
 from runner.tracking.files import write_atomically, write_json, writing
-from runner.tracking.records import drop_after
+from runner.tracking.records import copy_until, drop_after
 
 
 def timestamp() -> str:
@@ -57,7 +58,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     """The content of `folder/summary.json`, or None if there is none that can be read."""
     try:
         summary = json.loads((folder / "summary.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) else None
 
@@ -111,9 +112,20 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"
         self._lock: int | None = None
+        self._refuse_links()
         for folder in (self.checkpoints, self.plots):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
+
+    def _refuse_links(self) -> None:
+        """Write into no file or folder elsewhere that a link in here stands for: a directory may come from somebody else."""
+        own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
+        for path in sorted({*own, self.path / ".lock", self.path / "nonfinite", *self.path.glob("metrics_*.csv")}):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path} is a link, and a run writes into no other place than its directory\n"
+                    "    allowed: another directory, or output_root=... to keep runs on another disk"
+                )
 
     def write_config(self, yaml_text: str) -> None:
         """Store the resolved config, already in YAML."""
@@ -170,6 +182,14 @@ class RunDirectory:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._lock = descriptor
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove the temporary files that a killed process has left; the lock says that no other is at work."""
+        for folder in (self.path, self.plots, self.checkpoints):
+            for leftover in folder.glob(".*.tmp"):
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
 
     def unlock(self) -> None:
         """Let others write here."""
@@ -189,5 +209,4 @@ class RunDirectory:
         """
         other = source / self.metrics_file.name
         if other.is_file():
-            write_atomically(self.metrics_file, other.read_bytes())
-            self.truncate_metrics(global_step)
+            copy_until(other, self.metrics_file, global_step)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def _evaluate(composition: Composition) -> float:
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
     if said := splits.skipped.summary():
         console.warn(said)
-    classes = list(found.contents["classes"])
+    classes = _distinct(found.contents["classes"])
     limit = config.limit.eval_batches
     samples = split.samples if limit is None else min(split.samples, limit * split.loader.batch_size)
     trained_on = _stored_data(found).get("name")
@@ -154,6 +155,12 @@ def _of_training_alone(words: list[str]) -> list[str]:
         "compile": "which runs the model as it is",
     }
     return [f"{key} has no effect on eval, {reason}" for key, reason in reasons.items() if key in given]
+
+
+def _distinct(classes: list[str]) -> list[str]:
+    """Names of classes; those that several share with the number of their class."""
+    count = Counter(classes)
+    return [f"{name} ({index})" if count[name] > 1 else name for index, name in enumerate(classes)]
 
 
 def _names(splits: Splits) -> list[str]:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 from runner.config.app import Composition, current
 from runner.config.errors import UserError
 from runner.runtime.determinism import operations_named
+from runner.tracking.formats import clean
 from runner.train import FAILED, USAGE
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ def guarded(work: Callable[[Composition], T], cfg: DictConfig) -> T:
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {clean(str(error))}", file=sys.stderr)
         raise SystemExit(USAGE) from None
     except Exception:
         traceback.print_exc()

@@ -1,0 +1,294 @@
+"""The malicious files of the section `hostile`: what each tries, and how the program is expected to end."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faults.disk import pictures
+from faults.forging import Bomb, Claim, archive, changed, forged, records, sealed, with_config
+
+REFUSED, HARMLESS = 2, 0
+TARGETS = (
+    "torch.nn.modules.module.functools.partial", "torch.serialization.os.system", "torch.hub.load", "torch.load",
+    "torchvision.datasets.utils.download_url", "torchvision.datasets.LSUN", "torch.utils.cpp_extension.load_inline",
+    "torch.fx.GraphModule", "functools.partial", "builtins.eval", "runner.tracking.loggers.Csv.open",
+    "runner.checkpoint.file.write", "runner.models.torchvision_zoo.pickle.loads", "torch.nn.Module.load_state_dict",
+)  # fmt: skip
+
+
+@dataclass
+class Arena:
+    """What a case works with.
+
+    Attributes:
+        stranger: folder of the file that was sent.
+        outside: folder that nothing may be written to.
+        canary: a file that no code may make.
+        run: a run of ours, to be copied or harmed.
+        contents: what its checkpoint holds.
+    """
+
+    stranger: Path
+    outside: Path
+    canary: Path
+    run: Path
+    contents: dict[str, Any]
+
+    def sent(self, data: bytes) -> list[str]:
+        """Put a file there, and give the words that use it."""
+        path = self.stranger / "sent.pt"
+        path.write_bytes(data)
+        return [f"ckpt_path={path}"]
+
+
+@dataclass
+class Case:
+    """A malicious file.
+
+    Attributes:
+        what: what it is.
+        make: puts it there, and gives the words of the command line.
+        train: exit status of resuming from it; None to leave that out.
+        eval: exit status of evaluating it; None to leave that out.
+    """
+
+    what: str
+    make: Callable[[Arena], list[str]]
+    train: int | None = REFUSED
+    eval: int | None = REFUSED
+
+
+def _tar(arena: Arena) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for name in ("storages", "tensors", "pickle"):
+            data = pickle.dumps(Bomb(arena.canary), protocol=2)
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _saved(arena: Arena, zipped: bool) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"model": Bomb(arena.canary)}, buffer, _use_new_zipfile_serialization=zipped)
+    return buffer.getvalue()
+
+
+def _compressed(arena: Arena) -> bytes:
+    return archive(records(arena.contents) | {"archive/data/bomb": b"\0" * 2**26}, zipfile.ZIP_DEFLATED)
+
+
+def _claiming(arena: Arena) -> bytes:
+    """A record that claims 2**31 bytes, in both places that say so."""
+    data = archive(records(arena.contents) | {"archive/data/claim": b"\xab" * 24})
+    body = data[: data.rindex(b"runner-sha256:") - 2] + b"\0\0"
+    size, lie = (24).to_bytes(4, "little"), (2**31).to_bytes(4, "little")
+    local, central = body.index(b"archive/data/claim") - 30, body.rindex(b"archive/data/claim") - 46
+    parts = bytearray(body)
+    for place in (local + 18, local + 22, central + 20, central + 24):
+        assert parts[place : place + 4] == size
+        parts[place : place + 4] = lie
+    return sealed(bytes(parts))
+
+
+def _doubling() -> list[Any]:
+    value: list[Any] = [0]
+    for _ in range(50):
+        value = [value, value]
+    return value
+
+
+def _endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def _deep(arena: Arena) -> bytes:
+    count = 200_000
+    return archive(
+        records(arena.contents) | {"archive/data.pkl": b"\x80\x02" + b"]" * count + b"a" * (count - 1) + b"."}
+    )
+
+
+def _nested(arena: Arena) -> bytes:
+    value: list[Any] = []
+    for _ in range(300):
+        value = [value]
+    return changed(arena.contents, "metrics", "callbacks", "mine", value={"deep": value})
+
+
+def _naming(target: str) -> Callable[[Arena], list[str]]:
+    def make(arena: Arena) -> list[str]:
+        node = {"_target_": target, "_args_": [f"touch {arena.canary}"]}
+        return arena.sent(with_config(arena.contents, lambda config: config["callbacks"].update(evil=node)))
+
+    return make
+
+
+def _yaml(text: str) -> Callable[[Arena], list[str]]:
+    return lambda arena: arena.sent(forged(arena.contents | {"config": text.replace("CANARY", str(arena.canary))}))
+
+
+def _setting(value: Any, *place: str) -> Callable[[Arena], list[str]]:
+    """A config with another value; OUTSIDE in it stands for the folder that nothing may be written to."""
+
+    def make(arena: Arena) -> list[str]:
+        def change(config: dict[str, Any]) -> None:
+            inner = config
+            for name in place[:-1]:
+                inner = inner[name]
+            inner[place[-1]] = value.replace("OUTSIDE", str(arena.outside)) if isinstance(value, str) else value
+
+        return arena.sent(with_config(arena.contents, change))
+
+    return make
+
+
+def _holding(value: Any, *place: str) -> Callable[[Arena], list[str]]:
+    return lambda arena: arena.sent(changed(arena.contents, *place, value=value() if callable(value) else value))
+
+
+def _cached_elsewhere(arena: Arena) -> list[str]:
+    """A config of other data, of which a cache would be made before anybody sees that the model does not fit."""
+    pictures(arena.stranger / "pictures")
+    images = {
+        "root": str(arena.stranger / "pictures"), "image_size": 8, "cache": "disk",
+        "cache_dir": str(arena.outside / "cache"), "dataset": {"_target_": "runner.data.folders.image_folder"},
+    }  # fmt: skip
+    return arena.sent(with_config(arena.contents, lambda config: config["data"].update(images)))
+
+
+def _moments(value: Any) -> Callable[[Arena], list[str]]:
+    def make(arena: Arena) -> list[str]:
+        state = dict(arena.contents["optimizer"]["state"])
+        first = next(iter(state))
+        state[first] = state[first] | {"exp_avg": value}
+        return arena.sent(changed(arena.contents, "optimizer", "state", value=state))
+
+    return make
+
+
+def _beside(name: str, *lines: str) -> Callable[[Arena], list[str]]:
+    """A run directory of ours with something else in a file beside the checkpoint."""
+
+    def make(arena: Arena) -> list[str]:
+        (arena.run / name).write_text("\n".join(lines) + "\n")
+        return [f"ckpt_path={arena.run}"]
+
+    return make
+
+
+def _linked(name: str) -> Callable[[Arena], list[str]]:
+    """A run directory in which a name leads elsewhere, continued in its place."""
+
+    def make(arena: Arena) -> list[str]:
+        path = arena.run / name
+        if path.is_dir():
+            path.rename(arena.outside / "moved")
+        path.unlink(missing_ok=True)
+        path.symlink_to(arena.outside / ("moved" if name in ("plots", "checkpoints") else "precious.txt"))
+        return [f"ckpt_path={arena.run}", f"hydra.run.dir={arena.run}"]
+
+    return make
+
+
+def _twice(arena: Arena) -> list[str]:
+    again = ("ARCHIVE/data.pkl", pickle.dumps(Bomb(arena.canary), protocol=2))
+    return arena.sent(archive([*records(arena.contents).items(), again]))
+
+
+_NAMES = [
+    "../../escape",
+    "\x1b]0;title\x07\x1b[31mred",
+    "new\nline",
+    "x" * 10**6,
+    "/absolute",
+    "$(touch x)",
+    "\u202egnp",
+    "a,b",
+    "",
+    "\x9b31m",
+]
+_LAUGHS = "a: &a [1, 1]\n" + "".join(
+    f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(24)
+)
+_LINE = '{"global_step": 1, "epoch": 1, "split": "train", "loss": '
+
+CASES = [
+    Case("a bare pickle", lambda arena: arena.sent(pickle.dumps(Bomb(arena.canary)))),
+    Case("torch's format before zip, with code", lambda arena: arena.sent(_saved(arena, zipped=False))),
+    Case("torch's tar format, with code", lambda arena: arena.sent(_tar(arena))),
+    Case("torch.save with code", lambda arena: arena.sent(_saved(arena, zipped=True))),
+    Case("the same with a fitting checksum", lambda arena: arena.sent(sealed(_saved(arena, zipped=True)))),
+    Case("a good checkpoint with code in it", _holding(lambda: Bomb(Path("canary")), "metrics", "callbacks", "x")),
+    Case("a second pickle under the same name in capitals", _twice),
+    Case("a compressed archive", lambda arena: arena.sent(_compressed(arena))),
+    Case("a record that claims 2 GiB", lambda arena: arena.sent(_claiming(arena))),
+    Case("records with absolute names", lambda arena: arena.sent(
+        archive(records(arena.contents) | {str(arena.outside / "x"): b""}))),
+    Case(
+        "records with climbing names",
+        lambda arena: arena.sent(archive(records(arena.contents) | {"archive/../../x": b"", "archive/data/../../y": b""})),
+        HARMLESS, HARMLESS,
+    ),
+    Case("a storage of 2**50 bytes", _holding(Claim((2**48,), (1,), 2**48), "model", "x")),
+    Case("a tensor that ends outside its storage", _holding(Claim((64,), (1,)), "model", "x")),
+    Case("a tensor that begins outside its storage", _holding(Claim((1,), (1,), 4, 2**40), "model", "x")),
+    Case("a tensor of negative size", _holding(Claim((-4,), (1,)), "model", "x")),
+    Case("one number seen as 2**40", _holding(Claim((2**40,), (0,)), "metrics", "callbacks", "x")),
+    Case("lists of lists that stand for 2**50 values", _holding(_doubling, "metrics", "callbacks", "x")),
+    Case("a list that holds itself", _holding(_endless, "metrics", "callbacks", "x")),
+    Case("300 levels of lists", lambda arena: arena.sent(_nested(arena))),
+    Case("200,000 levels of lists", lambda arena: arena.sent(_deep(arena))),
+    Case("moments of another shape than their weight", _moments(torch.zeros(1)), REFUSED, HARMLESS),
+    Case("moments seen through a stride of 0", _moments(Claim((4, 1, 3, 3), (0, 0, 0, 0))), HARMLESS, HARMLESS),
+    Case("a position beyond the epoch", _holding(10**6, "position", "batch"), REFUSED, HARMLESS),
+    Case("a position with other fields", _holding(1, "position", "__init__"), REFUSED, HARMLESS),
+    Case("a position of 400 bits", _holding(2**400, "position", "epoch")),
+    Case("a best evaluation that is text", _holding({"metric": "x" * 9}, "metrics", "best")),
+    Case("a generator's state of 2**70", _holding(["MT19937", [2**70] * 624, 0, 0, 0.0], "rng", "numpy"), REFUSED, HARMLESS),
+    Case("callbacks and metrics with names of paths and escapes", _holding(
+        {"../../x": {"a": 1}, "\x1b[2J": {}}, "metrics", "callbacks"), HARMLESS, HARMLESS),
+    Case("class names that are all the same", _holding(["x"] * 10, "classes"), HARMLESS, HARMLESS),
+    Case("class names of paths, escapes, and a million letters", _holding(_NAMES, "classes"), HARMLESS, HARMLESS),
+    *(Case(f"a config that builds {target}", _naming(target)) for target in TARGETS),
+    Case("a YAML tag", _yaml("!!python/object/apply:os.system ['touch CANARY']")),
+    Case("a YAML tag inside", _yaml("model: !!python/object/new:os.system ['touch CANARY']")),
+    Case("YAML aliases that stand for 2**25 values", _yaml(_LAUGHS)),
+    Case("10,000 levels of YAML", _yaml("a: " + "[" * 10_000 + "]" * 10_000)),
+    Case("a config of 5 million letters", _yaml("a: " + "x" * 5_000_000)),
+    Case("a number of 4,000 digits", _yaml("seed: " + "9" * 4000)),
+    Case("a number in base 60 of 50,000 digits", _yaml("seed: 1" + ":59" * 25_000)),
+    Case("interpolations", _yaml("model: ${oc.env:HOME}")),
+    Case("a name that climbs", _setting("../../../outside/x", "name")),
+    Case("a name that is a path", _setting("OUTSIDE/x", "name")),
+    Case("a name with a line end and escapes", _setting("a\n\x1b[2J", "name")),
+    Case("output_root elsewhere", _setting("OUTSIDE", "output_root"), HARMLESS, HARMLESS),
+    Case("ckpt_path in the config", _setting("/etc/passwd", "ckpt_path"), HARMLESS, HARMLESS),
+    Case("a data set's name that climbs", _setting("../../../outside/x", "data", "name"), HARMLESS, HARMLESS),
+    Case("a data set to be fetched into a folder elsewhere", _setting(
+        {"_target_": "runner.data.torchvision_sets.kmnist", "root": None, "download": True}, "data", "dataset")),
+    Case("a cache of images in a folder elsewhere", _cached_elsewhere),
+    Case("a million threads", _setting(10**6, "threads")),
+    Case("a million worker processes", _setting(10**6, "data", "num_workers")),
+    Case("a model of 2**40 weights", _setting(2**30, "model", "width")),
+    Case("metrics.jsonl with 100,000 levels", _beside(
+        "metrics.jsonl", "[" * 100_000, _LINE + "[" * 5000 + "]" * 5000 + "}"), HARMLESS, None),
+    Case("metrics.jsonl with a line of 8 MiB and numbers of 400 digits", _beside(
+        "metrics.jsonl", _LINE + "9" * 400 + "}", _LINE + "1e999}", "x" * 2**23), HARMLESS, None),
+    Case("summary.json with 100,000 levels", _beside("summary.json", "[" * 100_000), HARMLESS, HARMLESS),
+    *(Case(f"a run directory whose {name} is a link elsewhere", _linked(name), REFUSED, None)
+      for name in (".lock", "run.log", "metrics.jsonl", "summary.json", "plots", "checkpoints")),
+]  # fmt: skip
+assert len({case.what for case in CASES}) == len(CASES), "each case has a name of its own"

@@ -1,0 +1,74 @@
+"""The trainings that are tormented: small, and each with something that a resume could get wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runner.config import keys
+from runner.config.schema import Train
+
+# About 20 steps an epoch, a checkpoint every third.
+COMMON = (
+    "threads=1", "logger=none", "log.progress=false", "log.every_steps=7", "evaluate.test=false", "data.batch_size=64",
+    "checkpoint.min_seconds=0", "checkpoint.every_steps=3", "device=cpu",
+)  # fmt: skip
+_STRONG = ("transform=strong", "data.shift=0.125", "model.dropout=0.2")
+_WORKERS = (*_STRONG, "data.residency=disk", "epochs=3")
+
+CONFIGURATIONS: dict[str, tuple[str, ...]] = {
+    "BatchNorm and dropout": ("model.dropout=0.3", "epochs=4"),
+    "augmentation": (*_STRONG, "epochs=4"),
+    "no worker": (*_WORKERS, "data.num_workers=0"),
+    "1 worker": (*_WORKERS, "data.num_workers=1"),
+    "3 workers": (*_WORKERS, "data.num_workers=3", "data.prefetch=4"),
+    "accumulation of 3 batches": (*_STRONG, "accumulate=3", "epochs=6", "clip.norm=1.0"),
+    "bf16": (*_STRONG, "amp=bf16", "epochs=4"),
+    "fp16 with a gradient scaler": (*_STRONG, "amp=fp16", "clip.norm=1.0", "epochs=4"),
+    "compiled model": ("compile=model", "data.drop_last=true", "epochs=8"),
+    "asynchronous checkpoints": (*_STRONG, "checkpoint.async=true", "epochs=4"),
+    "max_steps inside an epoch": (*_STRONG, "epochs=null", "max_steps=67"),
+    "sgd, plateau": ("optimizer=sgd", "scheduler=plateau", "scheduler.patience=1", "evaluate.every_steps=5", "epochs=4"),
+    "adam, cosine": ("optimizer=adam", "scheduler=cosine", "scheduler.warmup=5", "epochs=4"),
+    "adamw, onecycle": ("optimizer=adamw", "scheduler=onecycle", "optimizer.amsgrad=true", "epochs=4"),
+    "rmsprop, step": ("optimizer=rmsprop", "scheduler=step", "scheduler.every=1", "epochs=4"),
+    "muon, wsd": ("model=mlp", "optimizer=muon", "scheduler=wsd", "epochs=4"),
+    "sgd, constant": ("optimizer=sgd", "scheduler=constant", "callbacks=early_stopping", "epochs=4"),
+    "all together": (
+        *_STRONG, "accumulate=3", "amp=fp16", "data.residency=disk", "data.num_workers=2", "evaluate.every_steps=4",
+        "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.mixing.Mixup}", "epochs=5",
+    ),
+}  # fmt: skip
+# Each life of these takes many times as long as one of the others.
+SLOW = ("compiled model",)
+HARDEST = (
+    *_STRONG, "data.residency=disk", "data.num_workers=2", "accumulate=3", "amp=fp16", "clip.norm=1.0", "epochs=2",
+    "limit.train_batches=20", "evaluate.every_steps=4", "checkpoint.every_steps=2",
+)  # fmt: skip
+
+
+def known(words: tuple[str, ...]) -> bool:
+    """Whether this version of the program has all of these keys."""
+    names = [word.lstrip("+~").split("=")[0] for word in words]
+    groups = {path.name for path in _conf().iterdir() if path.is_dir()}
+    return all(name in groups or keys.find(Train, name) is not None for name in names)
+
+
+def _conf() -> Path:
+    from runner.config.sources import shipped
+
+    return Path(shipped())
+
+
+def configurations() -> dict[str, tuple[str, ...]]:
+    """The configurations that this version of the program can run."""
+    return {name: whole(words) for name, words in CONFIGURATIONS.items() if known(words)}
+
+
+def whole(words: tuple[str, ...]) -> tuple[str, ...]:
+    """A configuration with what all have in common."""
+    return (*COMMON, *(() if "model=mlp" in words else ("model.width=4",)), *words)
+
+
+def directory(path: Path) -> str:
+    """The word that chooses a run's directory."""
+    return f"hydra.run.dir={path}"

@@ -1,0 +1,109 @@
+"""Do to runs what machines, schedulers and strangers do to them, and count how often nothing was lost.
+
+    python scripts/torture.py                                  # everything, about an hour on two cores
+    python scripts/torture.py kills sweep --kills 200 --seed 7
+    python scripts/torture.py --short                          # a few of each, under a minute
+
+Every section ends in a table of what was injected, how often, and how often the program did what it promises. The exit
+status is 1 if a promise was broken. Each run is a forked process of the program; torch computes on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there; no thread pool may exist when we fork
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from faults.table import Bench, Row, markdown_table, text_table
+
+SECTIONS = {
+    "kills": "SIGKILL at random moments, over all configurations",
+    "writing": "SIGKILL inside the writing of a checkpoint, on a slow disk",
+    "disk": "a disk that is full while checkpoints, logs and caches are written",
+    "damage": "truncated and altered checkpoints",
+    "hostile": "files made by somebody who means harm",
+    "same_bits": "settings that must not change a bit",
+    "signals": "SIGTERM, SIGINT and SIGUSR1 in every phase",
+    "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
+}
+COUNTS = {
+    "kills": (200, 3, "SIGKILLs at random moments"),
+    "configurations": (0, 1, "how many configurations to kill; 0 for all"),
+    "writing": (50, 2, "kills inside checkpoint writing"),
+    "disks": (0, 2, "how many ways to fill the disk; 0 for all"),
+    "truncations": (100, 20, "truncated checkpoints"),
+    "flips": (1000, 60, "altered bytes"),
+    "settings": (0, 2, "settings that must not change a bit; 0 for all"),
+    "hostile": (0, 6, "malicious files; 0 for all"),
+    "signals": (0, 1, "phases that a signal comes in; 0 for all"),
+    "places": (0, 2, "places of the kill sweep; 0 for all"),
+    "chains": (60, 1, "chains of kills"),
+}
+
+
+def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) -> list[Row]:
+    """Run sections one after the other; each has random numbers of its own, so that any can be repeated alone."""
+    import importlib
+
+    import runner.train  # noqa: F401  # before anything forks, so that no child pays for it
+    from faults.jobs import directory, whole
+    from faults.lives import preload
+
+    folder.mkdir(parents=True, exist_ok=True)
+    job = whole(("max_steps=2", "logger=all", directory(folder / "preload")))
+    evaluating = [["eval", f"ckpt_path={folder / 'preload'}", "split=val"]] if "hostile" in sections else []
+    preload(folder, ["train", *job], *evaluating)
+
+    rows = []
+    for name in sections:
+        began = time.perf_counter()
+        bench = Bench(folder / name, random.Random(f"{seed} {name}"), counts, lambda line: print(line, flush=True))
+        bench.folder.mkdir(parents=True)
+        found = importlib.import_module(f"faults.{name}").section(bench)
+        rows += found
+        print(f"\n{SECTIONS[name]} ({time.perf_counter() - began:.0f} s)\n{text_table(found)}\n", flush=True)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of moments and places")
+    parser.add_argument("--short", action="store_true", help="a few of each")
+    parser.add_argument("--folder", type=Path, help="keep all runs in this folder; without it they are removed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
+    for name, (long, short, what) in COUNTS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"{what} (default {long}, short {short})")
+    options = parser.parse_args(argv)
+    for name in options.sections:
+        if name not in SECTIONS:
+            parser.error(f"'{name}' is not a section; there are {', '.join(SECTIONS)}")
+    defaults = {name: short if options.short else long for name, (long, short, _) in COUNTS.items()}
+    counts = {name: given if (given := getattr(options, name)) is not None else defaults[name] for name in COUNTS}
+    # In memory, where there is such a place: a kill leaves there what it leaves on a disk, and flushing costs nothing.
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as scratch:
+        rows = run(options.sections or list(SECTIONS), counts, options.seed, options.folder or Path(scratch))
+    if options.json:
+        options.json.write_text(json.dumps([row.plain() for row in rows], indent=2) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown_table(rows) + "\n")
+    broken = [row for row in rows if row.broken]
+    print(f"{sum(row.kept for row in rows)} of {sum(row.injected for row in rows)} as promised")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

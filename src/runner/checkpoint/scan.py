@@ -1,0 +1,156 @@
+"""What a checkpoint from a stranger could do without running code: take all memory, or put odd things where numbers belong.
+
+The archive is looked through before anything of it is unpacked, and the contents before anybody relies on them.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import torch
+
+_DEEPEST = 64  # containers inside each other; states of optimizers have about five
+_LARGEST = 2**53  # the last whole number that every program keeps exactly
+_ROOM = 2**26  # bytes that tensors may stand for beyond what the file holds: a single number, say, seen as many
+_POSITION = {"epoch": int, "batch": int, "micro_batch": int, "global_step": int, "evaluation_due": bool}
+_BEST = {"metric": str, "mode": str, "value": float, "loss": float, "global_step": int, "epoch": int}
+
+
+def wrong_archive(file: BinaryIO, size: int) -> str:
+    """Why an archive is not as `torch.save` makes them, or an empty string.
+
+    Records of `torch.save` are not compressed, so all of them together fit into the file. A few kilobytes of a compressed
+    archive stand for as many gigabytes as its maker likes.
+
+    Args:
+        file: the archive, open for reading.
+        size: its bytes.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
+        return f"it is not a zip archive that can be read ({error})"
+    names = [record.filename.lower() for record in records]
+    if len(set(names)) != len(names):
+        return "its archive has two records of one name"
+    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+        return "its archive is compressed, which torch.save never does"
+    if sum(record.file_size for record in records) > size:
+        return "its archive claims to hold more bytes than the file has"
+    return ""
+
+
+def wrong_contents(contents: dict[str, Any], size: int) -> str:
+    """What of a checkpoint's contents is not what it should be, or an empty string.
+
+    Args:
+        contents: as loaded; none of its tensors has been read.
+        size: bytes of the file.
+    """
+    return _Extent(size).exceeded(contents) or _wrong_type(contents)
+
+
+class _Extent:
+    """Counts what nested containers stand for when they are walked through, as saving and restoring does.
+
+    A list that holds another one twice, which holds another one twice, and so on, is short in a file and endless to walk.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._left = size + _ROOM // 64
+
+    def exceeded(self, value: Any, place: str = "", depth: int = 0) -> str:
+        """What goes beyond the file's size or is nested too deeply, or an empty string."""
+        self._left -= 1
+        if self._left < 0:
+            return "it stands for more values than a file of its size can hold"
+        if isinstance(value, torch.Tensor):
+            return self._exceeded_by_tensor(value, place)
+        if isinstance(value, str | bytes | bytearray) and len(value) > self._size:
+            return f"{place} is larger than the file"
+        if isinstance(value, Mapping | list | tuple | set):
+            if depth == _DEEPEST:
+                return f"it has over {_DEEPEST} levels of nesting"
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            for key, item in items:
+                if found := self.exceeded(item, f"{place}.{key}".lstrip(".")[:200], depth + 1):
+                    return found
+        return ""
+
+    def _exceeded_by_tensor(self, tensor: torch.Tensor, place: str) -> str:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            return f"{place} is a tensor of a kind that is never saved"
+        stored, shown = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
+        if stored > self._size or shown > self._size + _ROOM:
+            return f"{place} is larger than the file"
+        return ""
+
+
+def _is_identity(item: tuple[Any, Any]) -> bool:
+    """Whether this is the name of a split, its length and the digest of some of its samples."""
+    name, facts = item
+    return (
+        isinstance(name, str)
+        and isinstance(facts, dict)
+        and type(facts.get("samples")) is int
+        and isinstance(facts.get("content"), str)
+    )
+
+
+def _wrong_type(contents: dict[str, Any]) -> str:
+    """What of the top levels is not what it should be, or an empty string."""
+    for key in ("model", "optimizer", "scheduler", "rng", "position", "metrics", "versions"):
+        if not isinstance(contents[key], dict):
+            return f"{key} is not a mapping"
+        if not all(isinstance(name, str) for name in contents[key]):
+            return f"{key} has a key that is no text"
+    if not isinstance(contents["config"], str):
+        return "config is not text"
+    classes, metrics = contents["classes"], contents["metrics"]
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        return "classes is not a list of names"
+    weights = {name: value for name, value in contents["model"].items() if not name.endswith("_extra_state")}
+    if strange := next((name for name, value in weights.items() if not isinstance(value, torch.Tensor)), None):
+        return f"model.{strange} is not a tensor"
+    if not isinstance(metrics.get("callbacks"), dict):
+        return "metrics.callbacks is not a mapping"
+    data = metrics.get("data")
+    if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
+        return "metrics.data does not give samples and content of splits"
+    best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
+    if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
+        return "position.left_out is not a list of steps"
+    return (
+        _wrong_record(contents["position"], _POSITION, "position", needed=("epoch", "batch", "global_step"))
+        or ("" if best is None else _wrong_record(best, _BEST, "metrics.best", needed=tuple(_BEST)))
+        or _wrong_numbers(metrics.get("last", {}), "metrics.last")
+        or ("" if contents["scaler"] is None else _wrong_numbers(contents["scaler"], "scaler"))
+    )
+
+
+def _wrong_record(record: Any, fields: dict[str, type], place: str, needed: tuple[str, ...]) -> str:
+    """What of a mapping with given fields is missing or of another type, or an empty string; other fields are not looked at."""
+    if not isinstance(record, dict):
+        return f"{place} is not a mapping"
+    for name, kind in fields.items():
+        if name not in record and name not in needed:
+            continue
+        value = record.get(name)
+        if kind is int and (type(value) is not int or not 0 <= value < _LARGEST):
+            return f"{place}.{name} is not a whole number of at least 0"
+        if type(value) not in ((float, int) if kind is float else (kind,)):
+            return f"{place}.{name} is not what it should be"
+    return ""
+
+
+def _wrong_numbers(values: Any, place: str) -> str:
+    """Whether a mapping holds anything but numbers by name, in words; an empty string if not."""
+    if not isinstance(values, dict):
+        return f"{place} is not a mapping"
+    wrong = (name for name, value in values.items() if not isinstance(name, str) or type(value) not in (int, float))
+    name = next(wrong, None)
+    return "" if name is None else f"{place}.{name} is not a number"

@@ -1,0 +1,129 @@
+"""What a checkpoint stands for has bounds, and what is in it has the types that everybody relies on."""
+
+from __future__ import annotations
+
+import io
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.checkpoint.file import DamagedCheckpoint, read, write
+from runner.checkpoint.scan import wrong_archive, wrong_contents
+
+Make = Callable[..., dict[str, Any]]
+MIB = 2**20
+
+
+def zipped(records: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STORED) -> tuple[io.BytesIO, int]:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(), zipfile.ZipFile(buffer, "w", compression) as archive:
+        warnings.simplefilter("ignore")  # of the same name twice
+        for name, data in records:
+            archive.writestr(name, data)
+    return buffer, len(buffer.getvalue())
+
+
+def test_what_torch_saves_is_an_archive_as_it_should_be(tmp_path: Path, contents: Make) -> None:
+    write(tmp_path / "a.pt", contents())
+    with (tmp_path / "a.pt").open("rb") as file:
+        assert wrong_archive(file, (tmp_path / "a.pt").stat().st_size) == ""
+
+
+@pytest.mark.parametrize(
+    ("records", "compression", "words"),
+    [
+        ([("a", b"\0" * MIB)], zipfile.ZIP_DEFLATED, "compressed"),
+        ([("a/data.pkl", b"1"), ("A/DATA.pkl", b"2")], zipfile.ZIP_STORED, "two records of one name"),
+        ([("a", b"1"), ("a", b"2")], zipfile.ZIP_STORED, "two records of one name"),
+    ],
+)
+def test_an_archive_that_torch_never_makes_is_told(
+    records: list[tuple[str, bytes]], compression: int, words: str
+) -> None:
+    assert words in wrong_archive(*zipped(records, compression))
+
+
+def test_a_record_that_claims_more_than_the_file_has_is_told() -> None:
+    file, size = zipped([("a", b"x" * 24)])
+    data = bytearray(file.getvalue())
+    central = data.rindex(b"PK\x01\x02")
+    data[central + 20 : central + 28] = (2**31).to_bytes(4, "little") * 2
+    assert "more bytes than the file has" in wrong_archive(io.BytesIO(data), size)
+
+
+def test_something_else_than_an_archive_is_told() -> None:
+    assert "not a zip archive" in wrong_archive(io.BytesIO(b"x" * 100), 100)
+
+
+def doubled(times: int) -> list[Any]:
+    value: list[Any] = [0]
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (doubled(30), "more values than a file of its size can hold"),
+        (endless(), "levels of nesting"),
+        (torch.zeros(1).expand(2**30), "metrics.callbacks.x is larger than the file"),
+        (torch.zeros(MIB), "metrics.callbacks.x is larger than the file"),
+        (torch.zeros(2, device="meta"), "metrics.callbacks.x is a tensor of a kind"),
+        (torch.eye(2).to_sparse(), "metrics.callbacks.x is a tensor of a kind"),
+        ("x" * 2 * MIB, "metrics.callbacks.x is larger than the file"),
+    ],
+    ids=["doubled", "endless", "expanded", "large", "meta", "sparse", "text"],
+)
+def test_what_no_file_of_its_size_holds_is_told(value: Any, words: str, contents: Make) -> None:
+    made = contents()
+    made["metrics"]["callbacks"]["x"] = value
+    assert words in wrong_contents(made, MIB)
+
+
+def test_contents_of_a_run_are_what_they_should_be(contents: Make) -> None:
+    best = {"metric": "val/accuracy", "mode": "max", "value": 1, "loss": 0.5, "global_step": 3, "epoch": 1}
+    made = contents(scaler={"scale": 65536.0, "growth_interval": 2000})
+    made["metrics"] |= {"best": best}
+    made["model"]["head._extra_state"] = {"anything": 1}
+    assert wrong_contents(made, 10 * MIB) == ""
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("position", "epoch"), 2**60, "position.epoch"),
+        (("position", "batch"), True, "position.batch"),
+        (("position", "micro_batch"), "0", "position.micro_batch"),
+        (("position", "evaluation_due"), 1, "position.evaluation_due"),
+        (("position", "left_out"), [1, "2"], "position.left_out is not a list of steps"),
+        (("metrics", "best"), {"metric": "x"}, "metrics.best.mode"),
+        (("metrics", "best"), [], "metrics.best is not a mapping"),
+        (("metrics", "last"), {"loss": "low"}, "metrics.last.loss is not a number"),
+        (("scaler",), {"scale": None}, "scaler.scale is not a number"),
+        (("model", "layer.weight"), [1.0], "model.layer.weight is not a tensor"),
+        (("versions",), {1: "2"}, "versions has a key that is no text"),
+    ],
+)
+def test_values_of_another_type_are_named(
+    place: tuple[str, ...], value: Any, words: str, tmp_path: Path, contents: Make
+) -> None:
+    made = contents()
+    inner = made
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    write(tmp_path / "odd.pt", made)
+    with pytest.raises(DamagedCheckpoint, match=words):
+        read(tmp_path / "odd.pt")

@@ -1,0 +1,63 @@
+"""The short form of `scripts/torture.py`: a few of each kind of fault, by the code that the long form runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.checkpoint import file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+from faults import damage, table, writing
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.mark.parametrize(
+    "sections", [("kills", "damage", "same_bits", "disk"), ("writing", "sweep", "signals", "hostile")], ids=" ".join
+)
+def test_whatever_is_done_to_a_run_nothing_is_lost(sections: tuple[str, ...], tmp_path: Path) -> None:
+    words = [sys.executable, str(SCRIPTS / "torture.py"), *sections, "--short", "--json", str(tmp_path / "table.json")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert {row["section"] for row in rows} == set(sections)
+    assert all(row["injected"] or row["note"] for row in rows)
+
+
+def test_a_broken_promise_is_counted_and_said() -> None:
+    said: list[str] = []
+    row = table.Row("kills", "SIGKILL")
+    row.count("", said.append)
+    assert not row.broken
+    row.count("other bits", said.append)
+    assert row.broken
+    assert (row.injected, row.kept) == (2, 1)
+    assert said == ["BROKEN kills, SIGKILL: other bits"]
+
+
+def test_a_damaged_checkpoint_that_is_believed_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pt").write_bytes(b"damaged")
+    assert damage._believed(tmp_path / "a.pt") == ""
+    monkeypatch.setattr(file, "read", lambda path: {})
+    assert damage._believed(tmp_path / "a.pt") == "a damaged checkpoint was read"
+
+
+def test_a_reported_checkpoint_that_is_gone_or_half_there_would_be_found(
+    tmp_path: Path, train: Callable[..., object]
+) -> None:
+    words = ("data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "max_steps=2")
+    run = train(*words, "evaluate.test=false", f"hydra.run.dir={tmp_path / 'run'}").directory  # type: ignore[attr-defined]
+    assert writing._damage(run) == ""
+    (run / "checkpoints" / "best.pt").unlink()
+    assert "best.pt is of step None" in writing._damage(run)
+    (run / "checkpoints" / "last.pt").unlink()
+    assert "last.pt is of step None" in writing._damage(run)
+    (run / "checkpoints" / "last.pt").write_bytes(b"half")
+    assert "last.pt: has no checksum" in writing._damage(run)
