@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,17 +16,17 @@ from runner.assembly.data_check import compare_data, way_on
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.saving import Saving, record
+from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
 from runner.assembly.training import build_training, training_flops
 from runner.checkpoint import file as checkpoint_file
-from runner.checkpoint import find, resume
+from runner.checkpoint import resume
 from runner.checkpoint.digest import weights_sha256
 from runner.config import stored
 from runner.config.app import Composition, current
-from runner.config.changes import changes_refused, changes_result
+from runner.config.changes import changes_result
 from runner.config.durations import seconds
-from runner.config.errors import ConfigError, DataFailed, Problem, UserError
-from runner.config.resolve import checked, merged, writes_where_told
-from runner.config.schema import Train
+from runner.config.errors import DataFailed, UserError
+from runner.config.resolve import writes_where_told
 from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
@@ -46,7 +45,7 @@ from runner.tracking.left_out import LeftOut
 from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.outbox import Outbox
 from runner.tracking.plots import learning_curves
-from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
+from runner.tracking.run_directory import RunDirectory
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
@@ -127,94 +126,6 @@ def complain(directory: RunDirectory | None, text: str) -> None:
     Console(directory.log_file if directory else None, progress=False, stream=sys.stderr).error(text)
 
 
-@dataclass
-class Setup:
-    """What a run is told to do.
-
-    Attributes:
-        config: the validated config.
-        values: the same as plain containers, which go into `config.yaml` and every checkpoint.
-        found: the checkpoint to resume from.
-        differences: (key, before, after) of what the command line changed in the checkpoint's config.
-        again: the directory of a run that `resume=auto` goes on with, or starts anew.
-        finished: the same if that run has nothing left to do.
-    """
-
-    config: Train
-    values: dict[str, Any]
-    found: find.Found | None = None
-    differences: list[tuple[str, str, str]] = field(default_factory=list)
-    again: RunDirectory | None = None
-    finished: RunDirectory | None = None
-
-
-def settle(composition: Composition) -> Setup:
-    """Decide on the config: that of the command line, or of a checkpoint with the command line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values = composition.values
-    ckpt_path, again = values.get("ckpt_path"), None
-    if values.get("resume") == "auto":
-        if ckpt_path is not None:
-            message = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
-            raise ConfigError([Problem("resume", message, "one of them")])
-        again = to_continue(composition)
-        if again is not None and (again.read_summary() or {}).get("status") == "finished":
-            return Setup(checked(values, composition, Train), values, finished=again)
-        if again is not None and any(again.checkpoints.glob("*.pt")):
-            ckpt_path = again.path
-    if ckpt_path is None:
-        return Setup(checked(values, composition, Train), values, again=again)
-    found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
-    merged_values, differences = merged(found.contents["config"], str(found.path), composition)
-    config = checked(merged_values, composition, Train)
-    refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
-    if refused:
-        raise ConfigError(refused)
-    return Setup(config, merged_values, found, differences, again)
-
-
-def to_continue(composition: Composition) -> RunDirectory | None:
-    """The run that `resume=auto` means: that in the folder which Hydra was given, or the newest unfinished one of this command."""
-    fixed = composition.job_dir or composition.run_dir
-    if fixed is not None:
-        return RunDirectory(fixed) if (fixed / "summary.json").is_file() else None
-    runs = Path(str(composition.values["output_root"])) / str(composition.values["name"])
-    path = unfinished(runs, composition.words)
-    return RunDirectory(path) if path is not None else None
-
-
-def read_best(directory: RunDirectory) -> float | None:
-    """The best value of the monitored metric of a run that has finished."""
-    best = (directory.read_summary() or {}).get("best")
-    return float(best["value"]) if best else None
-
-
-def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
-    """Make the run's directory: a new one, or the one that `hydra.run.dir` names.
-
-    Raises:
-        UserError: if it cannot be made, or holds another run.
-    """
-    if setup.again is not None:
-        return setup.again
-    path = composition.run_dir
-    if path is None:
-        return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
-    if (path / "summary.json").exists() and not _is_inside(setup.found, path):
-        raise UserError(
-            f"hydra.run.dir: {path} already holds a run\n    allowed: another folder, or ckpt_path={path} to continue it there"
-        )
-    path.mkdir(parents=True, exist_ok=True)
-    return RunDirectory(path)
-
-
-def _is_inside(found: find.Found | None, path: Path) -> bool:
-    return found is not None and path.resolve() in found.path.resolve().parents
-
-
 def train(
     setup: Setup,
     composition: Composition,
@@ -237,7 +148,7 @@ def train(
         The best value of the monitored metric, or None.
     """
     config, values = setup.config, setup.values
-    continued = _is_inside(setup.found, directory.path)
+    continued = is_inside(setup.found, directory.path)
     if setup.again is not None and not continued:
         directory.forget()
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
@@ -379,17 +290,19 @@ def train(
     except Interrupted:
         raise Preempted(signals.asked()) from None
     finally:
-        for report in compiling:
-            summary |= report.summary()
-        splits.close()
-        if said := splits.skipped.summary():
-            summary["skipped"] = len(splits.skipped)
-            console.warn(said)
-        show.empty()
-        console.stop()
-        for logger in loggers:
-            logger.close()
-        saving.wait()
+        # Each of these happens, whatever becomes of the others, and the last one first.
+        with contextlib.ExitStack() as ending:
+            ending.callback(saving.wait)
+            for logger in loggers:
+                ending.callback(logger.close)
+            ending.callback(console.stop)
+            ending.callback(show.empty)
+            for report in compiling:
+                summary |= report.summary()
+            splits.close()
+            if said := splits.skipped.summary():
+                summary["skipped"] = len(splits.skipped)
+                console.warn(said)
     try:
         learning_curves(directory.metrics_file, directory.plots / "curves.png")
     except Exception as error:  # a picture must not cost a finished run

@@ -1,0 +1,104 @@
+"""What a run is told to do, and where: by the command line, a checkpoint, or the same command given before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint import find
+from runner.config.app import Composition
+from runner.config.changes import changes_refused
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.resolve import checked, merged
+from runner.config.schema import Train
+from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
+
+
+@dataclass
+class Setup:
+    """What a run is told to do.
+
+    Attributes:
+        config: the validated config.
+        values: the same as plain containers, which go into `config.yaml` and every checkpoint.
+        found: the checkpoint to resume from.
+        differences: (key, before, after) of what the command line changed in the checkpoint's config.
+        again: the directory of a run that `resume=auto` goes on with, or starts anew.
+        finished: the same if that run has nothing left to do.
+    """
+
+    config: Train
+    values: dict[str, Any]
+    found: find.Found | None = None
+    differences: list[tuple[str, str, str]] = field(default_factory=list)
+    again: RunDirectory | None = None
+    finished: RunDirectory | None = None
+
+
+def settle(composition: Composition) -> Setup:
+    """Decide on the config: that of the command line, or of a checkpoint with the command line on top.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values = composition.values
+    ckpt_path, again = values.get("ckpt_path"), None
+    if values.get("resume") == "auto":
+        if ckpt_path is not None:
+            message = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
+            raise ConfigError([Problem("resume", message, "one of them")])
+        again = to_continue(composition)
+        if again is not None and (again.read_summary() or {}).get("status") == "finished":
+            return Setup(checked(values, composition, Train), values, finished=again)
+        if again is not None and any(again.checkpoints.glob("*.pt")):
+            ckpt_path = again.path
+    if ckpt_path is None:
+        return Setup(checked(values, composition, Train), values, again=again)
+    found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
+    merged_values, differences = merged(found.contents["config"], str(found.path), composition)
+    config = checked(merged_values, composition, Train)
+    refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
+    if refused:
+        raise ConfigError(refused)
+    return Setup(config, merged_values, found, differences, again)
+
+
+def to_continue(composition: Composition) -> RunDirectory | None:
+    """The run that `resume=auto` means: that in the folder which Hydra was given, or the newest unfinished one of this command."""
+    fixed = composition.job_dir or composition.run_dir
+    if fixed is not None:
+        return RunDirectory(fixed) if (fixed / "summary.json").is_file() else None
+    runs = Path(str(composition.values["output_root"])) / str(composition.values["name"])
+    path = unfinished(runs, composition.words)
+    return RunDirectory(path) if path is not None else None
+
+
+def read_best(directory: RunDirectory) -> float | None:
+    """The best value of the monitored metric of a run that has finished."""
+    best = (directory.read_summary() or {}).get("best")
+    return float(best["value"]) if best else None
+
+
+def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
+    """Make the run's directory: a new one, or the one that `hydra.run.dir` names.
+
+    Raises:
+        UserError: if it cannot be made, or holds another run.
+    """
+    if setup.again is not None:
+        return setup.again
+    path = composition.run_dir
+    if path is None:
+        return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
+    if (path / "summary.json").exists() and not is_inside(setup.found, path):
+        raise UserError(
+            f"hydra.run.dir: {path} already holds a run\n    allowed: another folder, or ckpt_path={path} to continue it there"
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    return RunDirectory(path)
+
+
+def is_inside(found: find.Found | None, path: Path) -> bool:
+    """Whether a checkpoint that was found lies in a run's directory."""
+    return found is not None and path.resolve() in found.path.resolve().parents
