@@ -94,7 +94,7 @@ def build_training(
     if start is not None and start.batch >= max(1, plan.batches):
         raise UserError(
             f"ckpt_path: the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}\n"
-            "    allowed: the data that the run was trained on"
+            "    allowed: the data that the run was trained on, or a checkpoint from the end of an epoch"
         )
     if plan.batches == 0:
         raise UserError(
