@@ -297,3 +297,25 @@ def test_a_loss_far_above_the_lines_before_is_told(bench: Callable[..., Any]) ->
         "the training loss jumped to 7 at step 13",
         "the training loss jumped to 6.5 at step 16",
     ]
+
+
+@pytest.mark.parametrize(("takes_s", "expected"), [(0.0, [2, 4, 6, 8]), (0.2, [2, 8]), (10.0, [2, 8])])
+def test_saves_that_take_long_are_further_apart(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, takes_s: float, expected: list[int]
+) -> None:
+    class Clock:
+        now = 0.0
+
+    class Second:
+        def on_step(self, loop: Any) -> None:
+            Clock.now += 1.0
+
+    def save(loop: Any, *_: Any) -> None:
+        saved.append(loop.state.position.global_step)
+        Clock.now += takes_s
+
+    saved: list[int] = []
+    monkeypatch.setattr("runner.engine.callbacks.time.monotonic", lambda: Clock.now)
+    made = bench(4, validate=False, limits={"epochs": 8, "max_steps": None})
+    made.loop(Second(), Checkpointing(None, 1, save, min_seconds=2)).run()
+    assert saved == expected

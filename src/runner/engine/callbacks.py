@@ -29,6 +29,7 @@ from runner.engine.errors import Diverged, NotFinite
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
 
+_SAVES_APART = 50  # times as long as the last one took
 _SPIKE, _SPIKE_WINDOW = 3.0, 10  # times the median of as many lines of training
 
 
@@ -193,14 +194,15 @@ class Checkpointing:
     """Saves at boundaries: every few steps or epochs, after the best evaluation, and whenever training stops.
 
     Saves that epochs or evaluations ask for in quick succession are put off until `min_seconds` have passed since the last
-    one; a best state that is put off is copied, so that it can be written later. What is put off changes no bit of the run.
+    one, and 50 times as long as that one took, so that saving takes 2% of the time at most. A best state that is put off is
+    copied, so that it can be written later. What is put off changes no bit of the run.
 
     Args:
         every_steps: optimizer steps between saves, which are never put off; None for no such saves.
         every_epochs: epochs between saves; None for no such saves.
         save: called with the loop, whether the state is the best so far, and a copy of the best state if that was put off.
         copy: called with the loop; gives a copy of the state that later steps leave alone.
-        min_seconds: time between saves that may be put off; what a kill costs at most.
+        min_seconds: time between saves that may be put off; 0 for none that is.
         check: called at every boundary; raises what went wrong with a save that goes on in the background.
     """
 
@@ -218,6 +220,7 @@ class Checkpointing:
         self._save, self._copy = save, copy
         self._best: Any = None
         self._put_off = False
+        self._pause = min_seconds
         self._since = time.monotonic()
 
     def on_start(self, loop: Loop) -> None:
@@ -241,12 +244,14 @@ class Checkpointing:
             self._put_off = True
         if not self._put_off:
             return
-        if time.monotonic() - self._since >= self.min_seconds:
+        if time.monotonic() - self._since >= self._pause:
             self._write(loop)
         elif loop.improved:
             self._best = self._copy(loop)
 
     def _write(self, loop: Loop) -> None:
         best, self._best, self._put_off = self._best, None, False
+        began = time.monotonic()
         self._save(loop, loop.improved, None if loop.improved else best)
         self._since = time.monotonic()
+        self._pause = max(self.min_seconds, _SAVES_APART * (self._since - began)) if self.min_seconds else 0.0
