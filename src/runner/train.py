@@ -61,21 +61,26 @@ def run(cfg: DictConfig) -> float | None:
     """
     began = time.perf_counter()
     composition = current(cfg)
-    directory: RunDirectory | None = RunDirectory(composition.job_dir) if composition.job_dir else None
+    directory: RunDirectory | None = None
     summary: dict[str, Any] = {"status": "running", "error": None}
     status, value = OK, None
-    if directory:
-        directory.write_overrides(composition.words)
     console = Console(None)
     signals = StopSignals()
     try:
         with signals, operations_named(lambda text: console.warn(text)):
+            if composition.job_dir:
+                job = RunDirectory(composition.job_dir)
+                job.lock()
+                directory = job
+                directory.write_overrides(composition.words)
             setup = settle(composition)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
             if setup.finished is not None:
                 print(f"{setup.finished.path} has finished already", flush=True)
-                directory = None  # and is left as it is
+                if directory is not None:
+                    directory.unlock()
+                    directory = None  # and is left as it is
                 return read_best(setup.finished)
             opened = directory or open_directory(setup, composition)
             opened.lock()
@@ -185,20 +190,21 @@ def train(
 
     compilation = training.toggled.compilation
     compiling = [CompileReport(compilation, console.line, console.warn)] if compilation else []
+    checkpointing = Checkpointing(
+        config.checkpoint.every_steps,
+        config.checkpoint.every_epochs,
+        saving.save,
+        saving.copy,
+        config.checkpoint.min_seconds,
+        saving.check,
+    )
     callbacks = [
         *compiling,
         Progress(console.advance),
         *extra.values(),
         LeftOut(directory.path, console),
         Log(config.log.every_steps, [show], gauges, console.warn),
-        Checkpointing(
-            config.checkpoint.every_steps,
-            config.checkpoint.every_epochs,
-            saving.save,
-            saving.copy,
-            config.checkpoint.min_seconds,
-            saving.check,
-        ),
+        checkpointing,
     ]
 
     # Evaluation
@@ -240,6 +246,8 @@ def train(
         if state.best is not None and not resume.carry_best(path, keeper, state.best.global_step):
             warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
+        if continued and not resume.is_last(path, keeper):
+            checkpoint_file.link(path, keeper.last)  # later ones are of a future that is computed anew
         # A checkpoint that was moved away from its run has no metrics beside it.
         if not continued and path.parent.name == directory.checkpoints.name:
             directory.copy_metrics(path.parents[1], resumed_step)
@@ -290,9 +298,10 @@ def train(
     except Interrupted:
         raise Preempted(signals.asked()) from None
     finally:
+        failed = sys.exc_info()[1]
         # Each of these happens, whatever becomes of the others, and the last one first.
         with contextlib.ExitStack() as ending:
-            ending.callback(saving.wait)
+            ending.callback(finish_saving, saving, checkpointing, failed, console)
             for logger in loggers:
                 ending.callback(logger.close)
             ending.callback(console.stop)
@@ -308,3 +317,20 @@ def train(
     except Exception as error:  # a picture must not cost a finished run
         console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
+
+
+def finish_saving(saving: Saving, checkpointing: Checkpointing, failed: BaseException | None, console: Console) -> None:
+    """Wait for what the background writes, and keep the best state if a failure came before it was written.
+
+    Raises:
+        UserError: if it cannot be written, unless something else failed first, which is what is to be told.
+    """
+    best = checkpointing.leave()
+    try:
+        saving.wait()
+        if failed is not None and best is not None:
+            saving.keep_best(best)
+    except (UserError, Diverged) as error:
+        if failed is None or isinstance(failed, Preempted | Interrupted):
+            raise
+        console.warn(f"and then: {error}")

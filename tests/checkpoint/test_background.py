@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -184,3 +185,83 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(same(one, other) for one, other in zip(left, right, strict=True))
     return bool(left == right)
+
+
+def test_containers_are_copied_as_what_they_are() -> None:
+    from collections import Counter, OrderedDict
+
+    value = {"a": OrderedDict(x=1), "b": Counter("aab"), "c": {1, 2}, "d": bytearray(b"xy"), "e": (1, [2])}
+    copy = Snapshot().take(value)
+    assert copy == value
+    assert [type(copy[key]) for key in value] == [type(value[key]) for key in value]
+    value["c"].add(3)
+    value["d"][0] = 0
+    value["a"]["x"] = 5
+    assert copy["c"] == {1, 2}
+    assert copy["d"] == b"xy"
+    assert copy["a"]["x"] == 1
+
+
+INFINITE = """
+import torch
+from torch import nn
+
+class Masked(nn.Module):
+    def __init__(self, in_channels: int, image_size: tuple[int, int], num_classes: int):
+        super().__init__()
+        self.layer = nn.Linear(in_channels * image_size[0] * image_size[1], num_classes)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+    def forward(self, images):
+        return self.layer(images.flatten(1))
+
+class Fail:
+    def __init__(self, step: int = 17): self.step = step
+    def on_step(self, loop):
+        if loop.state.position.global_step == self.step: raise RuntimeError("a bug")
+"""
+
+
+@pytest.fixture
+def own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "own.py").write_text(INFINITE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    monkeypatch.setenv("RUNNER_TRUST", "own")
+
+
+@pytest.mark.usefixtures("own")
+def test_a_buffer_that_is_infinite_by_design_is_saved(train: Callable[..., Any]) -> None:
+    words = [word for word in SMALL if not word.startswith("model.")]
+    own = ("model._target_=own.Masked", "~model.width", "~model.dropout", "+model.image_size=null")
+    result = train(*words, *own)
+    assert read(result.directory / "checkpoints" / "last.pt")["model"]["mask"].isinf().any()
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Callable[..., Any], background: bool) -> None:
+    words = (
+        "checkpoint.min_seconds=1000",
+        "checkpoint.every_steps=null",
+        f"checkpoint.async={str(background).lower()}",
+    )
+    result = run(
+        "train", "threads=1", "logger=none", "log.progress=false", *SMALL, *words, "+callbacks.fail._target_=own.Fail"
+    )
+    assert result.status == 1
+    best = read(result.directory / "checkpoints" / "best.pt")
+    assert best["position"]["global_step"] in (6, 12)
+    assert best["metrics"]["best"]["global_step"] == best["position"]["global_step"]
+
+
+def test_going_on_from_an_older_checkpoint_makes_it_the_last(
+    run: Callable[..., Any], train: Callable[..., Any], own: None
+) -> None:
+    whole = train(*SMALL)
+    older = whole.directory / "checkpoints" / "step_0000000007.pt"
+    words = (f"ckpt_path={older}", f"hydra.run.dir={whole.directory}", "+callbacks.fail._target_=own.Fail")
+    assert run("train", *words, "+callbacks.fail.step=8", "checkpoint.every_steps=1000", "threads=1").status == 1
+    assert read(whole.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 7
+    rest = train(f"ckpt_path={whole.directory}", "callbacks.fail.step=99")
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]

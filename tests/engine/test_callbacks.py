@@ -319,3 +319,14 @@ def test_saves_that_take_long_are_further_apart(
     made = bench(4, validate=False, limits={"epochs": 8, "max_steps": None})
     made.loop(Second(), Checkpointing(None, 1, save, min_seconds=2)).run()
     assert saved == expected
+
+
+def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Callable[..., Any]) -> None:
+    one = bench(4, limits={"epochs": 2, "max_steps": None})
+    saving = Checkpointing(None, 1, lambda loop, *_: None, lambda loop: "a copy", min_seconds=1000)
+    loop = one.loop(saving)
+    loop._evaluate = lambda interrupted: {"val/loss": 1.0}
+    loop.improved, loop.epoch_ended = True, True
+    saving.on_boundary(loop)
+    loop.emit("on_rollback", None)
+    assert saving.leave() is None

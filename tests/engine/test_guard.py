@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -310,3 +312,74 @@ def test_a_plain_step_of_a_class_from_elsewhere_is_its_own() -> None:
 
     optimizer = Own([torch.zeros(1, requires_grad=True)], lr=0.1)
     assert plain_step(optimizer) == optimizer.step
+
+
+def test_a_buffer_that_a_model_assigns_anew_is_put_back_too(bench: Callable[..., Any]) -> None:
+    class Drifting(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean()
+            return inputs
+
+    def build() -> nn.Module:
+        return nn.Sequential(Drifting(), nn.Flatten(), nn.Linear(12, 3))
+
+    loop = loop_of(bench, "skip", FUSED, Look(3), build=build)
+    loop.run()
+    assert loop.state.model[0].mean.isfinite()
+    assert loop.state.model[0].mean != 0
+
+
+def test_weights_of_complex_numbers_are_watched_as_well() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model = nn.ParameterList([weight])
+    guard = Guard(model, torch.optim.SGD([weight], lr=0.1), "raise", False)
+    weight.grad = torch.ones_like(weight)
+    assert guard.allows_step()
+    weight.grad[1] = float("nan")
+    assert not guard.allows_step()
+    weight.grad = None
+    guard.start()
+    assert guard.allows_step()
+
+
+def test_looking_into_it_draws_from_no_generator(bench: Callable[..., Any]) -> None:
+    class Drawing(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs * random.random() * float(np.random.rand())
+
+    def ends(look: bool) -> list[Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        loop = loop_of(bench, "skip", FUSED, *([Look(5)] if look else []), build=lambda: Flat(nn.Linear(12, 3)))
+        loop.state.model.inner = nn.Sequential(Drawing(), loop.state.model.inner)
+        loop.run()
+        return weights(loop.state.model)
+
+    assert same(ends(True), ends(False))
+
+
+def test_an_evaluation_that_is_due_after_going_back_comes_before_the_next_step(bench: Callable[..., Any]) -> None:
+    order: list[tuple[str, int]] = []
+
+    class Diary:
+        def on_step(self, loop: Any) -> None:
+            order.append(("step", loop.state.position.global_step))
+
+        def on_evaluation(self, loop: Any, metrics: Any) -> None:
+            order.append(("evaluation", loop.state.position.global_step))
+
+    loop = loop_of(bench, "rollback", FUSED, Diary(), Look(1))
+    loop._evaluate = lambda interrupted: {"val/loss": 1.0}
+    start = copied(loop.state.state_dict())
+    start["position"] |= {"evaluation_due": True}
+    loop._roll_back = lambda loop: loop.state.load_state_dict(copied(start))
+    loop.run()
+    back = order.index(("evaluation", 0))
+    assert order[back - 1] == ("step", 4)
+    assert order[back + 1] == ("step", 1)

@@ -62,10 +62,11 @@ class Saving:
         self._summary, self._monitor = summary, monitor
         self._background = Background() if in_background else None
         self._snapshot = Snapshot()
+        self._by_design: set[str] = set()
         self._hook: Any = None
 
     def room_for(self, state: TrainState) -> str:
-        """See that checkpoints fit on the disk, before the first step.
+        """See that checkpoints fit on the disk, before the first step, and what of the state is not finite by design.
 
         Returns:
             A warning, or an empty string.
@@ -73,6 +74,12 @@ class Saving:
         Raises:
             UserError: if not even one does.
         """
+        trained = {name for name, _ in state.model.named_parameters()}
+        self._by_design = {
+            name
+            for name, tensor in state.model.state_dict().items()
+            if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
+        }
         weights = size_of(state.model.state_dict())
         require_space(self._directory.checkpoints, weights)
         return scarce(self._directory.checkpoints, weights * (1 + _MOMENTS), self.keeper.keep)
@@ -102,15 +109,15 @@ class Saving:
         self._background.start(work)
 
     def _copy_behind(self, contents: dict[str, Any], state: TrainState) -> dict[str, Any]:
-        """A copy of which weights and moments are copied by the thread: nothing changes them before the next update.
+        """A copy of which an optimizer's moments are copied by the thread: nothing changes them before the next update.
 
-        The update waits for it, by a hook that is there for this one step.
+        Weights are copied at once, as some models change theirs in forward. The update waits for the thread, by a hook that
+        is there for this one step.
         """
         self._free_step()
         if "step" in vars(state.optimizer):  # replaced by a compiled one, which calls no hooks
             return self._snapshot.take(contents)
-        weights = {f"/model/{name}" for name, _ in state.model.named_parameters()}
-        copied = self._snapshot.take(contents, lambda place: place in weights or place.startswith("/optimizer/state/"))
+        copied = self._snapshot.take(contents, lambda place: place.startswith("/optimizer/state/"))
 
         def wait(*_: Any) -> None:
             self._snapshot.complete.wait()
@@ -149,6 +156,11 @@ class Saving:
         copied: dict[str, Any] = resume.copied(self._contents(loop))
         return copied
 
+    def keep_best(self, contents: dict[str, Any]) -> None:
+        """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
+        if not not_finite(contents, self._by_design):
+            self.keeper.save(contents, contents["position"]["global_step"], is_best=True)
+
     def roll_back(self, loop: Loop) -> None:
         """Put the run back to its last checkpoint, and take back what was logged since."""
         self.wait()
@@ -171,10 +183,10 @@ class Saving:
         summary: dict[str, Any],
     ) -> None:
         step = contents["position"]["global_step"]
-        if name := not_finite(contents):
-            raise Diverged(f"{name} is not finite after step {step}; it was not saved")
         if earlier_best is not None:
-            self.keeper.save(earlier_best, earlier_best["position"]["global_step"], is_best=True)
+            self.keep_best(earlier_best)
+        if name := not_finite(contents, self._by_design):
+            raise Diverged(f"{name} is not finite after step {step}; it was not saved")
         self.keeper.save(contents, step, is_best)
         self._directory.write_summary(summary)
 

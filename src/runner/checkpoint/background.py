@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._event: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []
         self.complete = threading.Event()
 
     def take(self, contents: dict[str, Any], later: Callable[[str], bool] = lambda place: False) -> dict[str, Any]:
@@ -31,10 +32,12 @@ class Snapshot:
         """
         self.complete.clear()
         self._later = []
+        self._devices: set[torch.device] = set()
         copy: dict[str, Any] = self._copied(contents, "", later)
-        if any(buffer.is_pinned() for buffer in self._buffers.values()) and torch.cuda.is_available():
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        for device in self._devices:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events.append(event)
         return copy
 
     def finish(self) -> None:
@@ -46,18 +49,14 @@ class Snapshot:
         finally:
             self._later = []
             self.complete.set()
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
+        for event in self._events:
+            event.synchronize()
+        self._events = []
 
     def _copied(self, value: Any, place: str, later: Callable[[str], bool]) -> Any:
         if isinstance(value, torch.Tensor):
             return self._copied_tensor(value.detach(), place, later)
-        if isinstance(value, dict):
-            return {key: self._copied(item, f"{place}/{key}", later) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._copied(item, f"{place}/{index}", later) for index, item in enumerate(value))
-        return value
+        return mapped(value, lambda item, key: self._copied(item, f"{place}/{key}", later))
 
     def _copied_tensor(self, tensor: torch.Tensor, place: str, later: Callable[[str], bool]) -> torch.Tensor:
         buffer = self._buffers.get(place)
@@ -68,10 +67,24 @@ class Snapshot:
         ):
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[place] = buffer
+        if tensor.is_cuda:
+            self._devices.add(tensor.device)
         if tensor.device.type == "cpu" and later(place):
             self._later.append((buffer, tensor))
             return buffer
         return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
+    """A container of a checkpoint with `item(element, key)` in place of each element; anything else as it is."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        return (
+            kind((key, item(element, key)) for key, element in value.items()) if kind is not Counter else Counter(value)
+        )
+    if kind in (list, tuple):
+        return kind(item(element, index) for index, element in enumerate(value))
+    return kind(value) if kind in (set, bytearray) else value
 
 
 class Background:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from runner.checkpoint import file, rng
+from runner.checkpoint.background import mapped
 from runner.checkpoint.find import Found
 from runner.checkpoint.keeper import Keeper, step_name
 from runner.config.errors import UserError
@@ -65,11 +66,7 @@ def copied(value: Any) -> Any:
     """A copy of a checkpoint's contents in the memory of the CPU, which training leaves alone."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(item) for item in value)
-    return value
+    return mapped(value, lambda item, _: copied(item))
 
 
 def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
@@ -125,3 +122,8 @@ def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:
             file.link(path, keeper.best)
             return True
     return False
+
+
+def is_last(path: Path, keeper: Keeper) -> bool:
+    """Whether a checkpoint of a run is the one that its `last.pt` stands for."""
+    return keeper.last.is_file() and path.samefile(keeper.last)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from runner.data.indices import Indices
@@ -48,7 +49,7 @@ def _content(dataset: Dataset[Any], indices: Indices) -> str:
             continue
         for tensor in (as_tensor(item[0]), as_target(item[1])):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

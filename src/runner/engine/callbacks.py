@@ -249,6 +249,15 @@ class Checkpointing:
         elif loop.improved:
             self._best = self._copy(loop)
 
+    def on_rollback(self, loop: Loop, found: NotFinite) -> None:
+        """Forget what was put off: it belongs to steps that are taken anew."""
+        self._best, self._put_off = None, False
+
+    def leave(self) -> Any:
+        """Hand over the copy of the best state that is still to be written, or None."""
+        best, self._best = self._best, None
+        return best
+
     def _write(self, loop: Loop) -> None:
         best, self._best, self._put_off = self._best, None, False
         began = time.monotonic()

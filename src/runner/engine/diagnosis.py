@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.engine.generators import untouched_generators
 from runner.engine.state import TrainState
 from runner.engine.step import Batch, StepParts
 
@@ -113,21 +114,26 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Put back gradients, buffers and random generators; compiled code is not used, as it runs no hooks inside."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({parameter.device.index for parameter, _ in gradients if parameter.device.type == "cuda"})
+    # By name, as some models assign their buffers anew.
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), eager:
+        with untouched_generators(model), torch.enable_grad(), eager:
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                module._buffers[name] = buffer.copy_(before)
 
 
 def _tensors(value: Any) -> list[Tensor]:

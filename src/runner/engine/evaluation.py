@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from runner.engine.errors import Interrupted
+from runner.engine.generators import untouched_generators
 from runner.engine.step import Batch
 
 
@@ -46,14 +45,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Evaluation mode and inference mode; afterwards each module's mode and the random generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices), torch.inference_mode():
+        with untouched_generators(model), torch.inference_mode():
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
         for module, mode in modes:
             module.training = mode
 

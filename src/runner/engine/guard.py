@@ -41,16 +41,23 @@ class Guard:
         self._optimizer = optimizer
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         device = self._parameters[0].device
-        self._alike = len({(parameter.device, parameter.dtype) for parameter in self._parameters}) == 1
-        self._has_kernel = _has_kernel(device)
+        kinds = {(parameter.device, parameter.dtype) for parameter in self._parameters}
+        self._alike = len(kinds) == 1
+        self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
         self.by_kernel = not scaled and _obeys_flag(optimizer)
         self._found = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self._flags = torch.zeros(_ROOM, device=device)
         self.steps = 0  # since `found` was asked
         self._known: list[int] = []
-        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()] if policy == "skip" else []
-        self._kept = [buffer.clone() for buffer in self._buffers]
+        # By name, as some models assign their buffers anew.
+        self._buffers = [
+            (module, name)
+            for module in (model.modules() if policy == "skip" else ())
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point()
+        ]
+        self._kept = [buffer.clone() for buffer in self._now()]
 
     @property
     def waits(self) -> bool:
@@ -62,8 +69,13 @@ class Guard:
         self._found.zero_()
         self._flags.zero_()
         self.steps, self._known = 0, []
-        for kept, buffer in zip(self._kept, self._buffers, strict=True):
+        for kept, buffer in zip(self._kept, self._now(), strict=True):
             kept.copy_(buffer)
+
+    def _now(self) -> list[Tensor]:
+        """The buffers as they are."""
+        buffers = (module._buffers[name] for module, name in self._buffers)
+        return [buffer for buffer in buffers if buffer is not None]
 
     def watch_loss(self, loss: Tensor) -> None:
         """Note whether a scaled loss is finite; several losses may make up a step."""
@@ -90,7 +102,7 @@ class Guard:
             if self.steps and self.steps % _ROOM == 0:
                 self._read()
             self._flags[self.steps % _ROOM].copy_(self._found)
-            for kept, buffer in zip(self._kept, self._buffers, strict=True):
+            for kept, buffer in zip(self._kept, self._now(), strict=True):
                 buffer.copy_(torch.where(self._found > 0, kept, buffer))
                 kept.copy_(buffer)
             self._found.zero_()
@@ -116,7 +128,7 @@ class Guard:
     def _look(self) -> None:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
-        for some in [gradients] if self._alike else _by_kind(gradients):
+        for some in ([gradients] if self._alike else _by_kind(gradients)) if gradients else []:
             if self._has_kernel:
                 torch._amp_foreach_non_finite_check_and_unscale_(some, self._found, self._one)
             else:
@@ -124,11 +136,11 @@ class Guard:
                 self._found.copy_(torch.where(flags.all(), self._found, self._one))
 
 
-def _has_kernel(device: torch.device) -> bool:
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether GradScaler's kernel works there: it multiplies by 1, which changes no bit, and looks at many at once."""
     try:
-        trial = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_([torch.ones_like(trial)], trial, torch.ones_like(trial))
+        trial, gradient = torch.zeros((), device=device), torch.ones((), device=device, dtype=dtype)
+        torch._amp_foreach_non_finite_check_and_unscale_([gradient], trial, torch.ones_like(trial))
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     return True

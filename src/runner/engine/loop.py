@@ -28,6 +28,7 @@ from typing import Any
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
+from runner.engine.generators import untouched_generators
 from runner.engine.plan import Plan
 from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
@@ -158,11 +159,14 @@ class Loop:
         self._begin()
         self.emit("on_start")
         with collecting_between_steps():
-            if state.position.evaluation_due:
+            if state.position.evaluation_due and self.finished:
                 self._boundary()
             while not self.finished:
                 try:
-                    self._epoch()
+                    if state.position.evaluation_due:
+                        self._boundary()
+                    else:
+                        self._epoch()
                 except NotFinite as found:
                     self._return_from(found)
         self.emit("on_end")
@@ -233,7 +237,8 @@ class Loop:
             if guard.policy == "skip" and self._told >= _TOLD:
                 self.emit("on_left_out", step, None)
                 continue
-            epoch, batches = self._batches_of(step)
+            with untouched_generators(self.state.model):  # batches may be made with draws
+                epoch, batches = self._batches_of(step)
             diagnosis = diagnose(self.state, self.parts, batches, step, epoch + 1)
             self._told += 1
             self.emit("on_left_out", step, diagnosis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -191,10 +191,15 @@ class TrainState:
             group["lr"] = group["initial_lr"] * factor
 
 
-def not_finite(contents: Mapping[str, Any]) -> str:
-    """Name of the first tensor of `model` or `optimizer` that is not finite, or an empty string; waits for the device."""
+def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:
+    """Name of the first tensor of `model` or `optimizer` that is not finite, or an empty string; waits for the device.
+
+    Args:
+        contents: state dicts under these names.
+        by_design: tensors of the model that never were, such as a mask of infinities.
+    """
     found = [*_tensors("", contents["model"]), *_tensors("optimizer", contents["optimizer"])]
-    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point()]
+    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
     if not named:
         return ""
     # One answer for all, since each one costs a wait.

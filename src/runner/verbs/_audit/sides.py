@@ -51,7 +51,7 @@ class Side:
 
     def __init__(self, config: Audit, values: dict[str, Any], found: Found | None = None) -> None:
         self.config = config
-        start = Position(**found.contents["position"]) if found else None
+        start = resume.made_of(found, "position", Position) if found else None
         self.training = build_training(config, values, start)
         self._recomputes = is_switched_on()
         if found:

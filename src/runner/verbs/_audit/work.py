@@ -147,7 +147,10 @@ def _with(composition: Composition, values: dict[str, Any], settings: dict[str, 
         *path, last = key.split(".")
         section = values
         for part in path:
-            section = section.setdefault(part, {})
+            inner = section.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UserError(f"vary.{key}: there is no such key here, as {part} is {shown(inner)}")
+            section = inner
         section[last] = copy.deepcopy(value)
     config, problems = problems_in(values, composition, Audit)
     if problems or config is None:

@@ -1,0 +1,24 @@
+"""The global random number generators, left as they were found."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def untouched_generators(model: nn.Module) -> Iterator[None]:
+    """Put back the generators of Python, NumPy and torch, on the CPU and on the devices of a model."""
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
