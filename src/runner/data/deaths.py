@@ -23,18 +23,16 @@ _OF_TORCH = "torch.utils.data._utils.signal_handling"
 class _Listener:
     """Stands in for torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
 
-    In the middle of a step that would leave half of it done. So it is put off until the next batch is waited for.
+    In the middle of a step that would leave half of it done, and in some places, such as a callback of the garbage collector,
+    what is raised is lost. So it is put off until the next batch is asked for; while one is waited for, torch's loader
+    looks every five seconds whether its workers live.
     """
 
     def __init__(self, handler: Any, before: Any) -> None:
         self._handler, self._before = handler, before
         self._missed = False
-        self.waiting = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.waiting:
-            self._handler(number, frame)
-            return
         self._missed = True
         if callable(self._before):
             self._before(number, frame)
@@ -53,16 +51,12 @@ def awaited() -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGCHLD)
-    if isinstance(before, _Listener):
-        before.waiting = True
     try:
         if isinstance(before, _Listener):
             before.catch_up()
         yield
     finally:
-        if isinstance(before, _Listener):
-            before.waiting = False
-        else:
+        if not isinstance(before, _Listener):
             handler = signal.getsignal(signal.SIGCHLD)
             if getattr(handler, "__module__", "") == _OF_TORCH:
                 signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
