@@ -109,9 +109,8 @@ def behind(
         snapshot.complete.wait()
         waited = time.perf_counter() - since
 
-    weights = {f"/model/{name}" for name, _ in state.model.named_parameters()}
     since = time.perf_counter()
-    copy = snapshot.take(contents, lambda place: place in weights or place.startswith("/optimizer/state/"))
+    copy = snapshot.take(contents, lambda place: place.startswith("/optimizer/state/"))
 
     def work() -> None:
         snapshot.finish()
