@@ -1,8 +1,9 @@
-"""What all tests share: a scratch folder, and ways to call the program."""
+"""What all tests share: a scratch folder, compositions as a job gets them, and ways to call the program."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from runner.config.app import Composition, current, launch
+from runner.config.errors import Problem
+from runner.config.resolve import problems_in
+from runner.config.schema import VERBS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -91,5 +97,44 @@ def spawn(workdir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def call(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "runner", *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+
+    return call
+
+
+# The same words give the same composition, and composing is what takes the time.
+_KNOWN: dict[tuple[str, ...], Composition] = {}
+
+
+@pytest.fixture
+def compose(workdir: Path) -> Callable[..., Composition]:
+    """What the words after a verb amount to, as the (first) job sees it: `compose("model=mlp", verb="eval")`."""
+
+    def call(*words: str, verb: str = "train") -> Composition:
+        call_id = (verb, *words)
+        if call_id in _KNOWN:
+            return copy.deepcopy(_KNOWN[call_id])
+        caught: list[Composition] = []
+        launch(
+            lambda cfg: caught.append(current(cfg)),
+            VERBS[verb],
+            verb,
+            words,
+            also=lambda composition: [],
+            sweep_root=lambda values: workdir / "sweep",
+        )
+        if not any(word.startswith("--") for word in words):
+            _KNOWN[call_id] = copy.deepcopy(caught[0])
+        return caught[0]
+
+    return call
+
+
+@pytest.fixture
+def problems(compose: Callable[..., Composition]) -> Callable[..., dict[str, Problem]]:
+    """The problems that validation finds in a composition, by key."""
+
+    def call(*words: str, verb: str = "train") -> dict[str, Problem]:
+        composition = compose(*words, verb=verb)
+        return {problem.key: problem for problem in problems_in(composition.values, composition, VERBS[verb])[1]}
 
     return call

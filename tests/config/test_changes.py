@@ -8,7 +8,7 @@ import pytest
 
 from runner.config import keys
 from runner.config.changes import CHANGES, Change, changes_refused, changes_result, declared
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 
 
 def undeclared(section: type) -> list[str]:

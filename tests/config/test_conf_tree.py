@@ -14,7 +14,9 @@ from omegaconf import OmegaConf
 
 from runner.config import keys
 from runner.config.resolve import problems_in
-from runner.config.schema import EVAL_ONLY, VERBS, Eval, Train
+from runner.config.schema import VERBS
+from runner.config.schema.eval import EVAL_ONLY, Eval
+from runner.config.schema.train import Train
 from runner.config.sources import Option, Sources, shipped
 
 SOURCES = Sources()

@@ -8,7 +8,7 @@ import yaml
 from runner.cli import main
 from runner.config import overrides
 from runner.config.errors import ConfigError
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 from runner.config.sources import Sources
 
 PREFIXES = ("", "+", "++")

@@ -10,7 +10,8 @@ import pytest
 
 from runner.config.errors import Problem
 from runner.config.rules import conflicts
-from runner.config.schema import Compiler, Train
+from runner.config.schema.sections import Compiler
+from runner.config.schema.train import Train
 from runner.config.validate import typed
 
 NODE = {"_target_": "package.Thing"}

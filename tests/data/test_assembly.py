@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.config.schema import Data, Normalize, Split, Transform
+from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data.assembly import Splits, assemble
 from runner.data.samples import Keyed
 from runner.data.synthetic import synthetic

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.schema import Data, Normalize, Split, Transform
+from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data.assembly import Splits, assemble
 from runner.data.cache import Cache, Opened

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.schema import Data
+from runner.config.schema.sections import Data
 from runner.data.cache_file import MappedImages
 from runner.data.residency import Reading, plan_reading
 from runner.data.synthetic import synthetic

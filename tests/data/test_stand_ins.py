@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.schema import Data, Split, Transform
+from runner.config.schema.sections import Data, Split, Transform
 from runner.data.assembly import Splits, assemble
 from runner.data.cache_file import MappedImages
 from runner.data.indices import Whole

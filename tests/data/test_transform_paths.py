@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.config.schema import Data, Transform
+from runner.config.schema.sections import Data, Transform
 from runner.data import augment, colour, mixing, resized_crop
 from runner.data.assembly import Splits, assemble
 from runner.data.augment import Pipeline

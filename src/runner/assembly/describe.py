@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from runner.assembly.training import Training
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 
 
 def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:

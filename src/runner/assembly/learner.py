@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from runner.config.errors import UserError, nearest
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits
 from runner.engine.tasks import Task

@@ -11,7 +11,7 @@ from runner.config.app import Composition
 from runner.config.changes import changes_refused
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.resolve import checked, merged
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
 
 

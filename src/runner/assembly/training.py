@@ -15,7 +15,7 @@ from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
-from runner.config.schema import Train
+from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits, assemble
 from runner.engine.guard import Guard

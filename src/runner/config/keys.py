@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from runner.config.schema import HasTarget
+from runner.config.schema.sections import HasTarget
 
 
 @functools.cache

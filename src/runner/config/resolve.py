@@ -12,8 +12,9 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.keys import flatten
 from runner.config.rules import conflicts
-from runner.config.schema import Train
-from runner.config.targets import bind, optimizers_taking, refusal, targets_in
+from runner.config.schema.sections import EXTRAS
+from runner.config.schema.train import Train
+from runner.config.targets import bind, check_extras, optimizers_taking, refusal, targets_in
 from runner.config.validate import nodes, shown, typed, with_origins
 
 T = TypeVar("T", bound=Train)
@@ -44,6 +45,8 @@ def problems_in(values: dict[str, Any], composition: Composition, schema: type[T
             section = key if key in FACTS else key.split(".")[0]
             found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
             problems += [_with_those_that_have_it(problem) for problem in found]
+            if key in EXTRAS:
+                problems += check_extras(key, node)
     named = with_origins(problems, composition.words, composition.choices, composition.sources, composition.primary)
     return config, named
 

@@ -9,7 +9,9 @@ from typing import Any, get_origin
 from runner.config import keys
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem, nearest
-from runner.config.schema import Audit, Bench, Train
+from runner.config.schema.audit import Audit
+from runner.config.schema.bench import Bench
+from runner.config.schema.train import Train
 
 
 def conflicts(config: Train) -> list[Problem]:

@@ -7,6 +7,7 @@ the user trusts, and nothing outside those packages is even imported to find out
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -18,8 +19,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from runner.config.errors import Problem, UserError, nearest
+from runner.config.extras import extras_in, names_of, without_extras
 from runner.config.keys import describe, members
-from runner.config.validate import shown
+from runner.config.schema.sections import EXTRAS
+from runner.config.validate import shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
 # Modules whose public classes and functions are components; others of the program can write files or build in turn.
@@ -192,7 +195,9 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     for name in node:
         if name.startswith("_") and name not in _CONTROL:
             problems.append(Problem(f"{key}.{name}", "is not supported", ", ".join(_CONTROL)))
-    signature = _signature(target)
+    signature = signature_of(target)
+    beside = names_of(key, signature)
+    node = without_extras(key, node, signature)
     if not isinstance(node.get("_args_", []), list):
         return [*problems, Problem(f"{key}._args_", f"cannot be {shown(node['_args_'])}", "a list")]
     if signature is None:
@@ -209,9 +214,9 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
         elif not takes_any:
-            listed = ", ".join(named) or "no arguments"
+            listed = ", ".join([*named, *sorted(beside)]) or "no arguments"
             message = f"is not an argument of {node['_target_']}"
-            problems.append(Problem(f"{key}.{name}", message, listed, nearest(name, named)))
+            problems.append(Problem(f"{key}.{name}", message, listed, nearest(name, [*named, *beside])))
     given = {*node, *facts}
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given and not node.get("_partial_"):
@@ -232,10 +237,11 @@ def optimizers_taking(argument: str) -> list[str]:
     )
 
 
-def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a component's target; None for built-in callables that have none."""
     try:
         return inspect.signature(target)
-    except (ValueError, TypeError):  # some built-in callables have none
+    except (ValueError, TypeError):
         return None
 
 
@@ -280,9 +286,30 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     return [Problem(key, f"cannot be {shown(value)}", describe(Union[tuple(simple)]))]  # noqa: UP007
 
 
+def check_extras(key: str, node: Mapping[str, Any]) -> list[Problem]:
+    """Problems of the keys of a component that the program reads itself."""
+    return _extras(key, node)[1]
+
+
+def extras_of(key: str, node: Mapping[str, Any]) -> Any:
+    """The keys of a validated component that the program reads itself: an object of its class in `EXTRAS`, defaults filled in."""
+    found, problems = _extras(key, node)
+    assert not problems, problems
+    return found
+
+
+def _extras(key: str, node: Mapping[str, Any]) -> tuple[Any, list[Problem]]:
+    try:
+        signature = signature_of(resolve(str(node["_target_"])))
+    except UserError:  # which `bind` reports
+        return None, []
+    found, problems = typed(EXTRAS[key], extras_in(key, node, signature))
+    return found, [dataclasses.replace(problem, key=f"{key}.{problem.key}") for problem in problems]
+
+
 def names_argument(node: Mapping[str, Any], name: str) -> bool:
     """Whether the signature of a component's target has an argument of this name."""
-    signature = _signature(resolve(str(node["_target_"])))
+    signature = signature_of(resolve(str(node["_target_"])))
     return signature is not None and name in signature.parameters
 
 
@@ -302,7 +329,8 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
     if type(node) is not dict:
         raise UserError(f"{key}: is a {type(node).__name__}, not a mapping read from a config")
     target = resolve(str(node["_target_"]))
-    signature = _signature(target)
+    signature = signature_of(target)
+    node = without_extras(key, node, signature)
     names = set(signature.parameters) if signature is not None else set()
     kwargs = {name: _built(f"{key}.{name}", value) for name, value in node.items() if not name.startswith("_")}
     for name, value in (facts or {}).items():

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runner.config import keys
 from runner.config.errors import Problem, nearest
-from runner.config.schema import HasTarget
+from runner.config.schema.sections import HasTarget
 from runner.config.sources import Sources
 
 T = TypeVar("T")

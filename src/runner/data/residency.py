@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.schema import Data
+from runner.config.schema.sections import Data
 from runner.data.arrays import ImageArrays
 from runner.data.cache import Cache
 from runner.data.cache_file import MappedImages

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from runner.config.schema import Compiler, Train
+from runner.config.schema.sections import Compiler
+from runner.config.schema.train import Train
 from runner.runtime.blocks import Recomputed, checkpoint_activations
 from runner.runtime.compilation import Compilation, Options, compile_learner, compile_optimizer
 from runner.runtime.precision import Precision

@@ -21,7 +21,7 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
-from runner.config.schema import EVAL_ONLY, Eval
+from runner.config.schema.eval import EVAL_ONLY, Eval
 from runner.data.assembly import Splits, assemble
 from runner.engine.evaluation import evaluate
 from runner.engine.state import load_weights

@@ -11,22 +11,21 @@ if TYPE_CHECKING:
 
 
 def launch_verb(
-    verb: str, schema: str, argv: Sequence[str], job: Callable[..., Any], sweep_root: Callable[[dict[str, Any]], Path]
+    verb: str, argv: Sequence[str], job: Callable[..., Any], sweep_root: Callable[[dict[str, Any]], Path]
 ) -> Outcome:
     """Check the command line against a schema, then run one job, or several with `--multirun`.
 
     Args:
         verb: name of the verb, and of its primary config in `conf/`.
-        schema: name of its dataclass in `runner.config.schema`.
         argv: the words after the verb.
         job: what Hydra calls; a function of an importable module.
         sweep_root: makes the folder of a sweep, from the config's values.
     """
-    from runner.config import schema as schemas
     from runner.config.app import launch
     from runner.config.resolve import problems_in
+    from runner.config.schema import VERBS
 
-    expected = getattr(schemas, schema)
+    expected = VERBS[verb]
     return launch(
         job,
         expected,

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("audit", __doc__, argv)
-    return launch_verb("audit", "Audit", spelled_out(argv), job, claimed(lambda values: Path("audits"))).status
+    return launch_verb("audit", spelled_out(argv), job, claimed(lambda values: Path("audits"))).status
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:

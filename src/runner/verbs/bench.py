@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("bench", __doc__, argv)
-    return launch_verb("bench", "Bench", spelled_out(argv), job, claimed(lambda values: Path("benchmarks"))).status
+    return launch_verb("bench", spelled_out(argv), job, claimed(lambda values: Path("benchmarks"))).status
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("eval", __doc__, argv)
-    return launch_verb("eval", "Eval", argv, job, claimed(lambda values: Path("evaluations"))).status
+    return launch_verb("eval", argv, job, claimed(lambda values: Path("evaluations"))).status
 
 
 def job(cfg: DictConfig) -> float | None:

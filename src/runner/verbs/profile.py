@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("profile", __doc__, argv)
-    return launch_verb("profile", "Profile", argv, job, claimed(lambda values: Path("profiles") / "sweeps")).status
+    return launch_verb("profile", argv, job, claimed(lambda values: Path("profiles") / "sweeps")).status
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -17,7 +17,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("train", __doc__, argv)
-    outcome = launch_verb("train", "Train", argv, job, claimed(lambda values: Path(str(values["name"])) / "sweeps"))
+    outcome = launch_verb("train", argv, job, claimed(lambda values: Path(str(values["name"])) / "sweeps"))
     return outcome.status if outcome.sweep is None else max(outcome.status, _report(outcome.sweep))
 
 

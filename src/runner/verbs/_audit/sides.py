@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runner.assembly.training import build_training, set_switches
 from runner.checkpoint import resume, rng
 from runner.checkpoint.find import Found
-from runner.config.schema import Audit
+from runner.config.schema.audit import Audit
 from runner.data.loaders import Batch
 from runner.engine.marks import FORWARD, marked_step
 from runner.engine.state import Position

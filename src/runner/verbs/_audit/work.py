@@ -19,7 +19,8 @@ from runner.config import keys
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.resolve import checked, merged, problems_in
-from runner.config.schema import Audit, Train
+from runner.config.schema.audit import Audit
+from runner.config.schema.train import Train
 from runner.config.validate import shown
 from runner.data.suspects import Suspect, suspect
 from runner.tracking.console import Console

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from runner.config.schema import Bench
+from runner.config.schema.bench import Bench
 from runner.tracking.console import Console
 from runner.tracking.formats import number
 from runner.verbs._bench import decide

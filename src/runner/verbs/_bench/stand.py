@@ -19,7 +19,7 @@ from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.resolve import problems_in
-from runner.config.schema import Bench
+from runner.config.schema.bench import Bench
 from runner.data.assembly import Splits
 from runner.data.workers import WorkerLoader
 from runner.engine.step import train_step

@@ -11,7 +11,7 @@ import torch
 
 from runner.assembly.describe import describe
 from runner.config.app import Composition
-from runner.config.schema import Bench
+from runner.config.schema.bench import Bench
 from runner.data.crew import cores
 from runner.runtime.device import missing_compiler
 from runner.tracking.console import Console

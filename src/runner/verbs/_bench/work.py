@@ -14,7 +14,8 @@ from runner.checkpoint import find
 from runner.config import keys
 from runner.config.app import Composition
 from runner.config.resolve import checked, merged
-from runner.config.schema import Bench, Train
+from runner.config.schema.bench import Bench
+from runner.config.schema.train import Train
 from runner.tracking.console import Console
 from runner.tracking.files import finite
 from runner.tracking.run_directory import claim, timestamp

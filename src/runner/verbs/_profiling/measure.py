@@ -17,7 +17,7 @@ import torch
 from runner.assembly.metrics import build_callbacks
 from runner.assembly.training import Training
 from runner.config.errors import UserError
-from runner.config.schema import Profile
+from runner.config.schema.profile import Profile
 from runner.data.marks import marked
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged

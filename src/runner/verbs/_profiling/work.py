@@ -18,7 +18,7 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
-from runner.config.schema import PROFILE_ONLY, Profile
+from runner.config.schema.profile import PROFILE_ONLY, Profile
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json

@@ -1,0 +1,147 @@
+"""The sections of a run's config, and the types that their fields share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import Field
+
+Count = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+
+@dataclass(frozen=True)
+class HasTarget:
+    """Marks a mapping that must name what it builds under `_target_`."""
+
+
+Node = Annotated[dict[str, Any], HasTarget()]
+
+
+@dataclass
+class OptimizerExtras:
+    """Keys of `optimizer` beside the arguments of what it names."""
+
+    scale_lr: Count | None = None
+
+
+# Keys that the program itself reads from the mapping of a component; where the component has such an argument, it is that.
+EXTRAS: dict[str, type] = {"optimizer": OptimizerExtras}
+
+
+@dataclass
+class Normalize:
+    """Statistics that pixels in [0, 1] are normalised with; null means measured on the training split."""
+
+    mean: list[float] | None = None
+    std: list[float] | None = None
+
+
+@dataclass
+class Split:
+    """How validation and test samples are set apart where the data set does not come with them."""
+
+    val: Share = 0.1
+    test: Share = 0.2
+    seed: NonNegative = 0
+    stratified: bool = True
+
+
+@dataclass
+class Data:
+    """Where samples come from and how they reach the device."""
+
+    dataset: Node
+    name: str = "data"
+    root: str = "data"
+    download: bool = False
+    batch_size: Count = 64
+    image_size: Annotated[int, Ge(1)] | None = None
+    shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
+    hflip: Annotated[float, Ge(0), Le(1)] = 0.0
+    shuffle: bool = True
+    drop_last: bool = False
+    residency: Literal["auto", "device", "ram", "disk"] = "auto"
+    cache: Literal["disk"] | None = None
+    cache_dir: str | None = None
+    num_workers: Literal["auto"] | NonNegative = "auto"
+    prefetch: Count = 2
+    persistent_workers: bool = True
+    pin_memory: bool | Literal["auto"] = "auto"
+    non_blocking: bool = True
+    timeout_s: Annotated[float, Gt(0)] | None = 600.0
+    on_error: Literal["raise", "skip"] = "raise"
+    identity: Literal["check", "ignore"] = "check"
+    normalize: Normalize = field(default_factory=Normalize)
+    split: Split = field(default_factory=Split)
+
+
+@dataclass
+class Transform:
+    """Sample transforms run where a sample is read, batch transforms on the device, in the order listed; then mixing."""
+
+    sample_train: list[Node] = field(default_factory=list)
+    sample_eval: list[Node] = field(default_factory=list)
+    train: list[Node] = field(default_factory=list)
+    eval: list[Node] = field(default_factory=list)
+    mix: Node | None = None
+
+
+@dataclass
+class Clip:
+    """Gradient clipping, by value first and then by norm."""
+
+    norm: Annotated[float, Gt(0)] | None = None
+    value: Annotated[float, Gt(0)] | None = None
+
+
+@dataclass
+class Compiler:
+    """How `compile` compiles: arguments of torch.compile."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    fullgraph: bool = False
+    dynamic: bool | None = False
+
+
+@dataclass
+class Evaluate:
+    """When the validation split is evaluated, and how."""
+
+    every_epochs: Count | None = 1
+    every_steps: Count | None = None
+    batch_size: Count = 512
+    test: bool = True
+
+
+@dataclass
+class Checkpoint:
+    """When checkpoints are written, which are kept, and what `best` means."""
+
+    every_epochs: Count | None = 1
+    every_steps: Count | None = None
+    min_seconds: Annotated[float, Ge(0)] = 10.0
+    async_: Annotated[bool, Field(alias="async")] = False  # `async` is a keyword of Python's
+    keep: Count = 2
+    monitor: str | None = None
+    mode: Literal["min", "max"] | None = None
+
+
+@dataclass
+class Log:
+    """How often the device is asked for numbers, whether a live progress bar is shown, and utilisation logged."""
+
+    every_steps: Count = 50
+    progress: bool | Literal["auto"] = "auto"
+    utilization: bool | Literal["auto"] = "auto"
+
+
+@dataclass
+class Limit:
+    """Batches to use of each epoch and of each evaluation; null means all."""
+
+    train_batches: Count | None = None
+    eval_batches: Count | None = None

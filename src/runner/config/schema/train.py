@@ -1,0 +1,73 @@
+"""What `train` takes, and with it every verb that works on a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+from pydantic import Strict
+
+from runner.config.schema.sections import (
+    Checkpoint,
+    Clip,
+    Compiler,
+    Count,
+    Data,
+    Evaluate,
+    Limit,
+    Log,
+    Node,
+    NonNegative,
+    Transform,
+)
+
+
+@dataclass
+class Train:
+    """Everything that `train` needs to know; the top-level keys are those that people type every day."""
+
+    data: Data
+    model: Node
+    loss: Node
+    task: Node
+    optimizer: Node
+    scheduler: Node
+    name: str = "data"
+    seed: NonNegative = 0
+    epochs: Count | None = 30
+    max_steps: Count | None = None
+    max_time: str | None = None
+    ckpt_path: str | None = None
+    resume: Literal["auto"] | None = None
+    output_root: str = "outputs"
+    device: str = "auto"
+    threads: Count | None = None
+    amp: bool | Literal["bf16", "fp16"] = False
+    channels_last: bool = False
+    compile: bool | Literal["model", "step"] = False
+    activation_checkpointing: (  # strict, as 1 is not true here, nor 1.0 or the text 1 the same as 1
+        Annotated[bool, Strict()]
+        | Annotated[int, Strict(), Ge(1)]
+        | Annotated[float, Strict(), Gt(0), Lt(1)]
+        | Annotated[str, Strict()]
+        | list[str]
+    ) = False
+    cudnn_benchmark: bool = False
+    tf32: bool = False
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    deterministic: bool | Literal["warn"] = False
+    accumulate: Count = 1
+    detect_anomaly: bool = False
+    on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
+    trust: list[str] = field(default_factory=list)
+    metrics: dict[str, Node] | None = None
+    clip: Clip = field(default_factory=Clip)
+    compiler: Compiler = field(default_factory=Compiler)
+    transform: Transform = field(default_factory=Transform)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    limit: Limit = field(default_factory=Limit)
+    callbacks: dict[str, Node] = field(default_factory=dict)
+    logger: dict[str, Node] = field(default_factory=dict)

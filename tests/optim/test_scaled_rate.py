@@ -1,0 +1,27 @@
+"""`optimizer.scale_lr`: a learning rate that follows the number of samples of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runner.assembly.optimizer import build_optimizer
+from runner.config.resolve import checked
+from runner.config.schema import Train
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), 0.1),
+        (("optimizer.scale_lr=64",), 0.1),
+        (("optimizer.scale_lr=256",), 0.025),
+        (("optimizer.scale_lr=256", "accumulate=8"), 0.2),
+    ],
+)
+def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, compose):
+    composition = compose("optimizer=sgd", "optimizer.lr=0.1", "data.batch_size=64", *words)
+    config = checked(composition.values, composition, Train)
+    optimizer, _ = build_optimizer(config, torch.nn.Linear(2, 2))
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
+    assert [group["initial_lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
