@@ -25,12 +25,13 @@ _OF = {
     Change.REFUSED: (
         *("model", "task", "data.dataset", "data.image_size", "optimizer._target_"),
         *("data.split.val", "data.split.test", "data.split.seed", "data.split.stratified"),
+        *("data.split.folds", "data.split.fold", "data.split.group"),
     ),
     Change.REFUSED_INSIDE_EPOCH: (
         *("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches"),
     ),
     Change.REPORTED: (
-        *("epochs", "max_steps", "optimizer", "scheduler", "loss", "clip.norm", "clip.value"),
+        *("epochs", "max_steps", "lr", "optimizer", "scheduler", "loss", "clip.norm", "clip.value"),
         *("transform.sample_train", "transform.sample_eval", "transform.train", "transform.eval", "transform.mix"),
         *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error"),
         *("device", "threads", "amp", "channels_last", "compile", "cudnn_benchmark", "tf32", "matmul_precision"),
@@ -50,6 +51,7 @@ _OF = {
             "detect_anomaly",
             "activation_checkpointing",
         ),
+        *("post_mortem", "watch.shapes", "watch.finite"),
         *("data.name", "data.root", "data.download", "data.residency", "data.cache", "data.cache_dir"),
         *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
         *("data.timeout_s", "data.identity", "evaluate.batch_size", "evaluate.test"),

@@ -20,6 +20,7 @@ from runner.config.schema.sections import (
     Node,
     NonNegative,
     Transform,
+    Watch,
 )
 
 
@@ -39,6 +40,7 @@ class Train:
     max_steps: Count | None = None
     max_time: str | None = None
     ckpt_path: str | None = None
+    lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
     output_root: str = "outputs"
     device: str = "auto"
@@ -59,6 +61,7 @@ class Train:
     deterministic: bool | Literal["warn"] = False
     accumulate: Count = 1
     detect_anomaly: bool = False
+    post_mortem: bool = False
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
@@ -69,5 +72,6 @@ class Train:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     limit: Limit = field(default_factory=Limit)
+    watch: Watch = field(default_factory=Watch)
     callbacks: dict[str, Node] = field(default_factory=dict)
     logger: dict[str, Node] = field(default_factory=dict)
