@@ -86,7 +86,7 @@ def find_rate(
     """
     node = config.optimizer
     reference = node.get("lr") or training.state.optimizer.defaults.get("lr")
-    if not isinstance(reference, int | float):
+    if not isinstance(reference, int | float) or reference <= 0:
         raise UserError(
             f"optimizer.lr: is {node.get('lr')}, and the range test scales it\n    allowed: a number above 0"
         )

@@ -34,10 +34,11 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
     if group.isidentifier() and hasattr(dataset, group):
         values = getattr(dataset, group)
         values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
-        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != samples:
-            count = len(values) if isinstance(values, Sequence) else type(values).__name__
+        counted = isinstance(values, Sequence) and not isinstance(values, str)
+        if not counted or len(values) != samples:
+            count = f"{len(values)} entries" if counted else f"a {type(values).__name__}"
             raise UserError(
-                f"{_KEY}: the attribute '{group}' of the data set has {count} entries for {samples} samples\n"
+                f"{_KEY}: the attribute '{group}' of the data set has {count} for {samples} samples\n"
                 "    allowed: an attribute with a group for each sample"
             )
         return [str(value) for value in values]
@@ -105,7 +106,8 @@ def divide_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], orde
     of_group = np.zeros(count, dtype=np.int64)
     for group in sorted(range(count), key=lambda group: (-table[group].sum(), place[group])):
         needs = (lacking * table[group] / np.maximum(totals, 1)).sum(1)
-        chosen = int(needs.argmax())
+        # Rounded, so that what is equal is, and goes to the smaller split.
+        chosen = max(range(len(shares)), key=lambda split: (round(needs[split], 9), lacking[split].sum()))
         lacking[chosen] -= table[group]
         of_group[group] = chosen
     return torch.from_numpy(of_group)[groups]

@@ -34,7 +34,7 @@ class FiniteWatch:
             module.register_forward_hook(self._looking_at(f"{name or 'the model'} ({type(module).__name__})"))
         for name, parameter in state.model.named_parameters():
             if self._gradients and parameter.requires_grad:
-                parameter.register_hook(self._gradient_of(name, "of"))
+                parameter.register_hook(self._gradient_of(name, "of"))  # type: ignore[no-untyped-call]
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._passed = "the loss"
@@ -49,7 +49,7 @@ class FiniteWatch:
                 raise Diverged(f"{self._when()} the output of {label} is the first that is not finite")
             for tensor in _tensors(output):
                 if self._gradients and tensor.requires_grad:
-                    tensor.register_hook(gradient)
+                    tensor.register_hook(gradient)  # type: ignore[no-untyped-call]
 
         return look
 

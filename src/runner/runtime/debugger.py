@@ -19,3 +19,4 @@ def post_mortem(error: BaseException) -> None:
         error = error.__cause__
     print(f"post_mortem: {type(error).__name__}: {error} (q leaves, h helps)", file=sys.stdout, flush=True)
     pdb.post_mortem(error.__traceback__)
+    print(flush=True)  # lines that are not typed leave the prompt without an end
