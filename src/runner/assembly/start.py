@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.find import Found
-from runner.checkpoint.weights import Weights, read_weights
+from runner.checkpoint.weight_files import Weights, read_weights
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.models.heads import Head
@@ -138,9 +138,12 @@ def _misfits(tensors: dict[str, Tensor], own: dict[str, Any], head: Head | None,
             continue  # a counter that older files do not have
         else:
             lack = "missing" if given is None else "unexpected"
-        shapes = (tuple(side.shape) if isinstance(side, Tensor) else None for side in (given, wanted))
-        found.append(Misfit(name, lack, *shapes, in_head))
+        found.append(Misfit(name, lack, _shape(given), _shape(wanted), in_head))
     return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _allowed(mismatch: str, misfit: Misfit) -> bool:

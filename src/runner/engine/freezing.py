@@ -95,6 +95,8 @@ class Thaw:
     def on_step(self, loop: Loop) -> None:
         """Look at the position of the next step."""
         for part in loop.state.freezing.follow(loop.state.position):
+            if loop.finished:
+                return
             count = sum(parameter.numel() for parameter in part.parameters)
             self._tell(
                 f"step {loop.state.position.global_step}: {part.name} is trained from here on, {count:,} parameters"

@@ -43,10 +43,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
             yield module.weight, module.bias
         elif isinstance(module, nn.MultiheadAttention):
-            if module.in_proj_weight is not None:
-                weights = list(module.in_proj_weight.detach().chunk(3))
-            else:
-                weights = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+            joined: Tensor | None = module.in_proj_weight  # None where keys or values have a width of their own
+            weights = (
+                [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+                if joined is None
+                else list(joined.detach().chunk(3))
+            )
             yield weights[0], module.in_proj_bias
             yield from ((weight, None) for weight in weights[1:])
 
@@ -95,7 +97,7 @@ def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no residual branch that ends in a norm with a scale")
     for _, module in found:
-        nn.init.zeros_(module.weight)  # type: ignore[arg-type]
+        nn.init.zeros_(module.weight)
     return [name for name, _ in found]
 
 
