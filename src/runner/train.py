@@ -17,6 +17,7 @@ from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
+from runner.assembly.start import carried
 from runner.assembly.training import build_training, training_flops
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import resume
@@ -31,6 +32,7 @@ from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
+from runner.engine.freezing import Thaw
 from runner.engine.loop import Loop
 from runner.engine.state import Position, load_weights
 from runner.runtime.compilation import CompileReport, forget_compiled
@@ -158,6 +160,7 @@ def train(
         directory.forget()
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
     summary["resumed_from"] = str(setup.found.path) if setup.found else None
+    summary |= carried(setup.found)
     directory.write_summary(summary)
     directory.write_overrides(composition.words)
     directory.write_environment(environment())
@@ -200,6 +203,7 @@ def train(
     )
     callbacks = [
         *compiling,
+        *([] if all(part.for_good for part in state.freezing.parts) else [Thaw(console.line)]),
         Progress(console.advance),
         *extra.values(),
         LeftOut(directory.path, console),
@@ -260,6 +264,11 @@ def train(
     console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
     for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
         console.warn(warning)
+    if training.started:
+        summary["init_from"] = training.started.record()
+        if training.started.misfits:
+            columns = ["tensor", "what", "in the file", "in the model"]
+            console.table("not taken from init_from", columns, training.started.table())
     if setup.found:
         console.line(f"resumed from {setup.found.path} at step {resumed_step}")
         if setup.differences:

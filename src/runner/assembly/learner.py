@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.assembly.surgery import first_line, give_head, try_forward
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.config.targets import build, names_argument
+from runner.config.targets import build, extras_of, names_argument
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
@@ -36,8 +37,12 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
         "image_size": splits.image_size,
         "num_classes": task.outputs(splits.classes),
     }
-    _check_against_data("model", config.model, facts)
+    head = extras_of("model", config.model).head
+    # A head that is replaced may have been made for other classes.
+    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
     model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
+    if head is not None:
+        give_head(model, head, facts["num_classes"], as_given(splits).cpu())
     facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
     loss: nn.Module = build("loss", config.loss, facts=facts)
     return task, model, loss
@@ -82,15 +87,9 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
     """
     target = splits.example[1]
     outputs = task.outputs(splits.classes)
+    inputs = as_given(splits)
+    logits = try_forward(model, inputs)
     with untouched(model):
-        inputs = as_given(splits)
-        shape = tuple(inputs.shape)
-        try:
-            logits = model(inputs)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise refusal(error) or UserError(
-                f"model: cannot take images of shape {shape}: {_first_line(error)}"
-            ) from error
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
@@ -100,7 +99,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
             value = loss(logits, task.targets(target))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise refusal(error) or UserError(
-                f"loss: {_first_line(error)}\n    allowed: a loss that fits the task and its targets"
+                f"loss: {first_line(error)}\n    allowed: a loss that fits the task and its targets"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
@@ -115,7 +114,7 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         images = splits.train.prepare(image, places, 0)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise refusal(error) or UserError(
-            f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}"
+            f"transform.train: cannot take images of {tuple(image.shape)}: {first_line(error)}"
         ) from error
     if splits.train.mix is None:
         return
@@ -123,13 +122,9 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         loss(logits, task.targets(splits.train.mix(images, target, places, 0)[1]))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise UserError(
-            f"transform.mix: gives targets that task and loss cannot take: {_first_line(error)}\n"
+            f"transform.mix: gives targets that task and loss cannot take: {first_line(error)}\n"
             "    allowed: transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:

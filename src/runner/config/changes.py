@@ -25,6 +25,7 @@ _OF = {
     Change.REFUSED: (
         *("model", "task", "data.dataset", "data.image_size", "optimizer._target_"),
         *("data.split.val", "data.split.test", "data.split.seed", "data.split.stratified"),
+        *("init", "init_from", "init_mismatch", "freeze", "unfreeze_at"),
     ),
     Change.REFUSED_INSIDE_EPOCH: (
         *("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches"),

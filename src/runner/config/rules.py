@@ -9,6 +9,7 @@ from typing import Any, get_origin
 from runner.config import keys
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem, nearest
+from runner.config.freezing import MOMENT, entries
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
 from runner.config.schema.train import Train
@@ -48,6 +49,7 @@ def conflicts(config: Train) -> list[Problem]:
         "tf32=false, or deterministic=false",
     )
     _of_speed(config, forbid)
+    _of_weights(config, forbid)
     split = config.data.split
     forbid(
         split.val + split.test >= 1,
@@ -171,6 +173,36 @@ def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> N
         "names no module",
         "false, true, a number, or names of modules",
     )
+
+
+def _of_weights(config: Train, forbid: Callable[[bool, str, str, str], None]) -> None:
+    """What initial and frozen weights cannot be."""
+    schemes = [config.init] if isinstance(config.init, str) else config.init or []
+    drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
+    forbid(len(drawn) > 1, "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them")
+    forbid(
+        bool(drawn) and config.model.get("weights") is not None,
+        "init",
+        f"has {', '.join(drawn)}, which would overwrite the weights that model.weights loads",
+        "model.weights=null, or init without it",
+    )
+    forbid(
+        config.init_mismatch != "head" and config.init_from is None,
+        "init_mismatch",
+        "has no effect without init_from",
+        "init_from=PATH, or init_mismatch=head",
+    )
+    forbid(
+        config.unfreeze_at is not None and not config.freeze,
+        "unfreeze_at",
+        "has no effect, as freeze names nothing",
+        "freeze=[...], or unfreeze_at=null",
+    )
+    for key, freeze, moment in (("unfreeze_at", "all", config.unfreeze_at), ("freeze", config.freeze, None)):
+        try:
+            entries(freeze, moment)
+        except ValueError as error:
+            forbid(True, key, f"cannot be had: {error}", f"null, or {'names with @ and ' * (key == 'freeze')}{MOMENT}")
 
 
 def _of_bench(config: Bench) -> list[Problem]:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from runner.engine.freezing import Freezing
+
 
 class Schedule(Protocol):
     """Learning rate as a multiple of each parameter group's `initial_lr`."""
@@ -146,6 +148,14 @@ class TrainState:
     position: Position = field(default_factory=Position)
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
+    freezing: Freezing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.freezing = Freezing(self.model)
+
+    def train(self) -> None:
+        """Put the model into training mode for the next step, but for what is frozen."""
+        self.freezing.train(self.position)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers under the names that a checkpoint has."""

@@ -11,6 +11,7 @@ from pydantic import Field
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
+Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,15 @@ class OptimizerExtras:
     scale_lr: Count | None = None
 
 
+@dataclass
+class ModelExtras:
+    """Keys of `model` beside the arguments of what it names."""
+
+    head: Literal["linear", "none"] | list[Count] | None = None
+
+
 # Keys that the program itself reads from the mapping of a component; where the component has such an argument, it is that.
-EXTRAS: dict[str, type] = {"optimizer": OptimizerExtras}
+EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
 
 
 @dataclass

@@ -15,6 +15,7 @@ from runner.config.schema.sections import (
     Count,
     Data,
     Evaluate,
+    Init,
     Limit,
     Log,
     Node,
@@ -40,6 +41,11 @@ class Train:
     max_time: str | None = None
     ckpt_path: str | None = None
     resume: Literal["auto"] | None = None
+    init: Init | list[Init] | None = None
+    init_from: str | None = None
+    init_mismatch: Literal["head", "skip", "raise"] = "head"
+    freeze: str | list[str] | None = None
+    unfreeze_at: Annotated[int, Ge(1)] | str | None = None
     output_root: str = "outputs"
     device: str = "auto"
     threads: Count | None = None
