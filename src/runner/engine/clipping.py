@@ -64,6 +64,6 @@ def clip_gradients(
 
 def _norms(tensor: Tensor) -> Tensor:
     """2-norm of each unit, in a shape that broadcasts against the tensor."""
-    if tensor.ndim < 2:
-        return tensor.norm()
-    return tensor.norm(dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    inside = tuple(range(1, tensor.ndim)) or None
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=inside, keepdim=True)
+    return norms
