@@ -21,7 +21,9 @@ def network(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.Dropout(0.5), nn.Flatten(), nn.Linear(12, 2))
 
 
-def walk(model: nn.Module, averaged: Averaged, steps: range, left_out: frozenset[int] = frozenset()) -> list[list[Tensor]]:
+def walk(
+    model: nn.Module, averaged: Averaged, steps: range, left_out: frozenset[int] = frozenset()
+) -> list[list[Tensor]]:
     """Weights after each step of a random walk; those left out move nothing, and say so by a flag."""
     after = []
     for step in steps:
@@ -145,7 +147,9 @@ def test_a_restored_average_continues_bit_for_bit(kind: Any, leaves_out: bool) -
     assert all(torch.equal(a, b) for a, b in zip(averages(restored, second), averages(expected, whole), strict=True))
 
 
-@pytest.mark.parametrize("state", [None, {"kind": "swa", "updates": 3, "weights": {}}, {"kind": "ema", "updates": 0, "weights": None}])
+@pytest.mark.parametrize(
+    "state", [None, {"kind": "swa", "updates": 3, "weights": {}}, {"kind": "ema", "updates": 0, "weights": None}]
+)
 def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(state: Any) -> None:
     model = network()
     averaged = Averaged("ema", model, list(model.parameters()), 0.7)
@@ -198,7 +202,11 @@ def _generator() -> Iterator[None]:
 
 
 def test_updates_follow_the_steps_of_a_loop(bench: Callable[..., Any]) -> None:
-    one = bench(build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)), accumulate=2, limits={"epochs": 3, "max_steps": None})
+    one = bench(
+        build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)),
+        accumulate=2,
+        limits={"epochs": 3, "max_steps": None},
+    )
     state = one.state()
     state.averaged = Averaged("swa", state.model, list(state.model.parameters()), start=2, every=2)
     seen: list[list[Tensor]] = []

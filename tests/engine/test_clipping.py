@@ -100,5 +100,12 @@ def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(
 
 
 def test_a_run_with_it_ends_with_other_weights(train: Callable[..., Any]) -> None:
-    words = ("model=mlp", "model.hidden=[8]", "epochs=1", "limit.train_batches=5", "evaluate.test=false", "optimizer=sgd")
+    words = (
+        "model=mlp",
+        "model.hidden=[8]",
+        "epochs=1",
+        "limit.train_batches=5",
+        "evaluate.test=false",
+        "optimizer=sgd",
+    )
     assert len({train(*words, f"clip.agc={ratio}").summary["weights_sha256"] for ratio in ("null", 0.001)}) == 2

@@ -86,14 +86,18 @@ def test_a_rate_is_the_optimizers_times_the_factor_of_the_last_pattern_that_matc
     optimizer = built(compose, model, *words, "optimizer.lr_mult={blocks: 0.5, blocks.1.mlp: 3, head: 10}")
     found = settings(model, optimizer, "initial_lr")
     for parameter, rate in found.items():
-        factor = 10 if "head" in parameter else 3 if "blocks.1.mlp" in parameter else 0.5 if "blocks" in parameter else 1
+        factor = (
+            10 if "head" in parameter else 3 if "blocks.1.mlp" in parameter else 0.5 if "blocks" in parameter else 1
+        )
         assert rate == pytest.approx(base[parameter] * factor), parameter
     assert found == settings(model, optimizer, "lr")
 
 
 def test_muon_finds_the_head_whatever_the_groups(compose: Any) -> None:
     model = vit()
-    optimizer = built(compose, model, "optimizer=muon", "optimizer.no_decay=auto", "optimizer.lr_mult={embed: 2, blocks.1: 3}")
+    optimizer = built(
+        compose, model, "optimizer=muon", "optimizer.no_decay=auto", "optimizer.lr_mult={embed: 2, blocks.1: 3}"
+    )
     algorithms = settings(model, optimizer, "algorithm")
     by_muon = {name for name, algorithm in algorithms.items() if algorithm == "muon"}
     assert by_muon == {name for name, p in model.named_parameters() if p.ndim == 2 and name != "head.weight"}
