@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -161,7 +162,7 @@ def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:
     rates = [record["lr"] for record in train(*words).metrics if record["split"] == "train"]
     assert rates[:6] == [0.01] * 6
     assert rates[11] == pytest.approx(0.005)
-    assert all(a > b for a, b in zip(rates[5:], rates[6:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[5:]))
 
 
 def test_groups_cannot_change_on_a_resume(train: Callable[..., Any], run: Callable[..., Any]) -> None:
