@@ -12,6 +12,7 @@ from runner.config.errors import Problem, nearest
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
+from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
 
 
@@ -28,6 +29,12 @@ def conflicts(config: Train) -> list[Problem]:
         "epochs",
         "is null and so is max_steps, so the run would never end",
         "set epochs=30 or max_steps=10000",
+    )
+    forbid(
+        config.lr == "auto" and type(config) is not Train,
+        "lr",
+        "is auto, which is for train: it searches, and trains with what it finds",
+        "a number, or null",
     )
     forbid(
         config.max_time is not None and not _is_duration(config.max_time),
@@ -57,6 +64,25 @@ def conflicts(config: Train) -> list[Problem]:
         "data.split",
         f"val={split.val} and test={split.test} leave nothing to train on",
         "shares that add up to less than 1",
+    )
+    forbid(
+        split.folds is not None and split.fold >= split.folds,
+        "data.split.fold",
+        f"is {split.fold}, and there are {split.folds} folds",
+        f"0 to {(split.folds or 1) - 1}",
+    )
+    forbid(
+        split.folds is None and split.fold > 0,
+        "data.split.fold",
+        "picks one of several folds, but data.split.folds is null",
+        "data.split.folds=5, or another number of folds",
+    )
+    watched = [key for key in ("shapes", "finite") if getattr(config.watch, key)]
+    forbid(
+        bool(watched) and config.compile is not False,
+        f"watch.{watched[0]}" if watched else "watch",
+        "looks at every module, which a compiled model does not run one by one",
+        "compile=false",
     )
     mean, std = config.data.normalize.mean, config.data.normalize.std
     forbid(
@@ -119,6 +145,8 @@ def conflicts(config: Train) -> list[Problem]:
         f"'{config.name}' cannot be a folder name",
         "letters, digits, - _ . and / between folders",
     )
+    if isinstance(config, FindLr):
+        forbid(config.start >= config.end, "start", f"is {config.start:g}, and end is {config.end:g}", "less than end")
     if isinstance(config, Bench):
         found += _of_bench(config)
     elif isinstance(config, Audit):

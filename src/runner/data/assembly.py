@@ -19,6 +19,7 @@ from runner.data.augment import Pipeline
 from runner.data.cache_file import NOT_READ
 from runner.data.identity import identity
 from runner.data.indices import Indices
+from runner.data.leakage import leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.mixing import Mixing
 from runner.data.residency import plan_reading
@@ -110,8 +111,7 @@ def assemble(
     """
     facts = {"root": data.root, "download": data.download, "image_size": data.image_size}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
-    split = data.split
-    parts = carve(datasets, split.val, split.test, split.seed, split.stratified)
+    parts = carve(datasets, data.split)
     sample_train = _callables("transform.sample_train", transform.sample_train)
     sample_eval = _callables("transform.sample_eval", transform.sample_eval)
 
@@ -122,7 +122,7 @@ def assemble(
     train_set, train_indices = parts["train"]
     first, target = _first(train_set, train_indices, sample_eval, stand_ins.get("train"))
     reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
-    choices, warnings = reading.choices, reading.warnings
+    choices, warnings = reading.choices, [*reading.warnings, *leaks(parts, data.split.group)]
     classes = _classes(train_set)
     targets = targets_of(train_set)
     mean, std = data.normalize.mean, data.normalize.std
