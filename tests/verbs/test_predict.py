@@ -307,6 +307,20 @@ def test_numbers_are_predicted_as_they_were_learned(
     assert "probabilities: this model was trained for numbers" in refused.err
 
 
+def test_features_of_a_layer_are_in_the_order_of_the_rows_and_lead_to_the_logits(
+    predict: Callable[..., Any], photos: Path, trained: Path
+) -> None:
+    (photos / "03.png").write_bytes(b"not an image")
+    rows = predict("input=photos", "logits=true", "features=stages.2,dropout", "evaluate.batch_size=4")
+    with np.load("rows_features.npz") as arrays:
+        features = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    assert features["stages.2"].shape[:2] == (14, 16)
+    torch.testing.assert_close(features["stages.2"].amax(dim=(2, 3)), features["dropout"])
+    weights = read(trained / "checkpoints" / "best.pt")["model"]
+    logits = features["dropout"] @ weights["head.weight"].T + weights["head.bias"]
+    torch.testing.assert_close(logits, torch.tensor([row["logits"] for row in rows]), rtol=1e-4, atol=1e-5)
+
+
 def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photos: Path) -> None:
     plain = predict("input=photos/00.png", "logits=true")[0]["logits"]
     image = read_image(photos / "00.png", None, 3)
@@ -339,6 +353,7 @@ def test_without_an_output_a_new_folder_is_made_and_programs_get_one_object(
         (("input=photos", "output=rows.xlsx"), "output: cannot be 'rows.xlsx'"),
         (("input=photos", "top_k=9"), "there are 4 classes"),
         (("input=photos", "tta=flop"), "did you mean 'flip'?"),
+        (("input=photos", "features=stage.2"), "did you mean 'stages.2'?"),
         (("input=photos", "model.width=8"), "of another shape"),
     ],
 )

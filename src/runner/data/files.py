@@ -156,15 +156,14 @@ def files_loader(
     Raises:
         UserError: if the config does not say how to read them.
     """
-    dataset = data.dataset
-    from_folder = dataset.get("_target_") == _FOLDER
+    dataset, (_, height, width) = data.dataset, shape
     channels: Any = shape[0]
     size, share = None, 1.0
-    if from_folder:
-        channels = dataset.get("channels", channels)
-        size, share = dataset.get("image_size") or data.image_size, dataset.get("crop_share", share)
-    elif not transforms and shape[1] == shape[2]:
-        size = shape[1]
+    if dataset.get("_target_") == _FOLDER:
+        channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
+        share = dataset.get("crop_share", share) if size is not None else share
+    if not transforms:
+        size = height if height == width else None
     if channels not in (1, 3):
         raise UserError(
             f"input: the model was trained on images of {channels} channels, and files have 1 or 3\n"

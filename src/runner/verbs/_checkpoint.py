@@ -158,6 +158,8 @@ def _check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
 def known_data(settled: Settled[Any]) -> FromCheckpoint:
     """What the model was trained on: from the checkpoint, or from the data where a checkpoint of old does not say.
 
+    A `data.image_size` on the line is the size that images are to have here.
+
     Raises:
         UserError: if neither says.
     """
@@ -167,6 +169,8 @@ def known_data(settled: Settled[Any]) -> FromCheckpoint:
         splits.close()
         shape = splits.image_shape
     channels, height, width = shape
+    if any(word.startswith("data.image_size=") for word in settled.words) and settled.config.data.image_size:
+        height = width = settled.config.data.image_size
     return FromCheckpoint(settled.classes, channels, (height, width))
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from runner.data.loaders import Loader
 from runner.data.stand_ins import Unreadable
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
+from runner.models.features import extractor
 from runner.runtime.precision import Precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, writing
@@ -44,9 +46,10 @@ from runner.verbs._checkpoint import (
     settle,
     splits_of,
 )
+from runner.verbs._inspecting.features_file import write_features
 from runner.verbs._predict.inputs import SPLITS, files_in, split_in
 from runner.verbs._predict.rows import Teller
-from runner.verbs._predict.tables import Row, check_ending, table
+from runner.verbs._predict.tables import Row, Sink, check_ending, table
 from runner.verbs._work import guarded
 
 _SHOWN = 10  # rows, and unreadable images, that are shown
@@ -107,14 +110,18 @@ def _predict(composition: Composition) -> float:
     with contextlib.closing(source):
         teller = Teller(_names(settled, task), config.top_k, config.probabilities, config.logits)
         seen: nn.Module = augmented(model, task, size, config.tta, config.tta_mean) if config.tta else model
+        names = listed(config.features)
+        layers = extractor(model, names) if names else None
         path = _output_file(config)
         began = time.perf_counter()
         written = Written(path, console.line if not config.json else None)
+        features_file = path.with_name(f"{path.stem}_features.npz") if layers is not None else None
         with table(path, teller.lists) as sink:
-            for outputs, subjects in _outputs(seen, source, precision, config):
-                rows = teller.rows(outputs, subjects)
-                sink.write(rows)
-                written.note(rows)
+            batches = _written(_outputs(seen, layers, source, precision, config), teller, sink, written)
+            if features_file is None:
+                deque(batches, maxlen=0)
+            else:
+                write_features(batches, features_file)
         seconds = time.perf_counter() - began
         unreadable = [reason for _, reason in sorted(source.unreadable().items())]
     listed_in = path.with_name(f"{path.stem}_unreadable.txt")
@@ -129,6 +136,7 @@ def _predict(composition: Composition) -> float:
         "seconds": round(seconds, 3),
         "images_per_s": round(written.count / seconds, 3),
         "output": str(path),
+        "features": str(features_file) if features_file is not None else None,
     }
     if config.json:
         print(json.dumps(record))
@@ -204,16 +212,28 @@ def _names(settled: Settled[Predict], task: Task) -> tuple[str, ...]:
     return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
 
 
+def _written(
+    batches: Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]], teller: Teller, sink: Sink, written: Written
+) -> Iterator[dict[str, Tensor]]:
+    """Write the rows of each batch, and give the features."""
+    for outputs, subjects, features in batches:
+        rows = teller.rows(outputs, subjects)
+        sink.write(rows)
+        written.note(rows)
+        yield features
+
+
 def _outputs(
-    model: nn.Module, source: Source, precision: Precision, config: Predict
-) -> Iterator[tuple[Tensor, list[Row]]]:
-    """Outputs of the images that could be read, float32 on the CPU, with what their rows begin with."""
+    model: nn.Module, layers: nn.Module | None, source: Source, precision: Precision, config: Predict
+) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
+    """Outputs of the images that could be read, float32 on the CPU, with what their rows begin with, and features."""
     loader = source.loader
     batches = math.ceil(loader.samples / loader.batch_size)
     with untouched(model):
         for batch in loader.batches(0, 0, batches):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()
+                features: dict[str, Tensor] = layers(batch.images) if layers is not None else {}
             indices, targets = batch.indices.tolist(), batch.targets.tolist()
             unreadable = source.unreadable()
             if config.strict and unreadable:
@@ -222,7 +242,8 @@ def _outputs(
                 )
             kept = [place for place, index in enumerate(indices) if index not in unreadable]
             if kept:
-                yield outputs[kept], [source.subject(indices[place], targets[place]) for place in kept]
+                subjects = [source.subject(indices[place], targets[place]) for place in kept]
+                yield outputs[kept], subjects, {name: tensor[kept] for name, tensor in features.items()}
 
 
 def _output_file(config: Predict) -> Path:
@@ -251,7 +272,8 @@ def _tell(record: dict[str, Any], written: Written, console: Console) -> None:
     rate = compact(record["images_per_s"])
     console.line(f"{written.count:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
     if written.tell is not None:
-        written.tell(record["output"])
+        for path in filter(None, (record["output"], record["features"])):
+            written.tell(path)
 
 
 def _one_line(reason: str) -> str:
