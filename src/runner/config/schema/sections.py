@@ -124,7 +124,7 @@ class Checkpoint:
     every_epochs: Count | None = 1
     every_steps: Count | None = None
     min_seconds: Annotated[float, Ge(0)] = 10.0
-    async_: Annotated[bool, Field(alias="async")] = False  # `async` is a keyword of Python's
+    async_: Annotated[bool, Field(alias="async")] = True  # `async` is a keyword of Python's
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
