@@ -206,7 +206,8 @@ def train(
     text = stored.dump(values)  # complete from here on
     show = Outbox([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
-    saving = Saving(directory, keep, extra, text, classes, identity, loggers, show, summary, monitor, in_background)
+    known = (text, classes, identity, splits.image_shape)
+    saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
     keeper = saving.keeper
 
     compilation = training.toggled.compilation

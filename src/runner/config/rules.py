@@ -12,6 +12,7 @@ from runner.config.errors import Problem, nearest
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
+from runner.config.schema.export import Export
 from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
 
@@ -151,6 +152,8 @@ def conflicts(config: Train) -> list[Problem]:
         found += _of_bench(config)
     elif isinstance(config, Audit):
         found += _of_audit(config)
+    elif isinstance(config, Export):
+        found += _of_export(config)
     return found
 
 
@@ -278,6 +281,26 @@ def _of_bench(config: Bench) -> list[Problem]:
         if f"vary.{key}" not in wrong and config.part == "data" and not key.startswith("data."):
             message = "is not about the data, which is all that part=data compares"
             found.append(Problem(f"vary.{key}", message, "keys of data, or part=train"))
+    return found
+
+
+def _of_export(config: Export) -> list[Problem]:
+    """What cannot be quantised, and formats and batch sizes that are none."""
+    found: list[Problem] = []
+    formats = [config.format] if isinstance(config.format, str) else config.format
+    if not formats:
+        found.append(
+            Problem("format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript")
+        )
+    if not config.batch_sizes:
+        found.append(Problem("batch_sizes", "names no batch size to compare at", "such as [1,8]"))
+    if config.int8 and "onnx" not in formats:
+        found.append(
+            Problem("int8", "is made of the ONNX model, which format leaves out", "format=onnx, or int8=false")
+        )
+    if config.int8 and config.include_preprocessing:
+        message = "is measured on normalised images, which a model with include_preprocessing=true does not take"
+        found.append(Problem("int8", message, "one of the two"))
     return found
 
 

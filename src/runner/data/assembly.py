@@ -75,6 +75,11 @@ class Splits:
     skipped: Skipped = field(default_factory=Skipped)
     identify: Callable[[], dict[str, Any]] = dict
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.channels, *self.image_size
+
     def named(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
         return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
@@ -112,8 +117,8 @@ def assemble(
     facts = {"root": data.root, "download": data.download, "image_size": data.image_size}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
     parts = carve(datasets, data.split)
-    sample_train = _callables("transform.sample_train", transform.sample_train)
-    sample_eval = _callables("transform.sample_eval", transform.sample_eval)
+    sample_train = callables("transform.sample_train", transform.sample_train)
+    sample_eval = callables("transform.sample_eval", transform.sample_eval)
 
     stand_ins = (
         {name: StandIns(seed, indices) for name, (_, indices) in parts.items()} if data.on_error == "skip" else {}
@@ -172,7 +177,7 @@ def assemble(
             return None
         key = "train" if training else "eval"
         nodes = transform.train if training else transform.eval
-        steps = _callables(f"transform.{key}", nodes)
+        steps = callables(f"transform.{key}", nodes)
         pipeline = Pipeline(steps, mean, std, seed, device, channels_last)
         mix = mixing if training else None
         return SplitData(loader(name, training, pipeline, mix), pipeline, len(parts[name][1]), mix)
@@ -225,7 +230,12 @@ def _mixing(node: dict[str, Any] | None, seed: int, classes: int) -> Mixing | No
     return Mixing(made, seed, classes or None)
 
 
-def _callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
+def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
+    """Build a list of transforms.
+
+    Raises:
+        UserError: if one refuses its arguments, or is nothing that can be called.
+    """
     built = [build(f"{key}.{index}", node) for index, node in enumerate(nodes)]
     for index, made in enumerate(built):
         if not callable(made):
