@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, get_origin
 
 from runner.config import keys
@@ -11,6 +12,7 @@ from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem, nearest
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.schema.train import Train
 
 
@@ -120,6 +122,8 @@ def conflicts(config: Train) -> list[Problem]:
         found += _of_bench(config)
     elif isinstance(config, Audit):
         found += _of_audit(config)
+    elif isinstance(config, Inspect):
+        found += _of_inspect(config)
     return found
 
 
@@ -213,6 +217,15 @@ def _of_audit(config: Audit) -> list[Problem]:
     if config.a is not None and config.vary:
         found.append(Problem("vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"))
     return found
+
+
+def _of_inspect(config: Inspect) -> list[Problem]:
+    """A file of features whose ending says no format."""
+    ending = PurePath(config.output or "").suffix
+    if not config.features or ending in ("", *FEATURE_FILES):
+        return []
+    allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"
+    return [Problem("output", f"cannot be {config.output} where features are written", allowed)]
 
 
 def _is_section(annotation: Any) -> bool:
