@@ -56,6 +56,7 @@ class Splits:
         warnings: settings without effect.
         skipped: the samples that could not be read, so far.
         identify: tells which data these are, for checkpoints.
+        parts: for each split the data set that it is read from, and its samples in it.
     """
 
     train: SplitData
@@ -73,6 +74,7 @@ class Splits:
     warnings: list[str] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
     identify: Callable[[], dict[str, Any]] = dict
+    parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
 
     def named(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
@@ -202,6 +204,7 @@ def assemble(
         identify=functools.partial(
             identity, {name: (reading.source(part[0]), part[1]) for name, part in parts.items()}
         ),
+        parts=parts,
     )
 
 
