@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `json=true` in place of `--json`, and so on."""
-    return [_SHORT[word] if word in _SHORT else word for word in argv]
+    return [_SHORT.get(word, word) for word in argv]
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -69,8 +69,8 @@ def _baselines(subject: Subject) -> Baselines:
     if not subject.classes:
         mean = float(targets.mean())
         ridge = Ridge(alpha=1.0).fit(pixels, targets)
-        errors = (ridge.predict(theirs) - right, ridge.predict(pixels) - targets, mean - right)
-        linear, linear_train, constant = (float(np.sqrt(np.mean(error**2))) for error in errors)
+        errors = (mean - right, ridge.predict(theirs) - right, ridge.predict(pixels) - targets)
+        constant, linear, linear_train = (float(np.sqrt(np.mean(error**2))) for error in errors)
         return Baselines(seen.name, len(right), constant, linear, linear_train, None)
     if len(np.unique(targets)) < 2:
         raise NotBuilt("there is one class only")
@@ -82,16 +82,17 @@ def _baselines(subject: Subject) -> Baselines:
     confusion = np.zeros((subject.classes, subject.classes), dtype=np.int64)
     inside = (right >= 0) & (right < subject.classes) & (guessed >= 0) & (guessed < subject.classes)
     np.add.at(confusion, (right[inside], guessed[inside]), 1)
-    shares = (float(np.mean(hit)) for hit in (right == commonest, guessed == right, model.predict(pixels) == targets))
-    return Baselines(seen.name, len(right), *shares, confusion)
+    constant, linear, linear_train = (
+        float(np.mean(hit)) for hit in (right == commonest, guessed == right, model.predict(pixels) == targets)
+    )
+    return Baselines(seen.name, len(right), constant, linear, linear_train, confusion)
 
 
 def _told(found: Baselines) -> str:
+    where = f"on {found.samples:,} of {found.split}"
     if found.confusion is None:
-        return f"error of the mean {found.constant:.4g}, of ridge regression {found.linear:.4g}, on {found.samples:,} of {found.split}"
-    return (
-        f"commonest class {found.constant:.1%}, logistic regression {found.linear:.1%}, on {found.samples:,} of {found.split}"
-    )
+        return f"error of the mean {found.constant:.4g}, of ridge regression {found.linear:.4g}, {where}"
+    return f"commonest class {found.constant:.1%}, logistic regression {found.linear:.1%}, {where}"
 
 
 @check
@@ -151,4 +152,3 @@ def beats_baselines(subject: Subject) -> Verdict:
     if sign * score < sign * found.linear:
         return warned(evidence, "train for longer, or look at optimizer and model: a linear model does better")
     return passed(evidence)
-

@@ -42,7 +42,9 @@ def image_shapes(subject: Subject) -> Verdict:
             f"{len(shapes)} shapes, such as {where}", "data.image_size=..., or a transform that makes them equal"
         )
     if len(dtypes) > 1:
-        return failed(f"types {', '.join(dtypes)}", "one type in every split of the data set: uint8, or float in [0, 1]")
+        return failed(
+            f"types {', '.join(dtypes)}", "one type in every split of the data set: uint8, or float in [0, 1]"
+        )
     return passed(f"{'x'.join(map(str, next(iter(shapes), ())))} {next(iter(dtypes), '')} in every split")
 
 
@@ -185,8 +187,11 @@ def channel_order(subject: Subject) -> Verdict:
         given = torch.tensor([subject.splits.mean, subject.splits.std], dtype=torch.float64)
         order = _other_order(torch.stack([mean, std]), given)
         if order is not None:
-            evidence = f"channel means are {_numbers(mean)}, data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
-            return failed(evidence, "swap the channels where images are read (BGR to RGB), or the values of data.normalize")
+            fits = f"data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
+            evidence = f"channel means are {_numbers(mean)}, {fits}"
+            return failed(
+                evidence, "swap the channels where images are read (BGR to RGB), or the values of data.normalize"
+            )
     for seen in subject.held_out:
         other = _measured(subject, seen.name)
         if other is None:
@@ -234,7 +239,9 @@ def evaluation_transform(subject: Subject) -> Verdict:
             differ = (first.images != again.images).flatten(1).any(1) & first.images.isfinite().flatten(1).all(1)
             if bool(differ.any()):
                 evidence = f"{int(differ.sum())} of {len(indices)} samples of {name} differ when they are read again"
-                return failed(evidence, "move what is random from transform.eval and sample_eval to train and sample_train")
+                return failed(
+                    evidence, "move what is random from transform.eval and sample_eval to train and sample_train"
+                )
         checked += len(indices)
     return passed(f"{checked} samples of {len(subject.looks)} splits are the same at each reading")
 

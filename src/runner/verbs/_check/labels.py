@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ def target_range(subject: Subject) -> Verdict:
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= subject.classes:
             wrong = (targets < 0) | (targets >= subject.classes)
-            evidence = f"{int(wrong.sum()):,} targets of {name} are outside 0 to {subject.classes - 1}: from {low} to {high}"
+            evidence = (
+                f"{int(wrong.sum()):,} targets of {name} are outside 0 to {subject.classes - 1}: from {low} to {high}"
+            )
             one_off = low == 1 and high == subject.classes
             return failed(evidence, "count classes from 0: subtract 1" if one_off else "number the classes from 0 on")
     if not subject.labels:
@@ -44,12 +47,16 @@ def missing_classes(subject: Subject) -> Verdict:
     empty = [index for index in range(subject.classes) if index not in present["train"]]
     if not empty:
         return passed(f"all {subject.classes} classes have training samples")
-    evidence = f"no training sample of {len(empty)} of {subject.classes} classes: {listed([str(each) for each in empty])}"
+    evidence = (
+        f"no training sample of {len(empty)} of {subject.classes} classes: {listed([str(each) for each in empty])}"
+    )
     if empty == [0]:
         return failed(f"{evidence}; labels run from 1 to {max(present['train'])}", "count classes from 0: subtract 1")
     others = [name for name, found in present.items() if name != "train" and found & set(empty)]
     if others:
-        return failed(f"{evidence}; {', '.join(others)} has samples of them", "data.split.stratified=true, or other data")
+        return failed(
+            f"{evidence}; {', '.join(others)} has samples of them", "data.split.stratified=true, or other data"
+        )
     return warned(evidence, "leave these classes out, or add samples")
 
 
@@ -63,7 +70,9 @@ def class_balance(subject: Subject) -> Verdict:
     low, high = float(counts[counts > 0].min()), float(counts.max())
     evidence = f"{low:,.0f} to {high:,.0f} training samples a class, the largest is {float(shares.max()):.1%}"
     if int((counts > 0).sum()) == 1:
-        return failed(f"every training sample is of class {int(counts.argmax())}", "other data: there is nothing to tell apart")
+        return failed(
+            f"every training sample is of class {int(counts.argmax())}", "other data: there is nothing to tell apart"
+        )
     for name, targets in subject.labels.items():
         theirs = torch.bincount(targets.clamp_min(0), minlength=subject.classes).double()[: subject.classes]
         apart = float((theirs / theirs.sum() - shares[: subject.classes]).abs().sum()) / 2
@@ -79,23 +88,33 @@ def class_balance(subject: Subject) -> Verdict:
 @check
 def class_order(subject: Subject) -> Verdict:
     """Splits that list their classes in another order, so that numbers mean something else."""
-    named = {name: tuple(map(str, getattr(seen.dataset, "classes", None) or ())) for name, seen in subject.looks.items()}
+    named = {
+        name: tuple(map(str, getattr(seen.dataset, "classes", None) or ())) for name, seen in subject.looks.items()
+    }
     ours = named["train"]
     for name, theirs in named.items():
         if ours and theirs and theirs != ours:
-            place = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
-            first = f"class {place} is {' and '.join(repr(c[place]) if place < len(c) else 'none' for c in (ours, theirs))}"
+            place = next(
+                (n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs)
+            )
+            first = (
+                f"class {place} is {' and '.join(repr(c[place]) if place < len(c) else 'none' for c in (ours, theirs))}"
+            )
             return failed(f"{first} in train and {name}", f"give {name} the classes of train, in their order")
     return passed("the same in every split") if ours else skipped("the data set names no classes")
+
+
+def _pictures(look: Look) -> list[tuple[int, bytes]]:
+    """Place and digest of each image that shows something: all constant ones are the same picture."""
+    return [(place, look.digests[place]) for place in (~look.constant).nonzero().flatten().tolist()]
 
 
 def _repeats(look: Look) -> tuple[int, list[int]]:
     """How many images are copies of earlier ones, and the identities of the first pair; constant images do not count."""
     first: dict[bytes, int] = {}
-    copies, pair = 0, []
-    for place, digest in enumerate(look.digests):
-        if bool(look.constant[place]):
-            continue
+    copies = 0
+    pair: list[int] = []
+    for place, digest in _pictures(look):
         if digest in first:
             copies += 1
             pair = pair or [int(look.indices[first[digest]]), int(look.indices[place])]
@@ -120,12 +139,12 @@ def duplicates(subject: Subject) -> Verdict:
 @check
 def conflicting_labels(subject: Subject) -> Verdict:
     """The same image with different targets."""
-    known: dict[bytes, tuple[str, int, list[float]]] = {}
+    known: dict[bytes, tuple[str, int, Any]] = {}
     clashes, example = 0, ""
     for name, seen in subject.looks.items():
-        for place, (digest, target) in enumerate(zip(seen.digests, seen.targets.tolist(), strict=True)):
-            if bool(seen.constant[place]):
-                continue
+        targets = seen.targets.tolist()
+        for place, digest in _pictures(seen):
+            target = targets[place]
             before = known.setdefault(digest, (name, int(seen.indices[place]), target))
             if before[2] != target:
                 clashes += 1
@@ -145,7 +164,7 @@ def leakage(subject: Subject) -> Verdict:
     """Held-out images that are trained on as well, bit for bit."""
     if not subject.held_out:
         return skipped("there is no other split")
-    ours = {digest: place for place, digest in enumerate(subject.train.digests) if not bool(subject.train.constant[place])}
+    ours = {digest: place for place, digest in _pictures(subject.train)}
     worst = (0.0, 0, "", "")
     counts = []
     for seen in subject.held_out:
@@ -167,7 +186,8 @@ def _unit(small: Tensor) -> Tensor:
     """Small copies as vectors of length 1 without their mean, so that brightness and contrast play no part."""
     flat = small.flatten(1).double()
     flat = flat - flat.mean(1, keepdim=True)
-    return (flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-6)).float()
+    units: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-6)
+    return units.float()
 
 
 @check
@@ -181,7 +201,9 @@ def near_duplicates(subject: Subject) -> Verdict:
     ours, own = _unit(train.small), {train.digests[row] for row in train.rows.tolist()}
     counts, worst = [], (0, 0, "", "")
     for seen in subject.held_out:
-        fresh = [n for n, row in enumerate(seen.rows.tolist()) if seen.digests[row] not in own and not seen.constant[row]]
+        fresh = [
+            n for n, row in enumerate(seen.rows.tolist()) if seen.digests[row] not in own and not seen.constant[row]
+        ]
         if not fresh or seen.small.shape[1:] != train.small.shape[1:]:
             continue
         closest, place = (_unit(seen.small[fresh]) @ ours.T).max(1)

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,9 @@ class Look:
         samples: how many it has.
         indices: identities of those that were looked at, int64 (N,).
         targets: theirs, (N, ...).
-        digests: of the bytes of each image.
         low, high: smallest and largest value of each image, float32 (N,); values of uint8 as a share of 255.
         means, stds: of each image's channels, float32 (N, C).
+        digests: of the bytes of each image.
         small: copies of at most `samples` of the images, averaged to 16 by 16 pixels, float32 (M, C, h, w).
         rows: which of those that were looked at they are, int64 (M,).
         shapes, dtypes: how many images have which.
@@ -47,11 +47,11 @@ class Look:
     samples: int
     indices: Tensor
     targets: Tensor
-    digests: list[bytes]
     low: Tensor
     high: Tensor
     means: Tensor
     stds: Tensor
+    digests: list[bytes]
     small: Tensor
     rows: Tensor
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -102,26 +102,11 @@ def look(
 
 def _in_memory(name: str, dataset: ImageArrays, indices: Indices, places: Tensor, most: int) -> Look:
     chosen = indices[places]
-    parts = [_seen(dataset.images[chunk]) for chunk in chosen.split(_CHUNK)]  # type: ignore[no-untyped-call]
+    seen = _joined([_seen(dataset.images[part]) for part in torch.split(chosen, _CHUNK)])
     rows = spread(len(chosen), most)
-    low, high, means, stds = (torch.cat([part[number] for part in parts]) for number in range(4))
-    count, shape = len(chosen), tuple(dataset.images.shape[1:])
-    return Look(
-        name,
-        dataset,
-        len(indices),
-        chosen,
-        dataset.targets[chosen],
-        [digest for part in parts for digest in part[4]],
-        low,
-        high,
-        means,
-        stds,
-        _small(dataset.images[chosen[rows]]),
-        rows,
-        Counter({shape: count}),
-        Counter({"uint8": count}),
-    )
+    shapes, dtypes = Counter([tuple(dataset.images.shape[1:])] * len(chosen)), Counter(["uint8"] * len(chosen))
+    small = _small(dataset.images[chosen[rows]])
+    return Look(name, dataset, len(indices), chosen, dataset.targets[chosen], *seen, small, rows, shapes, dtypes)
 
 
 def _one_by_one(
@@ -133,7 +118,10 @@ def _one_by_one(
     in_time: Callable[[], bool],
 ) -> Look:
     keyed = Keyed(dataset, 0, transforms)
-    chosen, targets, parts, small = [], [], [], []
+    chosen: list[int] = []
+    targets: list[Tensor] = []
+    seen: list[_Seen] = []
+    small: list[Tensor] = []
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     unreadable, whole = {}, True
@@ -150,36 +138,26 @@ def _one_by_one(
             continue
         shapes[tuple(image.shape)] += 1
         dtypes[str(image.dtype).removeprefix("torch.")] += 1
-        if shapes and image.shape[0] != next(iter(shapes))[0]:
-            continue  # of other channels than the rest: counted, and no more
+        if image.shape[0] != next(iter(shapes))[0] or (targets and target.shape != targets[0].shape):
+            continue  # of other channels or targets than the first: counted, and no more
         if image.is_floating_point():
             whole = whole and bool((image == image.round()).all())
         chosen.append(index)
         targets.append(target)
-        parts.append(_seen(image[None]))
+        seen.append(_seen(image[None]))
         small.append(_small(image[None]))
-    if not chosen:
-        none = torch.zeros(0)
-        empty = torch.zeros(0, dtype=torch.int64)
-        return Look(
-            name, dataset, len(indices), empty, empty, [], none, none, none[:, None], none[:, None],
-            none.view(0, 1, 1, 1), empty, shapes, dtypes, whole, unreadable,
-        )  # fmt: skip
-    alike = all(target.shape == targets[0].shape for target in targets)
-    low, high, means, stds = (torch.cat([part[number] for part in parts]) for number in range(4))
+    none = torch.zeros(0)
+    joined = _joined(seen) if seen else _Seen(none, none, none[:, None], none[:, None], [])
+    alike = len({tuple(image.shape) for image in small}) == 1
     return Look(
         name,
         dataset,
         len(indices),
-        torch.tensor(chosen),
-        torch.stack(targets) if alike else torch.zeros(len(chosen)),
-        [part[4][0] for part in parts],
-        low,
-        high,
-        means,
-        stds,
-        torch.cat(small),
-        torch.arange(len(chosen)),
+        torch.tensor(chosen, dtype=torch.int64),
+        torch.stack(targets) if targets else none.long(),
+        *joined,
+        torch.cat(small) if alike else none.view(0, 1, 1, 1),
+        torch.arange(len(chosen) if alike else 0),
         shapes,
         dtypes,
         whole,
@@ -187,8 +165,23 @@ def _one_by_one(
     )
 
 
-def _seen(images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, list[bytes]]:
-    """Smallest and largest value, mean and deviation of the channels, and a digest of each image."""
+class _Seen(NamedTuple):
+    """Of each image of a batch: smallest and largest value, mean and deviation of the channels, digest."""
+
+    low: Tensor
+    high: Tensor
+    means: Tensor
+    stds: Tensor
+    digests: list[bytes]
+
+
+def _joined(parts: Sequence[_Seen]) -> _Seen:
+    low, high, means, stds, digests = zip(*parts, strict=True)
+    all_digests = [digest for some in digests for digest in some]
+    return _Seen(torch.cat(low), torch.cat(high), torch.cat(means), torch.cat(stds), all_digests)
+
+
+def _seen(images: Tensor) -> _Seen:
     raw = images.contiguous()
     digests = [
         hashlib.blake2b(row.tobytes(), digest_size=16).digest()
@@ -196,7 +189,7 @@ def _seen(images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, list[bytes]]:
     ]
     pixels = _scaled(images).flatten(2)
     low, high = pixels.amin((1, 2)), pixels.amax((1, 2))
-    return low, high, pixels.mean(2), pixels.std(2, unbiased=False), digests
+    return _Seen(low, high, pixels.mean(2), pixels.std(2, unbiased=False), digests)
 
 
 def _scaled(images: Tensor) -> Tensor:
@@ -206,5 +199,5 @@ def _scaled(images: Tensor) -> Tensor:
 def _small(images: Tensor) -> Tensor:
     """Averaged to 16 by 16 pixels at most, with both sides alike for all images that are larger."""
     pixels = _scaled(images)
-    side = tuple(min(_SIDE, size) for size in pixels.shape[2:])
+    side = (min(_SIDE, pixels.shape[2]), min(_SIDE, pixels.shape[3]))
     return F.adaptive_avg_pool2d(pixels, side) if pixels.shape[2:] != side else pixels

@@ -49,7 +49,7 @@ def _learn(subject: Subject, images: Tensor, targets: Tensor, rate: float, until
         if not loss.requires_grad:
             break
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return losses, right
 
@@ -101,7 +101,9 @@ def zero_input(subject: Subject) -> Verdict:
         return skipped("the samples have one target")
     real, _ = subject.once(_real)
     empty, _ = _best(subject, torch.zeros_like(images))
-    evidence = f"after {len(real) - 1} steps {real[-1]:.4g} with the images, after {len(empty) - 1} with zeros {empty[-1]:.4g}"
+    evidence = (
+        f"after {len(real) - 1} steps {real[-1]:.4g} with the images, after {len(empty) - 1} with zeros {empty[-1]:.4g}"
+    )
     if not math.isfinite(real[-1]):
         return skipped("the loss is not finite")
     if real[-1] < 0.9 * empty[-1] or (real[-1] < _LEARNED * real[0] and len(real) < len(empty)):
@@ -180,7 +182,9 @@ def mode_in_training(subject: Subject) -> Verdict:
     """Training steps that are made in evaluation mode, as after an evaluation in a callback."""
     watch = subject.once(_run_loop)
     if watch.still:
-        evidence = f"{len(watch.still)} modules are in evaluation mode when a step begins: {listed(sorted(watch.still))}"
+        evidence = (
+            f"{len(watch.still)} modules are in evaluation mode when a step begins: {listed(sorted(watch.still))}"
+        )
         return failed(evidence, "call model.train() at the end of what calls model.eval()")
     return passed(f"in training mode at each of {watch.steps} steps")
 
@@ -303,12 +307,24 @@ def training(subject: Subject) -> Verdict:
     callbacks = build_callbacks(config, parts.task, parts.monitor, parts.mode)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
     source, watched = parts.splits.train.loader, [*callbacks.values(), Note()]
-    Loop(parts.state, source, parts.plan, parts.parts, limits, None, watched, (parts.monitor, parts.mode), step=parts.step).run()
+    Loop(
+        parts.state,
+        source,
+        parts.plan,
+        parts.parts,
+        limits,
+        None,
+        watched,
+        (parts.monitor, parts.mode),
+        step=parts.step,
+    ).run()
     if len(losses) < 3:
         return warned(f"{len(losses)} readings only", "a larger train_steps or budget_s")
     values = [value for _, value in losses]
     first, last = values[0], statistics.fmean(values[-2:])
-    evidence = f"mean loss {first:.4g} in the first {every} steps, {last:.4g} in the last {2 * every} of {losses[-1][0]}"
+    evidence = (
+        f"mean loss {first:.4g} in the first {every} steps, {last:.4g} in the last {2 * every} of {losses[-1][0]}"
+    )
     if not math.isfinite(last) or last >= 0.95 * first:
         return failed(evidence, "overfit and learning-rate tell model and optimizer apart; a larger train_steps")
     return passed(evidence)

@@ -83,7 +83,9 @@ def loss_of_samples(subject: Subject) -> Verdict:
     if _close(together, mean):
         return passed(evidence)
     if _close(together, sum(alone)):
-        return failed(f"{evidence}: it is their sum", "reduction='mean': a batch's size, and accumulate, change the step else")
+        return failed(
+            f"{evidence}: it is their sum", "reduction='mean': a batch's size, and accumulate, change the step else"
+        )
     fix = "compare each row of outputs with its own target, and average over the batch"
     return warned(evidence, fix)
 
@@ -104,7 +106,8 @@ def loss_axis(subject: Subject) -> Verdict:
         )
     except (RuntimeError, ValueError):  # a loss that takes probabilities alone
         return passed("the loss takes probabilities, and computes no softmax")
-    evidence = f"adding a number to each sample's outputs changes the loss by {by_row - value:.3g}, to each class by {by_column - value:.3g}"
+    changes = f"by {by_row - value:.3g}, to those of each class by {by_column - value:.3g}"
+    evidence = f"adding a number to the outputs of each sample changes the loss {changes}"
     if _close(by_column, value) and not _close(by_row, value):
         return failed(evidence, "dim=1 in softmax or log_softmax: dim=0 is the batch")
     return passed(evidence)
@@ -145,7 +148,7 @@ def accumulation(subject: Subject) -> Verdict:
         for piece in pieces:
             loss = parts.loss(model(batch.images[piece]), targets[piece])
             if loss.requires_grad:
-                (loss / len(pieces)).backward()
+                (loss / len(pieces)).backward()  # type: ignore[no-untyped-call]
         return [p.grad.detach().flatten().double() for p in model.parameters() if p.grad is not None]
 
     whole, summed = gradient(slice(0, 2 * half)), gradient(slice(0, half), slice(half, 2 * half))
@@ -156,5 +159,7 @@ def accumulation(subject: Subject) -> Verdict:
     ratio = float(large.norm() / small.norm().clamp_min(1e-12))
     evidence = f"{apart:.2g} apart, the large batch's is {ratio:.3g} times as long"
     if apart > 0.02:
-        return failed(evidence, "a loss that is the mean over the samples, and samples that do not depend on each other")
+        return failed(
+            evidence, "a loss that is the mean over the samples, and samples that do not depend on each other"
+        )
     return passed(evidence)

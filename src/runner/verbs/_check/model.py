@@ -52,7 +52,8 @@ def _without_gradient(subject: Subject) -> tuple[list[str], list[str]]:
         by_module[name.rpartition(".")[0]].append(name)
     model, images = subject.model, subject.batch.images
     parameters = dict(model.named_parameters())
-    matter, matter_not = [], []
+    matter: list[str] = []
+    matter_not: list[str] = []
     model.eval()
     with torch.no_grad():
         before = model(images)
@@ -100,7 +101,9 @@ def shared_weights(subject: Subject) -> Verdict:
     shared = [names for names in places.values() if len(names) > 1]
     if shared:
         evidence = f"{len(shared)} weights are in several places, such as {' = '.join(shared[0][:3])}"
-        return warned(evidence, "build each layer anew: [Block() for _ in range(n)], not [Block()] * n; unless it is meant")
+        return warned(
+            evidence, "build each layer anew: [Block() for _ in range(n)], not [Block()] * n; unless it is meant"
+        )
     return passed(f"{len(places)} weights, each in one place")
 
 
@@ -168,7 +171,9 @@ def gradient_scale(subject: Subject) -> Verdict:
     if zero:
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {listed(zero)}", fix)
     low, high = (pick(gradients.items(), key=lambda item: item[1][0]) for pick in (min, max))
-    evidence = f"root mean square {high[1][0]:.3g} of {high[0]}, {low[1][0]:.3g} of {low[0]}, of {len(gradients)} weights"
+    evidence = (
+        f"root mean square {high[1][0]:.3g} of {high[0]}, {low[1][0]:.3g} of {low[0]}, of {len(gradients)} weights"
+    )
     share = low[1][0] / high[1][0]
     if share < _FAINTEST or high[1][0] > 1e6:
         return failed(evidence, fix)

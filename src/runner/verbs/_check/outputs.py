@@ -65,7 +65,9 @@ def sample_mixing(subject: Subject) -> Verdict:
         return skipped("the outputs do not depend on the images at all at the start")
     evidence = f"changing one image changes the outputs of others by {worst:.3g}, its own by {own:.3g}"
     if worst > _MIXED * own:
-        return failed(evidence, "keep the batch first: permute or flatten(1) in place of view or reshape across samples")
+        return failed(
+            evidence, "keep the batch first: permute or flatten(1) in place of view or reshape across samples"
+        )
     return passed(evidence)
 
 
@@ -84,9 +86,7 @@ def modes(subject: Subject) -> Verdict:
         model.train(training)
         with torch.no_grad():
             model(images)  # which may change modes as well
-        found[training] = [
-            name or "the model" for name, module in model.named_modules() if module.training != training
-        ]
+        found[training] = [name or "the model" for name, module in model.named_modules() if module.training != training]
     stuck = dict(model.named_modules()) | {"the model": model}
     if found[False]:
         evidence = f"{len(found[False])} modules stay in training mode after eval(): {listed(found[False])}"

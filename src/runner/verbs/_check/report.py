@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.tracking.console import Console
-from runner.verbs._check.verdict import Check, Verdict
+from runner.verbs._check.verdict import Check, Status, Verdict
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ def show(console: Console, results: list[Result], seconds: float) -> None:
 def counted(results: list[Result]) -> str:
     """How many checks of each kind, in words."""
     counts = Counter(result.verdict.status for result in results)
-    words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
-    return ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]) or "nothing checked"
+    words: dict[Status, str] = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
+    return (
+        ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]) or "nothing checked"
+    )
 
 
 def record(results: list[Result], bad: bool, seconds: float) -> dict[str, Any]:

@@ -40,11 +40,11 @@ class Watched:
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
-class _Rectifiers(TorchDispatchMode):
+class _Rectifiers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts units that no sample of the batch brings above 0, wherever a rectifier is called."""
 
     def __init__(self, found: list[tuple[str, int, int]], inside: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found, self._inside = found, inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ def watch(subject: Subject) -> Watched:
         loss = parts.loss(logits, subject.targets(batch))
     found.loss = float(loss.detach())
     if loss.requires_grad:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
             found.missing.append(name)
@@ -84,13 +84,17 @@ def watch(subject: Subject) -> Watched:
 
 @contextlib.contextmanager
 def _hooks(model: nn.Module, found: Watched, inside: list[str]) -> Iterator[None]:
-    made: dict[int, tuple[str, int, Tensor]] = {}  # by identity, with the version, and kept so that no other takes its place
+    made: dict[
+        int, tuple[str, int, Tensor]
+    ] = {}  # by identity, with the version, and kept so that no other takes its place
 
     def before(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
             inside.append(name)
             given = inputs[0] if inputs and isinstance(inputs[0], Tensor) else None
-            if given is not None and isinstance(module, nn.modules.batchnorm._BatchNorm | nn.modules.instancenorm._InstanceNorm):
+            if given is not None and isinstance(
+                module, nn.modules.batchnorm._BatchNorm | nn.modules.instancenorm._InstanceNorm
+            ):
                 source = made.get(id(given))
                 if source is not None and source[1] == given._version:
                     found.follows.append((source[0], name))
