@@ -81,9 +81,9 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400) ->
         theirs[:40], right[:40] = images[:40] // 2 + 60, targets[:40]
     elif fault == "cast to uint8":
         images, theirs = images // 128, theirs // 128
-    elif fault in ("not scaled", "nan", "outlier"):
+    elif fault in ("not scaled", "not a number", "outlier"):
         pixels = images.float() / (1 if fault == "not scaled" else 255)
-        if fault == "nan":
+        if fault == "not a number":
             pixels[17, 1, 2, 3] = float("nan")
         elif fault == "outlier":
             pixels[17] *= 1000
@@ -152,12 +152,12 @@ class Net(nn.Module):
         if fault == "view for permute":
             batch, channels, height, width = features.shape
             features = features.view(channels, batch, height, width).transpose(0, 1)
-        features = F.relu(self.norm(features)).mean((2, 3))
+        features = pooled = F.relu(self.norm(features)).mean((2, 3))
         if fault == "detached":
             features = features.detach()
         features = F.relu(self.hidden(features))
         if fault == "unused branch":
-            self.branch(images.mean((2, 3)).repeat(1, 6)[:, :16])
+            self.branch(pooled)
         if fault in ("shared", "vanishing", "exploding"):
             for block in self.blocks:
                 features = F.relu(block(features))
@@ -181,7 +181,7 @@ _UNSEEDED = torch.Generator().manual_seed(5)
 class Loss(nn.Module):
     """Cross-entropy with one fault."""
 
-    def __init__(self, fault: str) -> None:
+    def __init__(self, fault: str, **unused: Any) -> None:
         super().__init__()
         self.fault = fault
 
@@ -198,7 +198,7 @@ class Loss(nn.Module):
 class Partial(torch.optim.SGD):
     """Steps biases and norms alone."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float, **unused: Any) -> None:
         super().__init__([parameter for parameter in params if parameter.ndim < 2], lr)
 
 
@@ -281,8 +281,8 @@ CASES = [
     _data("dark test", "splits-alike", "warn", "test is"),
     _data("brighter copies in test", "near-duplicates", "warn", "of 100 of test"),
     _data("cast to uint8", "image-range", "fail", "uint8 values from 0 to 1"),
-    _data("not scaled", "image-range", "fail", "float32 values from 0 to 255"),
-    _data("nan", "finite-images", "fail", "samples 17"),
+    _data("not scaled", "image-range", "fail", "float32 values from 0 to 2"),
+    _data("not a number", "finite-images", "fail", "samples 17"),
     _data("outlier", "outlier-images", "warn", "sample 17 of train"),
     _data("other shapes", "image-shapes", "fail", "2 shapes"),
     _data("unreadable", "readable", "fail", "OSError: the file is truncated"),
@@ -326,7 +326,7 @@ CASES = [
     Case("forgotten zero_grad", ("callbacks={keep: {_target_: check_zoo.KeepsGradients}}",),
          "stale-gradients", "fail", "are not zero when a step begins"),
     Case("evaluation mode in training", ("callbacks={leave: {_target_: check_zoo.LeavesEvaluation}}",),
-         "mode-in-training", "fail", "in evaluation mode when a step begins: dropout, head"),
+         "mode-in-training", "fail", "6 modules are in evaluation mode when a step begins"),
     Case("parameters left out", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
          "optimizer-parameters", "fail", "conv.weight, hidden.weight, head.weight"),
     Case("parameters never zeroed", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),

@@ -33,8 +33,8 @@ def readable(subject: Subject) -> Verdict:
 @check
 def image_shapes(subject: Subject) -> Verdict:
     """Images of different shapes or types, which no batch can be made of."""
-    shapes = {shape: name for name, seen in subject.looks.items() for shape in seen.shapes}
-    dtypes = {dtype: name for name, seen in subject.looks.items() for dtype in seen.dtypes}
+    shapes = {shape: name for name, seen in reversed(subject.looks.items()) for shape in seen.shapes}
+    dtypes = {dtype: name for name, seen in reversed(subject.looks.items()) for dtype in seen.dtypes}
     if len(shapes) > 1:
         first, second = list(shapes)[:2]
         where = f"{first} in {shapes[first]} and {second} in {shapes[second]}"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +26,43 @@ _RAMP = 10  # steps up to the learning rate, and as many at it
 _SHARE = 0.2  # of what is left of the time, that one check may take
 
 
-def _learn(subject: Subject, images: Tensor, targets: Tensor, rate: float, until: float) -> tuple[list[float], float]:
-    """Train on one batch with AdamW; gives the losses, and the loss of the right answers being certain is not needed."""
+class _Course(NamedTuple):
+    """How one batch was learned: the losses, the share of classes that were right in the end, and the learning rate."""
+
+    losses: list[float]
+    right: float
+    rate: float
+
+    @property
+    def learned(self) -> bool:
+        """Whether hardly anything of the first loss is left."""
+        return math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
+
+
+def _learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: float) -> _Course:
+    """Train on one batch from the start with AdamW and without dropout, until it is learned or for `most` steps."""
     subject.restart()
-    model, parts = subject.model, subject.training.parts
+    model, parts, targets = subject.model, subject.training.parts, _batch(subject)[1]
     model.train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # learning by heart needs every unit
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    losses: list[float] = []
-    right = 0.0
-    for _ in range(_MOST_STEPS):
+    classes = not targets.is_floating_point()
+    until = time.monotonic() + seconds
+    course = _Course([], 0.0, rate)
+    for _ in range(most):
         outputs = model(images)
         loss = parts.loss(outputs, targets)
-        losses.append(float(loss.detach()))
-        classes = not targets.is_floating_point() and outputs.ndim == 2
         right = float((outputs.argmax(1) == targets).float().mean()) if classes else 0.0
-        if not math.isfinite(losses[-1]) or losses[-1] < _LEARNED * losses[0] or time.monotonic() > until:
-            break
-        if not loss.requires_grad:
+        course = _Course([*course.losses, float(loss.detach())], right, rate)
+        if not math.isfinite(course.losses[-1]) or course.learned or time.monotonic() > until or not loss.requires_grad:
             break
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return losses, right
+    return course
 
 
 def _batch(subject: Subject) -> tuple[Tensor, Tensor]:
@@ -59,36 +70,35 @@ def _batch(subject: Subject) -> tuple[Tensor, Tensor]:
     return batch.images[:_SAMPLES], subject.targets(batch)[:_SAMPLES]
 
 
-def _best(subject: Subject, images: Tensor) -> tuple[list[float], float]:
-    """The course of the losses of the learning rate that brings one batch further down."""
-    targets, found = _batch(subject)[1], []
-    until = time.monotonic() + max(1.0, _SHARE * subject.left)
-    for number, rate in enumerate(_RATES, start=1):
-        start = time.monotonic()
-        found.append(_learn(subject, images, targets, rate, start + (until - start) * number / len(_RATES)))
-        if found[-1][0][-1] < _LEARNED * found[-1][0][0]:
+def _by_heart(subject: Subject) -> _Course:
+    """The course of the learning rate that brings the loss of one batch further down."""
+    best: _Course | None = None
+    for rate in _RATES:
+        course = _learn(subject, _batch(subject)[0], rate, _MOST_STEPS, max(1.0, _SHARE * subject.left))
+        if best is None or course.losses[-1] < best.losses[-1] or not math.isfinite(best.losses[-1]):
+            best = course
+        if best.learned:
             break
-    return min(found, key=lambda course: course[0][-1] if math.isfinite(course[0][-1]) else math.inf)
-
-
-def _real(subject: Subject) -> tuple[list[float], float]:
-    return _best(subject, _batch(subject)[0])
+    assert best is not None
+    return best
 
 
 @check
 def overfit(subject: Subject) -> Verdict:
     """A model that cannot learn one batch by heart, with AdamW and without augmentation and dropout."""
-    losses, right = subject.once(_real)
-    images, targets = _batch(subject)
+    course = subject.once(_by_heart)
+    losses, (images, targets) = course.losses, _batch(subject)
     evidence = f"loss {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses) - 1} steps on {len(images)} samples"
     if not targets.is_floating_point():
-        evidence += f", {right:.0%} right"
+        evidence += f", {course.right:.0%} right"
     if not math.isfinite(losses[-1]):
         return failed(evidence, "find the operation with debug=anomaly")
-    if losses[-1] < _LEARNED * losses[0] or (right == 1.0 and losses[-1] < 0.5 * losses[0]) or losses[0] < 1e-3:
+    if course.learned or (course.right == 1.0 and losses[-1] < 0.5 * losses[0]) or losses[0] < 1e-3:
         return passed(evidence)
     fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
-    if losses[-1] < 0.5 * losses[0] or right == 1.0:
+    if len(losses) < _MOST_STEPS:
+        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+    if losses[-1] < 0.5 * losses[0] or course.right == 1.0:
         return warned(evidence, f"a larger model, or more time: {fix}")
     return failed(evidence, fix)
 
@@ -99,15 +109,18 @@ def zero_input(subject: Subject) -> Verdict:
     images, targets = _batch(subject)
     if len(torch.unique(targets, dim=0)) < 2:
         return skipped("the samples have one target")
-    real, _ = subject.once(_real)
-    empty, _ = _best(subject, torch.zeros_like(images))
-    evidence = (
-        f"after {len(real) - 1} steps {real[-1]:.4g} with the images, after {len(empty) - 1} with zeros {empty[-1]:.4g}"
-    )
-    if not math.isfinite(real[-1]):
+    course = subject.once(_by_heart)
+    steps, real = len(course.losses), course.losses[-1]
+    if not math.isfinite(real):
         return skipped("the loss is not finite")
-    if real[-1] < 0.9 * empty[-1] or (real[-1] < _LEARNED * real[0] and len(real) < len(empty)):
+    empty = _learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, _SHARE * subject.left)).losses
+    evidence = (
+        f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
+    )
+    if course.losses[len(empty) - 1] < 0.9 * empty[-1]:
         return passed(evidence)
+    if len(empty) < steps or (not course.learned and steps < _MOST_STEPS):
+        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
 
 
@@ -275,6 +288,8 @@ def learning_rate(subject: Subject) -> Verdict:
     fix = "a smaller optimizer.lr"
     if not math.isfinite(last) or not math.isfinite(losses[-1]) or last > 10 * first + 10:
         return failed(evidence, fix)
+    if number < 2 * _RAMP:
+        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if last > 3 * first + 1:
         return warned(evidence, fix)
     return warned(evidence, "a larger optimizer.lr") if moved < 1e-5 else passed(evidence)

@@ -148,7 +148,9 @@ def activation_scale(subject: Subject) -> Verdict:
     if wrong is not None:
         return failed(f"the output of {wrong} is not finite", fix)
     low, high = min(scales, key=lambda each: each[1]), max(scales, key=lambda each: each[1])
-    evidence = f"deviation {high[1]:.3g} after {high[0]}, {low[1]:.3g} after {low[0]}, of {len(scales)} layers"
+    evidence = (
+        f"samples deviate by {high[1]:.3g} after {high[0]}, by {low[1]:.3g} after {low[0]}, of {len(scales)} layers"
+    )
     share = low[1] / high[1] if high[1] else 0.0
     if share < _TINY or high[1] > 1 / _TINY:
         return failed(evidence, fix)

@@ -30,8 +30,7 @@ def logits(subject: Subject) -> Verdict:
     low, high = float(outputs.min()), float(outputs.max())
     sums = outputs.sum(1)
     probabilities = low >= 0 and bool((sums - 1).abs().max() < 1e-3)
-    shares = low >= 0 and high <= 1
-    if not shares:
+    if not (probabilities or (low > 0 and high < 1)):
         logs = high <= 1e-6 and bool((outputs.exp().sum(1) - 1).abs().max() < 1e-3)
         return passed(f"values from {low:.3g} to {high:.3g}" + (", logarithms of probabilities" if logs else ""))
     right = F.one_hot(targets, outputs.shape[1]).to(outputs)

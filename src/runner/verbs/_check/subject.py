@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -172,7 +173,8 @@ class Subject:
         Raises:
             UserError: as `train` would.
         """
-        training = build_training(self.config, self.values, splits=self.splits)
+        # Compiled code cannot be looked into.
+        training = build_training(dataclasses.replace(self.config, compile=False), self.values, splits=self.splits)
         if self.found is not None:
             try:
                 load_weights(training.model, self.found.contents["model"])

@@ -23,7 +23,7 @@ class Watched:
 
     Attributes:
         calls: how often each module was called.
-        scales: (name, standard deviation of the output) of each module with weights of its own, in the order of the calls.
+        scales: (name, deviation of its outputs from sample to sample) of each module with weights of its own, in the order of the calls.
         follows: (module, norm) where a norm takes what the module gives, and nothing comes in between.
         units: (name, units, of which never fired) of each rectifier.
         loss: of the batch.
@@ -109,7 +109,7 @@ def _hooks(model: nn.Module, found: Watched, inside: list[str]) -> Iterator[None
                 made[id(output)] = (name, output._version, output)
                 weight = getattr(module, "weight", None)
                 if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
-                    found.scales.append((name, float(output.detach().float().std())))
+                    found.scales.append((name, float(output.detach().float().std(0).mean())))
 
         return hook
 

@@ -35,6 +35,7 @@ from runner.verbs._check.verdict import Check, Verdict, failed, passed, skipped
 from runner.verbs._work import guarded
 
 BAD = 1
+_SAMPLES = 64  # of a batch that is evaluated
 _GROUPS = (data, labels, model, outputs, loss, loop, baselines)
 CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
 _BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
@@ -121,8 +122,6 @@ def examine(
     began: float,
 ) -> list[Result]:
     """Build what the run would, and make the checks."""
-    # Compiled code cannot be looked into, and unreadable samples are counted here, not fatal.
-    config = dataclasses.replace(config, compile=False, data=dataclasses.replace(config.data, on_error="skip"))
     set_switches(config, _device(config))
     start = time.monotonic()
     try:
@@ -150,8 +149,9 @@ def _device(config: Settings) -> Any:
 
 
 def _assembled(config: Settings) -> Splits:
-    size, last = config.evaluate.batch_size, config.channels_last
-    return assemble(config.data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+    size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
+    data = dataclasses.replace(config.data, on_error="skip")  # what cannot be read is counted here, and not fatal
+    return assemble(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
 def _built(start: float, error: str) -> Result:
