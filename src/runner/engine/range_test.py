@@ -186,7 +186,7 @@ def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[A
 def unchanged(state: TrainState) -> Iterator[None]:
     """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the random generators and all else."""
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
-    meter, averaged, pieces = state.meter, state.averaged, state.pieces
+    meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
     modes = [(module, module.training) for module in model.modules()]
     weights = [
         (parameter, parameter.detach().clone(), parameter.grad, parameter.requires_grad)
@@ -220,6 +220,6 @@ def unchanged(state: TrainState) -> Iterator[None]:
             group.update(own)
         if scaler is not None and scale:
             scaler.load_state_dict(scale)
-        state.meter, state.averaged, state.pieces = meter, averaged, pieces
+        state.meter, state.averaged, state.position = meter, averaged, position
         for module, mode in modes:
             module.training = mode
