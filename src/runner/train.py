@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -12,9 +13,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.assembly.averaging import evaluate_both, load_best
+from runner.assembly.batch_size import memory_told
 from runner.assembly.data_check import compare_data, way_on
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
+from runner.assembly.optimizer import table_of_groups
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
 from runner.assembly.start import carried
@@ -34,7 +38,8 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.freezing import Thaw
 from runner.engine.loop import Loop
-from runner.engine.state import Position, load_weights
+from runner.engine.splitting import TellPieces
+from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.determinism import operations_named
 from runner.runtime.gauges import choose_gauges
@@ -207,6 +212,7 @@ def train(
         Progress(console.advance),
         *extra.values(),
         LeftOut(directory.path, console),
+        *([TellPieces(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [show], gauges, console.warn),
         checkpointing,
     ]
@@ -235,7 +241,9 @@ def train(
         training.plan,
         training.parts,
         training.limits,
-        (lambda interrupted: evaluate_split("val", interrupted)) if splits.val else None,
+        (lambda interrupted: evaluate_both(training, config, lambda: evaluate_split("val", interrupted)))
+        if splits.val
+        else None,
         callbacks,
         (monitor, mode),
         signals.asked,
@@ -262,6 +270,9 @@ def train(
     # Tell
     rows = [*describe(config, training), *gauges.rows()]
     console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
+    if groups := table_of_groups(state.optimizer):
+        columns = ["group", "tensors", "parameters", "lr", "weight decay"]
+        console.table("parameter groups", columns, groups)
     for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
         console.warn(warning)
     if training.started:
@@ -287,7 +298,8 @@ def train(
             console.warn(warning)
         if config.on_nonfinite == "rollback" and not keeper.last.is_file():
             saving.save(loop, False)  # something to go back to
-        loop.run()
+        with memory_told(config):
+            loop.run()
         saving.wait()
         if not keeper.last.is_file():
             saving.save(loop, False)
@@ -298,9 +310,12 @@ def train(
         summary["weights_sha256"] = weights_sha256(model.state_dict())
         # Test, with the best weights if there are any
         if splits.test is not None and config.evaluate.test:
-            if keeper.best.is_file() and state.best is not None:
-                load_weights(model, checkpoint_file.read(keeper.best)["model"])
-            results = evaluate_split("test", lambda: bool(signals.asked()))
+            has_best = keeper.best.is_file() and state.best is not None
+            of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
+            if state.averaged is not None and has_best:
+                summary["test_weights"] = of_best
+            test = functools.partial(evaluate_split, "test", lambda: bool(signals.asked()))
+            results = test() if has_best else evaluate_both(training, config, test)
             summary["test"] = {name.removeprefix("test/"): number for name, number in results.items()}
             position = state.position
             show("test", summary["test"], position.global_step, position.epoch + (position.batch > 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from runner.assembly.optimizer import table_of_groups
 from runner.assembly.training import Training
 from runner.config.schema.train import Train
 from runner.config.targets import preferred_data
@@ -45,7 +46,9 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
             f"{type(training.state.optimizer).__name__}, {settings}",
             f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
         ),
+        *_groups(training),
         *([("update", training.kernels.name, training.kernels.reason)] if training.kernels.name else []),
+        *_averaging(training),
         (
             "steps",
             f"{training.total_steps:,}",
@@ -82,6 +85,23 @@ def _frozen(training: Training) -> list[tuple[str, str, str]]:
             until = f"until after epoch {part.epochs:,}"
         rows.append(("frozen", f"{part.name}, {count:,} parameters", until))
     return rows
+
+
+def _groups(training: Training) -> list[tuple[str, str, str]]:
+    """How many parameter groups there are, and their rates; the table has each."""
+    rows = table_of_groups(training.state.optimizer)
+    rates = [float(row[3]) for row in rows]
+    return [("groups", str(len(rows)), f"lr {min(rates):.4g} to {max(rates):.4g}")] if rows else []
+
+
+def _averaging(training: Training) -> list[tuple[str, str, str]]:
+    """What is averaged, from when."""
+    averaged = training.state.averaged
+    if averaged is None:
+        return []
+    if averaged.kind == "ema":
+        return [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
+    return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
 
 
 def _repeating(config: Train, device: torch.device) -> list[tuple[str, str, str]]:

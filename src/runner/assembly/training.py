@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.assembly.determinism import named_step
+from runner.assembly.averaging import build_averaged, with_swa_rate
+from runner.assembly.batch_size import settle_batch_size
+from runner.assembly.determinism import named
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
@@ -20,9 +23,11 @@ from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits, assemble
+from runner.engine.clipping import AdaptiveClip
 from runner.engine.guard import Guard
 from runner.engine.loop import Limits
 from runner.engine.plan import Plan
+from runner.engine.splitting import SplittingStep
 from runner.engine.state import FiniteMeter, Meter, Position, TrainState
 from runner.engine.step import StepParts, train_step
 from runner.engine.tasks import Task
@@ -82,6 +87,10 @@ def build_training(
     Raises:
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
+    fitting = None
+    if config.data.batch_size == "auto":
+        fitting = settle_batch_size(config, values, functools.partial(build_training, make_cache=make_cache))
+
     # Device and precision
     prepare_repeating(config.deterministic)
     device, device_reason = choose_device(config.device)
@@ -92,9 +101,12 @@ def build_training(
     splits = splits or assemble(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
+    if fitting is not None:
+        splits.choices.append(("batch", f"{fitting.size:,} samples", fitting.reason))
     values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
     data = config.data
-    plan = Plan(splits.train.samples, data.batch_size, config.accumulate, data.drop_last, config.limit.train_batches)
+    size = data.samples_a_batch
+    plan = Plan(splits.train.samples, size, config.accumulate, data.drop_last, config.limit.train_batches)
     if start is not None and start.batch >= max(1, plan.batches):
         raise UserError(
             f"ckpt_path: the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}\n"
@@ -102,7 +114,7 @@ def build_training(
         )
     if plan.batches == 0:
         raise UserError(
-            f"data.batch_size: {data.batch_size} is more than the {plan.samples} training samples, and "
+            f"data.batch_size: {size} is more than the {plan.samples} training samples, and "
             "data.drop_last=true leaves no batch\n    allowed: a smaller data.batch_size, or data.drop_last=false"
         )
 
@@ -134,6 +146,7 @@ def build_training(
         config.scheduler,
         facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
     )
+    schedule = with_swa_rate(schedule, config, plan, total_steps)
     scaled = precision.scaler is not None
     guard = Guard(model, optimizer, config.on_nonfinite, scaled)
     if guard.waits and device.type != "cpu":
@@ -142,7 +155,8 @@ def build_training(
             "kept from steps whose gradients are not finite"
         )
     meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
-    state = TrainState(model, optimizer, schedule, precision.scaler, meter)
+    averaged = build_averaged(config, model, optimizer, plan, total_steps)
+    state = TrainState(model, optimizer, schedule, precision.scaler, meter, averaged=averaged)
     state.freezing = freezing
     parts = StepParts(
         targets=task.targets,
@@ -150,10 +164,12 @@ def build_training(
         autocast=precision.autocast,
         clip_norm=config.clip.norm,
         clip_value=config.clip.value,
+        clip_adaptive=AdaptiveClip.of(model, config.clip.agc) if config.clip.agc is not None else None,
         objective=toggled.objective,
         guard=guard,
         take_step=plain_step(optimizer),
     )
+    step = SplittingStep() if config.on_oom == "split" else train_step
     return Training(
         device=device,
         device_reason=device_reason,
@@ -168,7 +184,7 @@ def build_training(
         mode=mode,
         state=state,
         parts=parts,
-        step=named_step if config.deterministic is True else train_step,
+        step=named(step) if config.deterministic is True else step,
         toggled=toggled,
         kernels=kernels,
         started=started,

@@ -24,6 +24,7 @@ class Change(Enum):
 _OF = {
     Change.REFUSED: (
         *("model", "task", "data.dataset", "data.image_size", "optimizer._target_"),
+        *("optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay"),
         *("data.split.val", "data.split.test", "data.split.seed", "data.split.stratified"),
         *("init", "init_from", "init_mismatch", "freeze", "unfreeze_at"),
     ),
@@ -31,13 +32,15 @@ _OF = {
         *("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches"),
     ),
     Change.REPORTED: (
-        *("epochs", "max_steps", "optimizer", "scheduler", "loss", "clip.norm", "clip.value"),
+        *("epochs", "max_steps", "optimizer", "scheduler", "loss", "clip.norm", "clip.value", "clip.agc"),
         *("transform.sample_train", "transform.sample_eval", "transform.train", "transform.eval", "transform.mix"),
         *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error"),
         *("device", "threads", "amp", "channels_last", "compile", "cudnn_benchmark", "tf32", "matmul_precision"),
         *("compiler.mode", "compiler.fullgraph", "compiler.dynamic", "deterministic"),
         *("evaluate.every_epochs", "evaluate.every_steps", "limit.eval_batches", "metrics", "callbacks"),
         *("checkpoint.monitor", "checkpoint.mode", "on_nonfinite"),
+        *("on_oom", "ema", "swa", "averaging.warmup", "averaging.lr", "averaging.anneal_epochs"),
+        "averaging.recalibrate_batches",
     ),
     Change.ALLOWED: (
         *(

@@ -187,3 +187,6 @@ def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
             continue
         if before.get("_target_") == after.get("_target_"):
             after |= {name: before.get(name) for name in names if name in after and after[name] is None}
+    before, after = original.get("data"), values.get("data")
+    if isinstance(before, dict) and isinstance(after, dict) and after.get("batch_size") == "auto":
+        after["batch_size"] = before.get("batch_size")

@@ -50,6 +50,7 @@ def conflicts(config: Train) -> list[Problem]:
     )
     _of_speed(config, forbid)
     _of_weights(config, forbid)
+    _of_averaging(config, forbid)
     split = config.data.split
     forbid(
         split.val + split.test >= 1,
@@ -162,6 +163,18 @@ def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> N
         "compiler.mode=default or max-autotune-no-cudagraphs, or accumulate=1",
     )
     forbid(
+        compiled and mode in ("reduce-overhead", "max-autotune") and config.on_oom == "split",
+        "on_oom",
+        f"is split, but compiler.mode={mode} replays CUDA graphs, which overwrite the gradients that pieces add up",
+        "on_oom=raise, or compiler.mode=default or max-autotune-no-cudagraphs",
+    )
+    forbid(
+        isinstance(config, Audit | Bench) and config.data.batch_size == "auto",
+        "data.batch_size",
+        "is auto, which may find another number for each side that is compared",
+        "a number",
+    )
+    forbid(
         bool(optimizer.get("fused")) and bool(optimizer.get("foreach")),
         "optimizer.fused",
         "is true, and so is optimizer.foreach, but a step is made in one of the two ways",
@@ -203,6 +216,30 @@ def _of_weights(config: Train, forbid: Callable[[bool, str, str, str], None]) ->
             entries(freeze, moment)
         except ValueError as error:
             forbid(True, key, f"cannot be had: {error}", f"null, or {'names with @ and ' * (key == 'freeze')}{MOMENT}")
+
+
+def _of_averaging(config: Train, forbid: Callable[[bool, str, str, str], None]) -> None:
+    """What averages of the weights cannot be, and what has no effect without them."""
+    averaging = config.averaging
+    forbid(
+        config.ema is not None and config.swa is not None,
+        "swa",
+        "is set, and so is ema, but one average is kept",
+        "swa=null, or ema=null",
+    )
+    forbid(
+        config.swa is not None and config.evaluate.every_epochs is None and config.evaluate.every_steps is None,
+        "swa",
+        "computes BatchNorm's statistics at evaluations, but evaluate.every_epochs and evaluate.every_steps are null",
+        "evaluate.every_epochs=1, or swa=null",
+    )
+    for key, value in (("lr", averaging.lr), ("recalibrate_batches", averaging.recalibrate_batches)):
+        forbid(
+            value is not None and config.swa is None,
+            f"averaging.{key}",
+            "has no effect without swa",
+            f"averaging.{key}=null, or swa=0.75",
+        )
 
 
 def _of_bench(config: Bench) -> list[Problem]:

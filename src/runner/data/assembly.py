@@ -138,7 +138,7 @@ def assemble(
 
     def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
-        size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
+        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
         others, note = stand_ins.get(name), skipped.noting(name, dataset)
         if reading.in_memory is not None:
             images, numbers = reading.stored(dataset)

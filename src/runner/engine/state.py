@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from runner.engine.freezing import Freezing
+from runner.engine.averaging import Averaged
 
 
 class Schedule(Protocol):
@@ -43,6 +44,7 @@ class Position:
         global_step: optimizer steps done.
         evaluation_due: the validation split is to be evaluated before going on.
         left_out: numbers of the optimizer steps, from 1, that are not trained on as their gradients are not finite.
+        pieces: parts that each batch is trained on in, one after the other, since memory did not suffice for fewer.
     """
 
     epoch: int = 0
@@ -51,6 +53,7 @@ class Position:
     global_step: int = 0
     evaluation_due: bool = False
     left_out: list[int] = field(default_factory=list)
+    pieces: int = 1
 
 
 @dataclass
@@ -148,6 +151,7 @@ class TrainState:
     position: Position = field(default_factory=Position)
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
+    averaged: Averaged | None = None
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,7 +168,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "averaged": None,
+            "averaged": self.averaged.state_dict() if self.averaged else None,
             "position": asdict(self.position),
             "metrics": {
                 "best": asdict(self.best) if self.best else None,
@@ -180,6 +184,8 @@ class TrainState:
             ValueError: if names or shapes of the weights or the optimizer's groups do not fit.
         """
         load_weights(self.model, state["model"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:

@@ -17,6 +17,7 @@ from runner.assembly.learner import build_learner, place, probe
 from runner.assembly.metrics import build_metrics
 from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_of
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
@@ -103,7 +104,8 @@ def _evaluate(composition: Composition) -> float:
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
         try:
-            load_weights(model, found.contents["model"])
+            weights, kind = weights_of(found.contents, config.weights)
+            load_weights(model, weights)
         except ValueError as error:
             raise UserError(f"{found.path}: {error}") from error
         metrics, tables = build_metrics(config, task, device), task.tables(device)
@@ -128,7 +130,8 @@ def _evaluate(composition: Composition) -> float:
     record: dict[str, Any] = {
         "checkpoint": str(found.path),
         "global_step": found.contents["position"]["global_step"],
-        "weights_sha256": weights_sha256(found.contents["model"]),
+        "weights": kind,
+        "weights_sha256": weights_sha256(weights),
         "data": config.data.name,
         "split": config.split,
         "samples": samples,
@@ -210,7 +213,8 @@ def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) 
 
 
 def _show(record: dict[str, Any], console: Console, written: list[Path]) -> None:
-    console.line(f"{record['checkpoint']}  step {record['global_step']}")
+    average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
+    console.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
     rows = [[name, repr(value)] for name, value in record["metrics"].items()]
     console.table(f"{record['data']} {record['split']}, {record['samples']:,} samples", ["metric", "value"], rows)
     if "per_class" in record:

@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import Strict
 
 from runner.config.schema.sections import (
+    Averaging,
     Checkpoint,
     Clip,
     Compiler,
@@ -66,9 +67,13 @@ class Train:
     accumulate: Count = 1
     detect_anomaly: bool = False
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
+    on_oom: Literal["raise", "split"] = "raise"
+    ema: Annotated[float, Gt(0), Lt(1)] | None = None
+    swa: Annotated[float, Gt(0)] | None = None
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
     clip: Clip = field(default_factory=Clip)
+    averaging: Averaging = field(default_factory=Averaging)
     compiler: Compiler = field(default_factory=Compiler)
     transform: Transform = field(default_factory=Transform)
     evaluate: Evaluate = field(default_factory=Evaluate)
