@@ -19,10 +19,12 @@ from runner.assembly.data_check import compare_data, way_on
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.optimizer import table_of_groups
+from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
 from runner.assembly.start import carried
 from runner.assembly.training import build_training, training_flops
+from runner.assembly.watch import watch_modules
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import resume
 from runner.checkpoint.digest import weights_sha256
@@ -41,6 +43,7 @@ from runner.engine.loop import Loop
 from runner.engine.splitting import TellPieces
 from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
+from runner.runtime.debugger import post_mortem
 from runner.runtime.determinism import operations_named
 from runner.runtime.gauges import choose_gauges
 from runner.runtime.memory import reset_peak_memory
@@ -73,6 +76,8 @@ def run(cfg: DictConfig) -> float | None:
     status, value = OK, None
     console = Console(None)
     signals = StopSignals()
+    debugged = composition.values["post_mortem"] is True
+    raised: BaseException | None = None  # what the debugger is to be opened at
     try:
         with signals, operations_named(lambda text: console.warn(text)):
             if composition.job_dir:
@@ -100,6 +105,7 @@ def run(cfg: DictConfig) -> float | None:
         status = FAILED if isinstance(error, DataFailed) else USAGE
         summary |= {"status": "failed", "error": str(error)}
         complain(directory, f"{error}{way_on(directory, error)}")
+        raised = error if debugged and error.__cause__ is not None else None
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
     except Preempted as error:
@@ -111,10 +117,12 @@ def run(cfg: DictConfig) -> float | None:
         summary |= {"status": "failed", "error": f"diverged: {error}"}
         advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
         complain(directory, f"diverged: {error}; {advice}")
+        raised = error if debugged else None
     except Exception as error:
         status = FAILED
         summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         complain(directory, traceback.format_exc().rstrip())
+        raised = error if debugged else None
     finally:
         console.stop()
         if directory is not None:
@@ -125,6 +133,8 @@ def run(cfg: DictConfig) -> float | None:
                 status = status or FAILED
                 complain(directory, str(error))
             directory.unlock()
+    if raised is not None:
+        post_mortem(raised)
     if directory is not None:
         print(directory.path, flush=True)
     in_sweep = composition.job_dir is not None
@@ -172,9 +182,12 @@ def train(
 
     # Device, data, model, optimizer
     start = resume.made_of(setup.found, "position", Position) if setup.found else None
+    make_cache, data = writes_where_told(values, composition.values), None
     if config.compile:
         forget_compiled()
-    training = build_training(config, values, start, make_cache=writes_where_told(values, composition.values))
+    if config.lr == "auto":
+        data = settle_rate(config, values, make_cache, directory.path, console.line, signals.asked)
+    training = build_training(config, values, start, data, make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     identity = splits.identify()
@@ -193,7 +206,8 @@ def train(
     text = stored.dump(values)  # complete from here on
     show = Outbox([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
-    saving = Saving(directory, keep, extra, text, classes, identity, loggers, show, summary, monitor, in_background)
+    known = (text, classes, identity, splits.image_shape)
+    saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
     keeper = saving.keeper
 
     compilation = training.toggled.compilation
@@ -291,6 +305,7 @@ def train(
         console.warn(
             f"there is nothing left to train: the checkpoint is at step {resumed_step} of {training.total_steps}"
         )
+    watch_modules(config.watch, training, console)
     console.start(training.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(training.device)
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,41 @@ from runner.engine.tasks import Task
 from runner.runtime.determinism import refusal
 
 
+class KnownData(Protocol):
+    """What a model has to know of the data: see `runner.data.assembly.Splits`."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+
+    @property
+    def channels(self) -> int:
+        """Colour channels of an image."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width."""
+
+
 def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
     """Build task, model and loss; what they took from the data is written into `values`.
 
     Raises:
         UserError: if what the config says does not fit the data.
     """
-    count = len(splits.classes)
+    task, model = build_model(values, config, splits)
+    facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
+    loss: nn.Module = build("loss", config.loss, facts=facts)
+    return task, model, loss
+
+
+def build_model(values: dict[str, Any], config: Train, data: KnownData) -> tuple[Task, nn.Module]:
+    """Build task and model, for which the data need not be there; what they took from it is written into `values`.
+
+    Raises:
+        UserError: if what the config says does not fit the data.
+    """
+    count = len(data.classes)
     facts: dict[str, Any] = {"num_classes": count or None}
     if not count and config.task.get("num_classes", count) is None:
         raise UserError(
@@ -33,19 +62,17 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
     facts = {
-        "in_channels": splits.channels,
-        "image_size": splits.image_size,
-        "num_classes": task.outputs(splits.classes),
+        "in_channels": data.channels,
+        "image_size": data.image_size,
+        "num_classes": task.outputs(data.classes),
     }
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
     model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
     if head is not None:
-        give_head(model, head, facts["num_classes"], as_given(splits).cpu())
-    facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
-    loss: nn.Module = build("loss", config.loss, facts=facts)
-    return task, model, loss
+        give_head(model, head, facts["num_classes"], torch.zeros(1, data.channels, *data.image_size))
+    return task, model
 
 
 def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:

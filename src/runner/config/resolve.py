@@ -13,6 +13,7 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.keys import flatten
+from runner.config.rate import two_rates, use_rate
 from runner.config.rules import conflicts
 from runner.config.schema.sections import EXTRAS
 from runner.config.schema.train import Train
@@ -38,10 +39,14 @@ _LONGEST_NAME = 200
 
 
 def problems_in(values: dict[str, Any], composition: Composition, schema: type[T]) -> tuple[T | None, list[Problem]]:
-    """Validate plain values: types, ranges, rules between keys, and the signature of every component."""
+    """Validate plain values: types, ranges, rules between keys, and the signature of every component.
+
+    A number under `lr` is put where it belongs, into `optimizer.lr`, in `values` too.
+    """
     config, problems = typed(schema, values)
     if config is not None:
-        problems += conflicts(config)
+        problems += [*conflicts(config), *two_rates(values, composition.words)]
+        use_rate(config, values)
     for key, node in nodes(schema, values):
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
@@ -94,7 +99,7 @@ def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
 
 
 _FETCHING = ("data.download", "data.dataset.download")  # written to disk by fetching, so the command line decides
-_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time")
+_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem")
 
 
 def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:

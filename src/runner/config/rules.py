@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, get_origin
 
 from runner.config import keys
@@ -12,6 +13,9 @@ from runner.config.errors import Problem, nearest
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
+from runner.config.schema.export import Export
+from runner.config.schema.find_lr import FindLr
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.schema.train import Train
 
 
@@ -28,6 +32,12 @@ def conflicts(config: Train) -> list[Problem]:
         "epochs",
         "is null and so is max_steps, so the run would never end",
         "set epochs=30 or max_steps=10000",
+    )
+    forbid(
+        config.lr == "auto" and type(config) is not Train,
+        "lr",
+        "is auto, which is for train: it searches, and trains with what it finds",
+        "a number, or null",
     )
     forbid(
         config.max_time is not None and not _is_duration(config.max_time),
@@ -57,6 +67,25 @@ def conflicts(config: Train) -> list[Problem]:
         "data.split",
         f"val={split.val} and test={split.test} leave nothing to train on",
         "shares that add up to less than 1",
+    )
+    forbid(
+        split.folds is not None and split.fold >= split.folds,
+        "data.split.fold",
+        f"is {split.fold}, and there are {split.folds} folds",
+        f"0 to {(split.folds or 1) - 1}",
+    )
+    forbid(
+        split.folds is None and split.fold > 0,
+        "data.split.fold",
+        "picks one of several folds, but data.split.folds is null",
+        "data.split.folds=5, or another number of folds",
+    )
+    watched = [key for key in ("shapes", "finite") if getattr(config.watch, key)]
+    forbid(
+        bool(watched) and config.compile is not False,
+        f"watch.{watched[0]}" if watched else "watch",
+        "looks at every module, which a compiled model does not run one by one",
+        "compile=false",
     )
     mean, std = config.data.normalize.mean, config.data.normalize.std
     forbid(
@@ -119,10 +148,16 @@ def conflicts(config: Train) -> list[Problem]:
         f"'{config.name}' cannot be a folder name",
         "letters, digits, - _ . and / between folders",
     )
+    if isinstance(config, FindLr):
+        forbid(config.start >= config.end, "start", f"is {config.start:g}, and end is {config.end:g}", "less than end")
     if isinstance(config, Bench):
         found += _of_bench(config)
     elif isinstance(config, Audit):
         found += _of_audit(config)
+    elif isinstance(config, Export):
+        found += _of_export(config)
+    elif isinstance(config, Inspect):
+        found += _of_inspect(config)
     return found
 
 
@@ -253,6 +288,26 @@ def _of_bench(config: Bench) -> list[Problem]:
     return found
 
 
+def _of_export(config: Export) -> list[Problem]:
+    """What cannot be quantised, and formats and batch sizes that are none."""
+    found: list[Problem] = []
+    formats = [config.format] if isinstance(config.format, str) else config.format
+    if not formats:
+        found.append(
+            Problem("format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript")
+        )
+    if not config.batch_sizes:
+        found.append(Problem("batch_sizes", "names no batch size to compare at", "such as [1,8]"))
+    if config.int8 and "onnx" not in formats:
+        found.append(
+            Problem("int8", "is made of the ONNX model, which format leaves out", "format=onnx, or int8=false")
+        )
+    if config.int8 and config.include_preprocessing:
+        message = "is measured on normalised images, which a model with include_preprocessing=true does not take"
+        found.append(Problem("int8", message, "one of the two"))
+    return found
+
+
 def _of_vary(vary: dict[str, Any]) -> list[Problem]:
     """Keys to vary that there are not, or that are whole sections."""
     found: list[Problem] = []
@@ -282,6 +337,15 @@ def _of_audit(config: Audit) -> list[Problem]:
     if config.a is not None and config.vary:
         found.append(Problem("vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"))
     return found
+
+
+def _of_inspect(config: Inspect) -> list[Problem]:
+    """A file of features whose ending says no format."""
+    ending = PurePath(config.output or "").suffix
+    if not config.features or ending in ("", *FEATURE_FILES):
+        return []
+    allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"
+    return [Problem("output", f"cannot be {config.output} where features are written", allowed)]
 
 
 def _is_section(annotation: Any) -> bool:

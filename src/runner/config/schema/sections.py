@@ -59,6 +59,9 @@ class Split:
     test: Share = 0.2
     seed: NonNegative = 0
     stratified: bool = True
+    folds: Annotated[int, Ge(2)] | None = None
+    fold: NonNegative = 0
+    group: str | None = None
 
 
 @dataclass
@@ -173,3 +176,11 @@ class Limit:
 
     train_batches: Count | None = None
     eval_batches: Count | None = None
+
+
+@dataclass
+class Watch:
+    """What is checked of every module while training; off, nothing is done at all."""
+
+    shapes: bool = False
+    finite: bool = False
