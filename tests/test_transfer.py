@@ -16,7 +16,6 @@ def test_a_head_on_a_frozen_trunk_that_knows_other_digits_beats_the_same_steps_f
     budget = (ODD, "epochs=null", "max_steps=5")
     start = (f"init_from={first.directory}", "model.head=linear", "freeze=all-but-head")
     tuned = train(*RESNET, *budget, *start, "optimizer.lr=0.02").summary["test"]["accuracy"]
-    # Everything is trained, with the rate of the first run and with a higher one.
-    scratch = [train(*RESNET, *budget, f"optimizer.lr={lr}").summary["test"]["accuracy"] for lr in (0.002, 0.005)]
-    print(tuned, scratch)
-    assert tuned > max(scratch) + 0.1
+    # Everything is trained, with the rate of the head and with a lower one, which suits it better.
+    scratch = [train(*RESNET, *budget, f"optimizer.lr={lr}").summary["test"]["accuracy"] for lr in (0.005, 0.02)]
+    assert tuned > max(scratch) + 0.1, f"{tuned} against {scratch}"
