@@ -140,6 +140,8 @@ def _wrong_type(contents: dict[str, Any]) -> str:
     if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
         return "metrics.data does not give samples and content of splits"
     best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
+    if contents["position"].get("pieces") == 0:
+        return "position.pieces is 0"
     if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
         return "position.left_out is not a list of steps"
     return (
