@@ -7,6 +7,7 @@ import torch
 from runner.assembly.optimizer import table_of_groups
 from runner.assembly.training import Training
 from runner.config.schema.train import Train
+from runner.config.targets import preferred_data
 
 
 def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
@@ -35,6 +36,10 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
             training.device_reason,
         ),
         ("precision", precision.name, precision.reason),
+        *_preferred(config),
+        *training.rows,
+        *([training.started.row()] if training.started else []),
+        *_frozen(training),
         *training.toggled.rows(plan.batch_size),
         (
             "optimizer",
@@ -51,6 +56,34 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
         ),
     ]
     return rows + (_repeating(config, training.device) if config.deterministic else [])
+
+
+def _preferred(config: Train) -> list[tuple[str, str, str]]:
+    """Whether images are prepared as the trained weights of the model want them."""
+    wanted = preferred_data(config.model)
+    if not wanted:
+        return []
+    normalize = config.data.normalize
+    given = {"image_size": config.data.image_size, "normalize": {"mean": normalize.mean, "std": normalize.std}}
+    own = [f"data.{name}" for name in wanted if given[name] != wanted[name]]
+    size, mean, std = wanted["image_size"], wanted["normalize"]["mean"], wanted["normalize"]["std"]
+    text = f"{size} pixels, mean {', '.join(map(str, mean))}, std {', '.join(map(str, std))}"
+    weights = f"as model.weights={config.model['weights']} had them"
+    return [("images", text, f"{weights}, but for {' and '.join(own)}, which the data decides" if own else weights)]
+
+
+def _frozen(training: Training) -> list[tuple[str, str, str]]:
+    """What is not trained, and until when."""
+    rows = []
+    for part in training.state.freezing.parts:
+        count = sum(parameter.numel() for parameter in part.parameters)
+        until = "for good"
+        if part.steps is not None:
+            until = f"until after step {part.steps:,}"
+        elif part.epochs is not None:
+            until = f"until after epoch {part.epochs:,}"
+        rows.append(("frozen", f"{part.name}, {count:,} parameters", until))
+    return rows
 
 
 def _groups(training: Training) -> list[tuple[str, str, str]]:

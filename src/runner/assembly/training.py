@@ -16,6 +16,8 @@ from runner.assembly.determinism import named
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
+from runner.assembly.start import Started, start_from
+from runner.assembly.surgery import freeze, initialise, known_head
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
@@ -56,6 +58,8 @@ class Training:
     step: Callable[[TrainState, StepParts, Any, float, int, bool], None]
     toggled: Toggled
     kernels: Kernels
+    started: Started | None
+    rows: list[tuple[str, str, str]]
     warnings: list[str]
 
     @property
@@ -119,12 +123,22 @@ def build_training(
     task, model, loss = build_learner(values, config, splits)
     place(model, loss, device, config.channels_last)
     probe(task, model, loss, splits)
-    toggled = toggle(config, model, loss, precision, as_given(splits))
-
-    # Optimizer and schedule
+    image = as_given(splits)
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan, start)
+
+    # Initial weights, which a checkpoint to resume brings along, and what is not trained
+    rows: list[tuple[str, str, str]] = []
+    started: Started | None = None
+    if start is None:
+        rows += initialise(config, model, image, splits.class_counts)
+        if config.init_from is not None:
+            started = start_from(config, model, known_head(model, image), splits.classes)
+    freezing, late = freeze(config, model, image, total_steps, plan.steps)
+    toggled = toggle(config, model, loss, precision, image)
+
+    # Optimizer and schedule
     optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
     schedule = build(
@@ -143,6 +157,7 @@ def build_training(
     meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
     averaged = build_averaged(config, model, optimizer, plan, total_steps)
     state = TrainState(model, optimizer, schedule, precision.scaler, meter, averaged=averaged)
+    state.freezing = freezing
     parts = StepParts(
         targets=task.targets,
         loss=loss,
@@ -172,7 +187,9 @@ def build_training(
         step=named(step) if config.deterministic is True else step,
         toggled=toggled,
         kernels=kernels,
-        warnings=[*warnings, *toggled.warnings, *splits.warnings],
+        started=started,
+        rows=rows,
+        warnings=[*warnings, *late, *toggled.warnings, *splits.warnings],
     )
 
 
@@ -187,7 +204,7 @@ def training_flops(training: Training, samples: int = 2) -> Flops:
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    training.model.train()
+    training.state.train()
     return count_flops(
         training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
     )

@@ -5,6 +5,7 @@ The archive is looked through before anything of it is unpacked, and the content
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 _DEEPEST = 64  # containers inside each other; states of optimizers have about five
+_LARGEST_IMAGE = 2**28  # numbers of one image: over 9,000 pixels a side, in colour
 _LARGEST = 2**53  # the last whole number that every program keeps exactly
 _ROOM = 2**26  # bytes that tensors may stand for beyond what the file holds: a single number, say, seen as many
 _POSITION = {"epoch": int, "batch": int, "micro_batch": int, "global_step": int, "evaluation_due": bool, "pieces": int}
@@ -117,6 +119,13 @@ def _is_average(averaged: Any) -> bool:
     )
 
 
+def _is_image_shape(shape: Any) -> bool:
+    """Whether these are channels, height and width of an image that fits into memory."""
+    if not isinstance(shape, list) or len(shape) != 3 or not all(type(size) is int and size > 0 for size in shape):
+        return False
+    return math.prod(shape) <= _LARGEST_IMAGE
+
+
 def _wrong_type(contents: dict[str, Any]) -> str:
     """What of the top levels is not what it should be, or an empty string."""
     for key in ("model", "optimizer", "scheduler", "rng", "position", "metrics", "versions"):
@@ -139,6 +148,9 @@ def _wrong_type(contents: dict[str, Any]) -> str:
     data = metrics.get("data")
     if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
         return "metrics.data does not give samples and content of splits"
+    images = metrics.get("images")
+    if images is not None and not _is_image_shape(images):
+        return "metrics.images is not channels, height and width"
     best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
     if contents["position"].get("pieces") == 0:
         return "position.pieces is 0"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from runner.config.errors import UserError
-
-Which = Literal["auto", "raw", "averaged"]
+from runner.config.schema.views import Which
 
 
 def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:

@@ -174,7 +174,7 @@ class Loop:
 
     def _begin(self) -> None:
         """Make the next step the first one after whatever put the state where it is."""
-        self.state.model.train()
+        self.state.train()
         self.state.set_learning_rate()
         if self.parts.guard is not None:
             self.parts.guard.start()

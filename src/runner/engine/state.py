@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from runner.engine.averaging import Averaged
+from runner.engine.freezing import Freezing
 
 
 class Schedule(Protocol):
@@ -151,6 +152,14 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: Averaged | None = None
+    freezing: Freezing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.freezing = Freezing(self.model)
+
+    def train(self) -> None:
+        """Put the model into training mode for the next step, but for what is frozen."""
+        self.freezing.train(self.position)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers under the names that a checkpoint has."""

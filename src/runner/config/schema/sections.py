@@ -11,6 +11,7 @@ from pydantic import Field
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
+Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,15 @@ class OptimizerExtras:
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
 
 
+@dataclass
+class ModelExtras:
+    """Keys of `model` beside the arguments of what it names."""
+
+    head: Literal["linear", "none"] | list[Count] | None = None
+
+
 # Keys that the program itself reads from the mapping of a component; where the component has such an argument, it is that.
-EXTRAS: dict[str, type] = {"optimizer": OptimizerExtras}
+EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
 
 
 @dataclass
@@ -51,6 +59,9 @@ class Split:
     test: Share = 0.2
     seed: NonNegative = 0
     stratified: bool = True
+    folds: Annotated[int, Ge(2)] | None = None
+    fold: NonNegative = 0
+    group: str | None = None
 
 
 @dataclass
@@ -165,3 +176,11 @@ class Limit:
 
     train_batches: Count | None = None
     eval_batches: Count | None = None
+
+
+@dataclass
+class Watch:
+    """What is checked of every module while training; off, nothing is done at all."""
+
+    shapes: bool = False
+    finite: bool = False

@@ -16,11 +16,13 @@ from runner.config.schema.sections import (
     Count,
     Data,
     Evaluate,
+    Init,
     Limit,
     Log,
     Node,
     NonNegative,
     Transform,
+    Watch,
 )
 
 
@@ -40,7 +42,13 @@ class Train:
     max_steps: Count | None = None
     max_time: str | None = None
     ckpt_path: str | None = None
+    lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
+    init: Init | list[Init] | None = None
+    init_from: str | None = None
+    init_mismatch: Literal["head", "skip", "raise"] = "head"
+    freeze: str | list[str] | None = None
+    unfreeze_at: Annotated[int, Ge(1)] | str | None = None
     output_root: str = "outputs"
     device: str = "auto"
     threads: Count | None = None
@@ -60,6 +68,7 @@ class Train:
     deterministic: bool | Literal["warn"] = False
     accumulate: Count = 1
     detect_anomaly: bool = False
+    post_mortem: bool = False
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
     on_oom: Literal["raise", "split"] = "raise"
     ema: Annotated[float, Gt(0), Lt(1)] | None = None
@@ -74,5 +83,6 @@ class Train:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     limit: Limit = field(default_factory=Limit)
+    watch: Watch = field(default_factory=Watch)
     callbacks: dict[str, Node] = field(default_factory=dict)
     logger: dict[str, Node] = field(default_factory=dict)
