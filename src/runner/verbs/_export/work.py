@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from runner.assembly.learner import build_learner, build_model
 from runner.assembly.metrics import build_metrics
 from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_of
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.export import Export
@@ -201,7 +202,7 @@ def _record(
     return {
         "checkpoint": str(settled.found.path),
         "global_step": contents["position"]["global_step"],
-        "weights_sha256": weights_sha256(contents["model"]),
+        "weights_sha256": weights_sha256(weights_of(contents, config.weights)[0]),
         "model": str(config.model["_target_"]),
         "task": str(config.task["_target_"]),
         "classes": distinct(settled.classes),
