@@ -52,6 +52,7 @@ from runner.verbs._predict.rows import Teller
 from runner.verbs._predict.tables import Row, Sink, check_ending, table
 from runner.verbs._work import guarded
 
+_BATCH = 64  # files of a batch: each worker decodes one at a time, and all should have some to do
 _SHOWN = 10  # rows, and unreadable images, that are shown
 
 
@@ -163,6 +164,7 @@ def _of_files(
     settled: Settled[Predict], paths: list[Path], shape: tuple[int, int, int], device: torch.device
 ) -> Source:
     config, unreadable = settled.config, dict[int, str]()
+    given = any(word.startswith("evaluate.batch_size=") for word in settled.words)
 
     def note(found: Sequence[Unreadable]) -> None:
         for index, reason in found:
@@ -176,7 +178,7 @@ def _of_files(
         shape,
         given_to_model(settled, device),
         device,
-        config.evaluate.batch_size,
+        config.evaluate.batch_size if given else min(_BATCH, config.evaluate.batch_size),
         note,
     )
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable, loader.close)
