@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from runner.assembly.learner import build_model
 from runner.checkpoint.file import read, write
 from runner.cli import main
 from runner.config.app import Composition
@@ -57,9 +56,7 @@ def trained(made: Path, workdir: Path) -> Path:
 def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
     """The checkpoint's own model."""
     settled = _checkpoint.settle(compose(f"ckpt_path={trained}", verb="export"), Export)
-    made = build_model(settled.values, settled.config, _checkpoint.known_data(settled))[1]
-    made.load_state_dict(read(trained / "checkpoints" / "best.pt")["model"])
-    return made.eval()
+    return _checkpoint.restored(settled, _checkpoint.known_data(settled), torch.device("cpu"))[1]
 
 
 @pytest.fixture

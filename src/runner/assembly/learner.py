@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from runner.assembly.surgery import first_line, give_head, try_forward
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.config.targets import build, names_argument
+from runner.config.targets import build, extras_of, names_argument
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
@@ -39,14 +40,22 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
     Raises:
         UserError: if what the config says does not fit the data.
     """
-    task, model = build_model(values, config, splits)
+    task, model = build_model(values, config, splits, lambda: as_given(splits).cpu())
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
     loss: nn.Module = build("loss", config.loss, facts=facts)
     return task, model, loss
 
 
-def build_model(values: dict[str, Any], config: Train, data: KnownData) -> tuple[Task, nn.Module]:
+def build_model(
+    values: dict[str, Any], config: Train, data: KnownData, image: Callable[[], Tensor]
+) -> tuple[Task, nn.Module]:
     """Build task and model, for which the data need not be there; what they took from it is written into `values`.
+
+    Args:
+        values: the config as plain containers.
+        config: the same, validated.
+        data: what the model has to know of it.
+        image: gives an image as the model is given it, (1, C, H, W) on the CPU.
 
     Raises:
         UserError: if what the config says does not fit the data.
@@ -65,8 +74,12 @@ def build_model(values: dict[str, Any], config: Train, data: KnownData) -> tuple
         "image_size": data.image_size,
         "num_classes": task.outputs(data.classes),
     }
-    _check_against_data("model", config.model, facts)
+    head = extras_of("model", config.model).head
+    # A head that is replaced may have been made for other classes.
+    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
     model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
+    if head is not None:
+        give_head(model, head, facts["num_classes"], image())
     return task, model
 
 
@@ -109,15 +122,9 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
     """
     target = splits.example[1]
     outputs = task.outputs(splits.classes)
+    inputs = as_given(splits)
+    logits = try_forward(model, inputs)
     with untouched(model):
-        inputs = as_given(splits)
-        shape = tuple(inputs.shape)
-        try:
-            logits = model(inputs)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise refusal(error) or UserError(
-                f"model: cannot take images of shape {shape}: {_first_line(error)}"
-            ) from error
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
@@ -127,7 +134,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
             value = loss(logits, task.targets(target))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise refusal(error) or UserError(
-                f"loss: {_first_line(error)}\n    allowed: a loss that fits the task and its targets"
+                f"loss: {first_line(error)}\n    allowed: a loss that fits the task and its targets"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
@@ -142,7 +149,7 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         images = splits.train.prepare(image, places, 0)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise refusal(error) or UserError(
-            f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}"
+            f"transform.train: cannot take images of {tuple(image.shape)}: {first_line(error)}"
         ) from error
     if splits.train.mix is None:
         return
@@ -150,13 +157,9 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         loss(logits, task.targets(splits.train.mix(images, target, places, 0)[1]))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise UserError(
-            f"transform.mix: gives targets that task and loss cannot take: {_first_line(error)}\n"
+            f"transform.mix: gives targets that task and loss cannot take: {first_line(error)}\n"
             "    allowed: transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:

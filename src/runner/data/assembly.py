@@ -19,6 +19,7 @@ from runner.data.augment import Pipeline
 from runner.data.cache_file import NOT_READ
 from runner.data.identity import identity
 from runner.data.indices import Indices
+from runner.data.leakage import leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.mixing import Mixing
 from runner.data.residency import plan_reading
@@ -115,8 +116,7 @@ def assemble(
     """
     facts = {"root": data.root, "download": data.download, "image_size": data.image_size}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
-    split = data.split
-    parts = carve(datasets, split.val, split.test, split.seed, split.stratified)
+    parts = carve(datasets, data.split)
     sample_train = callables("transform.sample_train", transform.sample_train)
     sample_eval = callables("transform.sample_eval", transform.sample_eval)
 
@@ -127,7 +127,7 @@ def assemble(
     train_set, train_indices = parts["train"]
     first, target = _first(train_set, train_indices, sample_eval, stand_ins.get("train"))
     reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
-    choices, warnings = reading.choices, reading.warnings
+    choices, warnings = reading.choices, [*reading.warnings, *leaks(parts, data.split.group)]
     classes = _classes(train_set)
     targets = targets_of(train_set)
     mean, std = data.normalize.mean, data.normalize.std
@@ -143,7 +143,7 @@ def assemble(
 
     def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
-        size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
+        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
         others, note = stand_ins.get(name), skipped.noting(name, dataset)
         if reading.in_memory is not None:
             images, numbers = reading.stored(dataset)

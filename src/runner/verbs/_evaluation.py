@@ -81,10 +81,12 @@ def _evaluate(composition: Composition) -> float:
     samples = split.samples if limit is None else min(split.samples, limit * split.loader.batch_size)
     trained_on = stored_data(found).get("name")
     name = config.split if config.data.name == trained_on else f"{config.data.name}_{config.split}"
+    weights, kind = settled.weights
     record: dict[str, Any] = {
         "checkpoint": str(found.path),
         "global_step": found.contents["position"]["global_step"],
-        "weights_sha256": weights_sha256(found.contents["model"]),
+        "weights": kind,
+        "weights_sha256": weights_sha256(weights),
         "data": config.data.name,
         "split": config.split,
         "samples": samples,
@@ -125,7 +127,8 @@ def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) 
 
 
 def _show(record: dict[str, Any], console: Console, written: list[Path]) -> None:
-    console.line(f"{record['checkpoint']}  step {record['global_step']}")
+    average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
+    console.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
     rows = [[name, repr(value)] for name, value in record["metrics"].items()]
     columns = ["metric", "value"]
     if "tta" in record:

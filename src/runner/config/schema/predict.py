@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runner.config.schema.checkpoints import TtaMean, View, Weights
 from runner.config.schema.sections import Count
 from runner.config.schema.train import Train
-from runner.config.schema.views import TtaMean, View
 
 
 @dataclass
@@ -15,6 +15,7 @@ class Predict(Train):
 
     input: str | list[str] | None = None
     output: str | None = None
+    weights: Weights = "auto"
     top_k: Count = 1
     probabilities: bool = False
     logits: bool = False

@@ -131,6 +131,7 @@ def _predict(composition: Composition) -> float:
     record = {
         "checkpoint": str(settled.found.path),
         "global_step": settled.found.contents["position"]["global_step"],
+        "weights": settled.weights[1],
         "predicted": written.count,
         "unreadable": unreadable,
         "unreadable_list": str(listed_in) if unreadable else None,
