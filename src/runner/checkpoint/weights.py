@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from runner.config.errors import UserError
+from runner.config.schema.checkpoints import Weights
 
-Which = Literal["auto", "raw", "averaged"]
 
-
-def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:
+def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[str, Any], str]:
     """Weights as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, get_origin
 
 from runner.config import keys
@@ -14,6 +15,7 @@ from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
 from runner.config.schema.export import Export
 from runner.config.schema.find_lr import FindLr
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.schema.train import Train
 
 
@@ -154,6 +156,8 @@ def conflicts(config: Train) -> list[Problem]:
         found += _of_audit(config)
     elif isinstance(config, Export):
         found += _of_export(config)
+    elif isinstance(config, Inspect):
+        found += _of_inspect(config)
     return found
 
 
@@ -333,6 +337,15 @@ def _of_audit(config: Audit) -> list[Problem]:
     if config.a is not None and config.vary:
         found.append(Problem("vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"))
     return found
+
+
+def _of_inspect(config: Inspect) -> list[Problem]:
+    """A file of features whose ending says no format."""
+    ending = PurePath(config.output or "").suffix
+    if not config.features or ending in ("", *FEATURE_FILES):
+        return []
+    allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"
+    return [Problem("output", f"cannot be {config.output} where features are written", allowed)]
 
 
 def _is_section(annotation: Any) -> bool:

@@ -57,6 +57,7 @@ class Splits:
         warnings: settings without effect.
         skipped: the samples that could not be read, so far.
         identify: tells which data these are, for checkpoints.
+        parts: for each split the data set that it is read from, and its samples in it.
     """
 
     train: SplitData
@@ -74,6 +75,7 @@ class Splits:
     warnings: list[str] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
     identify: Callable[[], dict[str, Any]] = dict
+    parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -207,6 +209,7 @@ def assemble(
         identify=functools.partial(
             identity, {name: (reading.source(part[0]), part[1]) for name, part in parts.items()}
         ),
+        parts=parts,
     )
 
 

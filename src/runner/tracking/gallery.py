@@ -47,7 +47,7 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
     Raises:
         UserError: `target` cannot be written.
     """
-    columns = min(_COLUMNS, max(2, math.ceil(math.sqrt(len(tiles)))))
+    columns = min(_COLUMNS, max(min(4, len(tiles)), math.ceil(math.sqrt(len(tiles)))))
     rows = math.ceil(len(tiles) / columns)
     text = max(len(tile.lines) for tile in tiles)
     aspect = max(tile.pixels.shape[0] / tile.pixels.shape[1] for tile in tiles)

@@ -11,6 +11,9 @@ from runner.config.schema.train import Train
 
 Part = Literal["layers", "weights", "activations", "gradients", "inputs", "filters", "features", "errors"]
 
+FEATURE_FILES = (".npz", ".safetensors")
+"""Endings of a file of features."""
+
 
 @dataclass
 class Inspect(Train):

@@ -14,8 +14,8 @@ class Predict(Train):
     """What `predict` adds: the images, what is said of each, and where it is written."""
 
     input: str | list[str] | None = None
-    output: str | None = None
     weights: Weights = "auto"
+    output: str | None = None
     top_k: Count = 1
     probabilities: bool = False
     logits: bool = False

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from runner.tracking.files import writing
 
-ENDINGS = (".npz", ".safetensors")
 _KINDS = {"float32": ("<f4", "F32"), "int64": ("<i8", "I64")}
 
 

@@ -21,7 +21,7 @@ from runner.config import keys
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
-from runner.config.schema.inspect import Inspect
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.schema.train import Train
 from runner.engine.evaluation import untouched
 from runner.engine.state import load_weights
@@ -31,7 +31,7 @@ from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._inspecting.errors import batches_of
-from runner.verbs._inspecting.features_file import ENDINGS, write_features
+from runner.verbs._inspecting.features_file import write_features
 from runner.verbs._inspecting.layers import shape_text
 from runner.verbs._inspecting.page import Table, page
 from runner.verbs._inspecting.parts import PARTS, Found, split_of
@@ -159,7 +159,7 @@ def _written_features(
     split = split_of(config, training)
     features = extractor(training.model, config.features)
     output = Path(config.output) if config.output is not None else None
-    if output is not None and output.suffix in ENDINGS:
+    if output is not None and output.suffix in FEATURE_FILES:
         path = output
         _made(path.parent)
     else:
