@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 Pixels = np.ndarray[Any, Any]
 """An image: float (H, W) grey or (H, W, 3) colour, values 0 to 1; or one map (H, W) of any values."""
 
+MOST_PANELS = 24
+"""Histograms in a picture."""
+
 _TILE = 1.55  # inches
 _CAPTION_LETTERS = 20
 _COLUMNS = 8
-_MOST_PANELS = 24
 _GREY = "#777777"
 _BLUE = "#4477aa"
 
@@ -185,8 +187,8 @@ def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: 
         UserError: `target` cannot be written.
     """
     chosen = panels
-    if len(panels) > _MOST_PANELS:
-        places = np.linspace(0, len(panels) - 1, _MOST_PANELS).round().astype(int)
+    if len(panels) > MOST_PANELS:
+        places = np.linspace(0, len(panels) - 1, MOST_PANELS).round().astype(int)
         chosen = [panels[place] for place in places]
         title = f"{title} ({len(chosen)} of {len(panels)})"
     columns = min(4, len(chosen))
