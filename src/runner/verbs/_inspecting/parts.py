@@ -35,7 +35,6 @@ class Found:
         config: what to do.
         training: what is looked at.
         folder: where pictures go.
-        epoch: whose first batch is sent through.
         lines: said first.
         parts: tables, and pictures as (file, title), in order.
         record: for JSON.
@@ -45,7 +44,6 @@ class Found:
     config: Inspect
     training: Training
     folder: Path
-    epoch: int
     lines: list[str] = field(default_factory=list)
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
@@ -70,8 +68,8 @@ class Found:
 
     @cached_property
     def batch(self) -> Batch:
-        """The first batch of the epoch, as a training step is given it."""
-        return next(iter(self.training.splits.train.loader.batches(self.epoch, 0, 1)))
+        """The first batch of the epoch that the state stands in, as a training step is given it."""
+        return next(iter(self.training.splits.train.loader.batches(self.training.state.position.epoch, 0, 1)))
 
     @cached_property
     def passed(self) -> Passed:

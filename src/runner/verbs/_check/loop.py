@@ -1,0 +1,345 @@
+"""Checks of training itself: a few real steps, with the step, the optimizer and the callbacks of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.assembly.metrics import build_callbacks, fresh_metrics
+from runner.engine.evaluation import evaluate
+from runner.engine.loop import Limits, Loop
+from runner.engine.state import TrainState
+from runner.engine.step import StepParts
+from runner.verbs._check.subject import Subject
+from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+
+_SAMPLES, _MOST_STEPS = 16, 150
+_RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
+_LEARNED = 0.1  # share of the first loss that is left of it
+_RAMP = 10  # steps up to the learning rate, and as many at it
+_SHARE = 0.2  # of what is left of the time, that one check may take
+
+
+class _Course(NamedTuple):
+    """How one batch was learned: the losses, the share of classes that were right in the end, and the learning rate."""
+
+    losses: list[float]
+    right: float
+    rate: float
+
+    @property
+    def learned(self) -> bool:
+        """Whether hardly anything of the first loss is left."""
+        return math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
+
+
+def _learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: float) -> _Course:
+    """Train on one batch from the start with AdamW and without dropout, until it is learned or for `most` steps."""
+    subject.restart()
+    model, parts, targets = subject.model, subject.training.parts, _batch(subject)[1]
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()  # learning by heart needs every unit
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    classes = not targets.is_floating_point()
+    until = time.monotonic() + seconds
+    course = _Course([], 0.0, rate)
+    for _ in range(most):
+        outputs = model(images)
+        loss = parts.loss(outputs, targets)
+        right = float((outputs.argmax(1) == targets).float().mean()) if classes else 0.0
+        course = _Course([*course.losses, float(loss.detach())], right, rate)
+        if not math.isfinite(course.losses[-1]) or course.learned or time.monotonic() > until or not loss.requires_grad:
+            break
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return course
+
+
+def _batch(subject: Subject) -> tuple[Tensor, Tensor]:
+    batch = subject.batch
+    return batch.images[:_SAMPLES], subject.targets(batch)[:_SAMPLES]
+
+
+def _by_heart(subject: Subject) -> _Course:
+    """The course of the learning rate that brings the loss of one batch further down."""
+    best: _Course | None = None
+    for rate in _RATES:
+        course = _learn(subject, _batch(subject)[0], rate, _MOST_STEPS, max(1.0, _SHARE * subject.left))
+        if best is None or course.losses[-1] < best.losses[-1] or not math.isfinite(best.losses[-1]):
+            best = course
+        if best.learned:
+            break
+    assert best is not None
+    return best
+
+
+@check
+def overfit(subject: Subject) -> Verdict:
+    """A model that cannot learn one batch by heart, with AdamW and without augmentation and dropout."""
+    course = subject.once(_by_heart)
+    losses, (images, targets) = course.losses, _batch(subject)
+    evidence = f"loss {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses) - 1} steps on {len(images)} samples"
+    if not targets.is_floating_point():
+        evidence += f", {course.right:.0%} right"
+    if not math.isfinite(losses[-1]):
+        return failed(evidence, "find the operation with debug=anomaly")
+    if course.learned or (course.right == 1.0 and losses[-1] < 0.5 * losses[0]) or losses[0] < 1e-3:
+        return passed(evidence)
+    fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
+    if len(losses) < _MOST_STEPS:
+        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+    if losses[-1] < 0.5 * losses[0] or course.right == 1.0:
+        return warned(evidence, f"a larger model, or more time: {fix}")
+    return failed(evidence, fix)
+
+
+@check
+def zero_input(subject: Subject) -> Verdict:
+    """Images that make no difference: all zeros in their place are learned just as well."""
+    images, targets = _batch(subject)
+    if len(torch.unique(targets, dim=0)) < 2:
+        return skipped("the samples have one target")
+    course = subject.once(_by_heart)
+    steps, real = len(course.losses), course.losses[-1]
+    if not math.isfinite(real):
+        return skipped("the loss is not finite")
+    empty = _learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, _SHARE * subject.left)).losses
+    evidence = (
+        f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
+    )
+    if course.losses[len(empty) - 1] < 0.9 * empty[-1]:
+        return passed(evidence)
+    if len(empty) < steps or (not course.learned and steps < _MOST_STEPS):
+        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+    return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
+
+
+class _Watch:
+    """The step of the run, with a look at the gradients and modes that it begins with."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.step = subject.training.step
+        self.modes = [(name or "the model", module) for name, module in subject.model.named_modules()]
+        self.usual = {name for name, module in self.modes if not module.training}
+        self.stale: dict[str, int] = {}
+        self.still: set[str] = set()
+        self.begins = True
+        self.steps = 0
+
+    def __call__(
+        self, state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool
+    ) -> None:
+        if self.begins:
+            for name, parameter in state.model.named_parameters():
+                if parameter.grad is not None and bool(parameter.grad.count_nonzero()):
+                    self.stale.setdefault(name, self.steps)
+        self.still |= {name for name, module in self.modes if not module.training} - self.usual
+        self.step(state, parts, batch, weight, samples, update)
+        self.begins = update
+        self.steps += update
+
+
+def _run_loop(subject: Subject) -> _Watch:
+    """Three steps through the loop of the run with its callbacks, and an evaluation after each."""
+    training, config = subject.training, subject.config
+    subject.model.train()
+    watch = _Watch(subject)
+    callbacks = build_callbacks(config, training.task, training.monitor, training.mode)
+    plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * config.accumulate))
+    split = training.splits.val or training.splits.train_for_eval
+    metrics = fresh_metrics(config, training.task, training.device)
+
+    def evaluate_once(_: Any) -> dict[str, float]:
+        arguments = (training.model, split.loader, training.task.targets, training.loss, metrics())
+        found = evaluate(*arguments, training.precision.autocast, 1)
+        return {f"val/{name}": value for name, value in found.items()}
+
+    loop = Loop(
+        training.state,
+        training.splits.train.loader,
+        plan,
+        training.parts,
+        Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
+        evaluate_once,
+        list(callbacks.values()),
+        (training.monitor, training.mode),
+        step=watch,
+    )
+    loop.run()
+    return watch
+
+
+@check
+def stale_gradients(subject: Subject) -> Verdict:
+    """Gradients of an earlier step that are still there when the next one begins: a zero_grad that is missing or undone."""
+    watch = subject.once(_run_loop)
+    if watch.stale:
+        name, step = next(iter(watch.stale.items()))
+        evidence = f"{len(watch.stale)} gradients are not zero when a step begins: {name} after step {step}"
+        return failed(evidence, "let no callback, hook or optimizer keep .grad; give the optimizer all parameters")
+    return passed(f"gone at the start of each of {watch.steps} steps")
+
+
+@check
+def mode_in_training(subject: Subject) -> Verdict:
+    """Training steps that are made in evaluation mode, as after an evaluation in a callback."""
+    watch = subject.once(_run_loop)
+    if watch.still:
+        evidence = (
+            f"{len(watch.still)} modules are in evaluation mode when a step begins: {listed(sorted(watch.still))}"
+        )
+        return failed(evidence, "call model.train() at the end of what calls model.eval()")
+    return passed(f"in training mode at each of {watch.steps} steps")
+
+
+@check
+def evaluation_leaves_state(subject: Subject) -> Verdict:
+    """An evaluation that changes weights or buffers."""
+    training = subject.training
+    before = {name: tensor.clone() for name, tensor in _tensors(training.model).items()}
+    split = training.splits.val or training.splits.train_for_eval
+    evaluate(training.model, split.loader, training.task.targets, training.loss, {}, training.precision.autocast, 1)
+    after = _tensors(training.model)
+    changed = [name for name, tensor in after.items() if name not in before or not _same(before[name], tensor)]
+    if changed:
+        evidence = f"{len(changed)} of {len(after)} tensors change: {listed(changed)}"
+        return failed(evidence, "change buffers in forward only `if self.training`")
+    return passed(f"{len(after)} tensors are the same after it")
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.detach().float(), b.detach().float(), 0.0, 0.0, equal_nan=True)
+
+
+def _steps(subject: Subject, count: int) -> dict[str, Tensor]:
+    """The weights after a few steps from the start."""
+    subject.restart()
+    training = subject.training
+    loader, plan = training.splits.train.loader, training.plan
+    batches = loader.batches(0, 0, min(plan.batches, count * plan.accumulate))
+    for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
+        training.step(training.state, training.parts, batch, weight, size, update)
+    return {name: tensor.detach().clone() for name, tensor in _tensors(training.model).items()}
+
+
+@check
+def repeatability(subject: Subject) -> Verdict:
+    """Three training steps that give other weights the second time."""
+    first, second = _steps(subject, 3), _steps(subject, 3)
+    differ = [name for name, tensor in first.items() if not _same(tensor, second[name])]
+    if differ:
+        apart = max(float((first[name].float() - second[name].float()).abs().max()) for name in differ)
+        evidence = f"{len(differ)} of {len(first)} tensors differ, by up to {apart:.2g}: {listed(differ)}"
+        return warned(evidence, "python -m runner audit names what does not repeat; deterministic=true refuses it")
+    return passed(f"the same bits twice in {len(first)} tensors")
+
+
+@check
+def learning_rate(subject: Subject) -> Verdict:
+    """A learning rate that makes the loss explode within a few steps, or changes nothing."""
+    training = subject.training
+    state, plan = training.state, training.plan
+    rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
+    before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
+    losses: list[float] = []
+    moved = 0.0
+    until, number, epoch = time.monotonic() + max(1.0, _SHARE * subject.left), 0, 0
+    with torch.no_grad():
+        state.meter.reset()
+    while number < 2 * _RAMP and time.monotonic() < until:
+        batches = training.splits.train.loader.batches(epoch, 0, plan.batches)
+        for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
+            # Up to the rate in equal factors, from a hundredth of it: what warm-up does, only shorter.
+            share = 0.01 ** max(0.0, 1 - number / (_RAMP - 1))
+            for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * share
+            training.step(state, training.parts, batch, weight, size, update)
+            if not update:
+                continue
+            losses.append(state.meter.read())
+            state.meter.reset()
+            number += 1
+            if number >= 2 * _RAMP or time.monotonic() > until or not math.isfinite(losses[-1]):
+                break
+        epoch += 1
+        if not losses or not math.isfinite(losses[-1]):
+            break
+    for name, parameter in training.model.named_parameters():
+        if name in before and float(before[name].norm()) > 0:
+            moved = max(moved, float((parameter.detach() - before[name]).norm() / before[name].norm()))
+    # Two steps at least, and the later ones at the rate itself.
+    first, last = losses[0], statistics.median(losses[-5:])
+    top = f"{max(rates):g}"
+    evidence = f"loss {first:.4g} to {last:.4g} in {len(losses)} steps up to {top}; weights move by up to {moved:.2g} of their size"
+    fix = "a smaller optimizer.lr"
+    if not math.isfinite(last) or not math.isfinite(losses[-1]) or last > 10 * first + 10:
+        return failed(evidence, fix)
+    if number < 2 * _RAMP:
+        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+    if last > 3 * first + 1:
+        return warned(evidence, fix)
+    return warned(evidence, "a larger optimizer.lr") if moved < 1e-5 else passed(evidence)
+
+
+@check
+def training(subject: Subject) -> Verdict:
+    """A short training as the run would make it, in which the loss does not fall (train=true)."""
+    config = subject.config
+    if not config.train:
+        return skipped("train=true makes it")
+    parts = subject.training
+    losses: list[tuple[int, float]] = []
+
+    class Note:
+        """Reads the mean loss of every few steps."""
+
+        def on_step(self, loop: Loop) -> None:
+            done = loop.state.position.global_step
+            if done % every == 0:
+                loop.settle()
+                losses.append((done, loop.state.meter.read()))
+                loop.state.meter.reset()
+            if subject.left < 1:
+                loop.request_stop("budget_s is used up")
+
+    steps = min(config.train_steps, parts.total_steps)
+    every = max(1, steps // 10)
+    subject.model.train()
+    callbacks = build_callbacks(config, parts.task, parts.monitor, parts.mode)
+    limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
+    source, watched = parts.splits.train.loader, [*callbacks.values(), Note()]
+    Loop(
+        parts.state,
+        source,
+        parts.plan,
+        parts.parts,
+        limits,
+        None,
+        watched,
+        (parts.monitor, parts.mode),
+        step=parts.step,
+    ).run()
+    if len(losses) < 3:
+        return warned(f"{len(losses)} readings only", "a larger train_steps or budget_s")
+    values = [value for _, value in losses]
+    first, last = values[0], statistics.fmean(values[-2:])
+    evidence = (
+        f"mean loss {first:.4g} in the first {every} steps, {last:.4g} in the last {2 * every} of {losses[-1][0]}"
+    )
+    if not math.isfinite(last) or last >= 0.95 * first:
+        return failed(evidence, "overfit and learning-rate tell model and optimizer apart; a larger train_steps")
+    return passed(evidence)

@@ -1,0 +1,231 @@
+"""What is checked: the data, model, loss and step of a run, built as `train` builds them, and put back after each check."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from runner.assembly.training import Training, build_training
+from runner.checkpoint import find, resume, rng
+from runner.config.errors import UserError
+from runner.config.schema.check import Check
+from runner.config.targets import build
+from runner.data.assembly import Splits
+from runner.data.loaders import Batch
+from runner.data.samples import Keyed, SampleTransform, collate
+from runner.data.splits import targets_of
+from runner.engine.state import load_weights
+from runner.verbs._check.look import Look, look, spread
+
+_SAMPLES = 64  # of the batch that models are looked at with
+_PIXELS = 2**21  # that such a batch may have
+_SHARE_OF_LOOKING = 0.25  # of the time, that reading images from disk may take
+
+T = TypeVar("T")
+
+
+class NotBuilt(Exception):
+    """What a check needs could not be built, which is told once."""
+
+
+class Subject:
+    """Everything that checks look at.
+
+    Args:
+        config: the validated config.
+        values: the same as plain containers.
+        splits: the data.
+        found: a checkpoint, whose weights are the model's, or None.
+        began: when the verb began, by `time.monotonic`.
+    """
+
+    def __init__(
+        self, config: Check, values: dict[str, Any], splits: Splits, found: find.Found | None, began: float
+    ) -> None:
+        self.config, self.values, self.splits, self.found, self.began = config, values, splits, found, began
+        self._training: Training | None = None
+        self._start: dict[str, Any] = {}
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        self._known: dict[Callable[[Subject], Any], Any] = {}
+
+    def once(self, work: Callable[[Subject], T]) -> T:
+        """What `work` gives for this subject; several checks may ask, and it is worked out for the first."""
+        if work not in self._known:
+            self._known[work] = work(self)
+        known: T = self._known[work]
+        return known
+
+    # Time
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget that are left."""
+        return self.config.budget_s - (time.monotonic() - self.began)
+
+    # Data
+
+    @functools.cached_property
+    def sample_transforms(self) -> list[SampleTransform]:
+        """Transforms of one image, as for an evaluation."""
+        nodes = self.config.transform.sample_eval
+        return [build(f"transform.sample_eval.{index}", node) for index, node in enumerate(nodes)]
+
+    @functools.cached_property
+    def looks(self) -> dict[str, Look]:
+        """What is seen of each split."""
+        found, parts = {}, self.splits.parts
+        for number, (name, (dataset, indices)) in enumerate(parts.items(), start=1):
+            until = self.config.budget_s * (1 - _SHARE_OF_LOOKING * number / len(parts))
+
+            def in_time(until: float = until) -> bool:
+                return self.left > until
+
+            found[name] = look(name, dataset, indices, self.sample_transforms, self.config.samples, in_time)
+        return found
+
+    @property
+    def train(self) -> Look:
+        """What is seen of the training split."""
+        return self.looks["train"]
+
+    @property
+    def held_out(self) -> list[Look]:
+        """The same of the others."""
+        return [seen for name, seen in self.looks.items() if name != "train"]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 where there are none."""
+        return len(self.splits.classes)
+
+    @functools.cached_property
+    def labels(self) -> dict[str, Tensor]:
+        """Class numbers of each split, int64 (N,): of all samples where they are known without reading."""
+        found = {}
+        for name, (dataset, indices) in self.splits.parts.items():
+            known = targets_of(dataset)
+            whole = known is not None and len(known) == len(dataset)  # type: ignore[arg-type]
+            targets = known[indices[:]] if known is not None and whole else self.looks[name].targets
+            if targets.ndim == 1 and not targets.is_floating_point():
+                found[name] = targets.long()
+        return found
+
+    def read(self, split: str, indices: Sequence[int], epoch: int = 0) -> Batch:
+        """Samples of a split as a model is given them in an evaluation.
+
+        Args:
+            split: name of the split.
+            indices: identities of the samples.
+            epoch: number of the epoch, which makes a difference only to what is random.
+        """
+        keyed = Keyed(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
+        read = collate(keyed.__getitems__([(epoch, index) for index in indices]))
+        data = self.splits.named(split)
+        assert data is not None
+        device = self.splits.example[0].device
+        places = torch.tensor(list(indices), device=device)
+        images = data.prepare(read.images.to(device), places, epoch)
+        return Batch(images, torch.from_numpy(read.targets).to(device), places)
+
+    def readable(self, split: str, count: int) -> list[int]:
+        """Identities of samples that could be read and are finite, drawn at random but the same at each call."""
+        seen = self.looks[split]
+        good = seen.indices[seen.finite]
+        order = torch.randperm(len(good), generator=torch.Generator().manual_seed(0))
+        return [int(index) for index in good[order[:count]].tolist()]
+
+    @functools.cached_property
+    def batch(self) -> Batch:
+        """Training samples that models are looked at with, without augmentation: up to 64, of as many classes as there are.
+
+        Raises:
+            NotBuilt: if there is no image to be looked at.
+        """
+        size = self.splits.channels * self.splits.image_size[0] * self.splits.image_size[1]
+        indices = self.readable("train", max(4, min(_SAMPLES, _PIXELS // size)))
+        if len(indices) < 2:
+            raise NotBuilt("there are not two readable training images without NaN")
+        return self.read("train", indices)
+
+    # Model
+
+    @property
+    def training(self) -> Training:
+        """What would be trained, in its first state.
+
+        Raises:
+            NotBuilt: if it could not be built.
+        """
+        if self._training is None:
+            raise NotBuilt("the model was not built")
+        return self._training
+
+    def build(self) -> None:
+        """Build model, loss and optimizer.
+
+        Raises:
+            UserError: as `train` would.
+        """
+        # Compiled code cannot be looked into.
+        training = build_training(dataclasses.replace(self.config, compile=False), self.values, splits=self.splits)
+        if self.found is not None:
+            try:
+                load_weights(training.model, self.found.contents["model"])
+            except ValueError as error:
+                raise UserError(f"{self.found.path}: {error}") from error
+        self._training = training
+        self._start = {"state": resume.copied(training.state.state_dict()), "rng": rng.capture()}
+        self._buffers = [
+            (module, name, buffer.clone())
+            for module in training.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @property
+    def model(self) -> nn.Module:
+        """What would be trained."""
+        return self.training.model
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Targets of a batch as the loss takes them."""
+        return self.training.task.targets(batch.targets)
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Afterwards weights, buffers, gradients, modes, optimizer and random generators are those of the start."""
+        if self._training is None:
+            yield
+            return
+        try:
+            yield
+        finally:
+            self.restart()
+
+    def restart(self) -> None:
+        """Go back to the start."""
+        training = self.training
+        for parameter in training.model.parameters():
+            parameter.grad = None
+        with torch.no_grad():
+            for module, name, before in self._buffers:
+                buffer = module._buffers[name]
+                module._buffers[name] = before.clone() if buffer is None else buffer.detach().copy_(before)
+        training.state.load_state_dict(resume.copied(self._start["state"]))
+        training.state.meter.reset()
+        if training.parts.guard is not None:
+            training.parts.guard.start()
+        training.model.train()
+        rng.restore(self._start["rng"])
+
+
+def few(looks: Sequence[Look], count: int) -> dict[str, list[int]]:
+    """A few identities of samples of each split that could be read."""
+    return {seen.name: seen.indices[spread(len(seen.indices), count)].tolist() for seen in looks}

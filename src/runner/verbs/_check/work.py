@@ -1,0 +1,181 @@
+"""One call of `check`, from the config to the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from runner.assembly.describe import describe
+from runner.assembly.training import set_switches
+from runner.checkpoint import find
+from runner.config import keys
+from runner.config.app import Composition
+from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.resolve import checked, merged
+from runner.config.schema.check import Check as Settings
+from runner.config.schema.train import Train
+from runner.data.assembly import Splits, assemble
+from runner.runtime.device import choose_device, prepare_repeating
+from runner.tracking.console import Console
+from runner.tracking.files import finite
+from runner.verbs._check import baselines, data, labels, loop, loss, model, outputs
+from runner.verbs._check.report import Result, record, show
+from runner.verbs._check.subject import NotBuilt, Subject
+from runner.verbs._check.verdict import Check, Verdict, failed, passed, skipped
+from runner.verbs._work import guarded
+
+BAD = 1
+_SAMPLES = 64  # of a batch that is evaluated
+_GROUPS = (data, labels, model, outputs, loss, loop, baselines)
+CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
+_BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Check once: the entry point that Hydra calls.
+
+    Returns:
+        For sweepers the number of checks that failed.
+
+    Raises:
+        SystemExit: with the exit status if a check failed, unless the job is one of a sweep, or if the call is a mistake.
+    """
+    return guarded(_check, cfg)
+
+
+def _check(composition: Composition) -> float:
+    began = time.monotonic()
+    config, values, found = settle(composition)
+    chosen = choose(config)
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    results = examine(config, values, found, chosen, console, began)
+    wrong = ("fail", "warn") if config.strict else ("fail",)
+    bad = sum(result.verdict.status in wrong for result in results)
+    seconds = time.monotonic() - began
+    if config.json:
+        print(json.dumps(finite(record(results, bad > 0, seconds))))
+    else:
+        show(console, results, seconds)
+    if bad and composition.job_dir is None:
+        raise SystemExit(BAD)
+    return float(bad)
+
+
+def settle(composition: Composition) -> tuple[Settings, dict[str, Any], find.Found | None]:
+    """The config to check: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values, found = composition.values, None
+    if values.get("ckpt_path") is not None:
+        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "best")
+        own = {key: values[key] for key in keys.hints(Settings) if key not in keys.hints(Train)}
+        values, _ = merged(found.contents["config"], str(found.path), composition)
+        values |= own
+    return checked(values, composition, Settings), values, found
+
+
+def choose(config: Settings) -> list[Check]:
+    """The checks that are asked for.
+
+    Raises:
+        ConfigError: if there is none of such a name.
+    """
+    known = [_BUILD.name, *(each.name for each in CHECKS)]
+    groups = list(dict.fromkeys(["config", *(each.group for each in CHECKS)]))
+    problems = [
+        Problem(
+            key, f"there is no check or group '{name}'", ", ".join([*groups, *known]), nearest(name, [*groups, *known])
+        )
+        for key, names in (("only", config.only), ("skip", config.skip))
+        for name in names
+        if name not in known and name not in groups
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [
+        each
+        for each in CHECKS
+        if (not config.only or {each.name, each.group} & set(config.only))
+        and not {each.name, each.group} & set(config.skip)
+    ]
+
+
+def examine(
+    config: Settings,
+    values: dict[str, Any],
+    found: find.Found | None,
+    chosen: Sequence[Check],
+    console: Console,
+    began: float,
+) -> list[Result]:
+    """Build what the run would, and make the checks."""
+    set_switches(config, _device(config))
+    start = time.monotonic()
+    try:
+        splits = _assembled(config)
+    except UserError as error:
+        return [_built(start, str(error)), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)]
+    with contextlib.closing(splits):
+        subject = Subject(config, values, splits, found, began)
+        try:
+            subject.build()
+            results = [_built(start, "")]
+            console.header(f"check of {config.name}  seed {config.seed}", describe(config, subject.training))
+        except UserError as error:
+            results = [_built(start, str(error))]
+        broken: dict[str, str] = {}  # what the check raised that first raised it
+        for each in chosen:
+            before = time.monotonic()
+            results.append(Result(each, made(each, subject, broken), time.monotonic() - before))
+    return results
+
+
+def _device(config: Settings) -> Any:
+    prepare_repeating(config.deterministic)
+    return choose_device(config.device)[0]
+
+
+def _assembled(config: Settings) -> Splits:
+    size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
+    data = dataclasses.replace(config.data, on_error="skip")  # what cannot be read is counted here, and not fatal
+    return assemble(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+
+
+def _built(start: float, error: str) -> Result:
+    seconds = time.monotonic() - start
+    if error:
+        return Result(_BUILD, failed(" ".join(error.split()), "as the message says; `train` stops there too"), seconds)
+    return Result(_BUILD, passed("data, model, loss and optimizer go together"), seconds)
+
+
+def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
+    """What a check says; one that breaks off has failed, with what it raised, and others that raise the same are skipped."""
+    if subject.left <= 0:
+        return skipped(f"budget_s={subject.config.budget_s:g} is used up")
+    try:
+        with subject.put_back():
+            return each.run(subject)
+    except NotBuilt as error:
+        return skipped(str(error))
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # what a model, a loss or a data set of one's own raises has no end
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        told = " ".join(f"{type(error).__name__}: {error}".split())
+        if broken.setdefault(told, each.name) != each.name:
+            return skipped(f"broke off like {broken[told]}")
+        return failed(told, "HYDRA_FULL_ERROR=1 shows where it was raised")

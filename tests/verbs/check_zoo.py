@@ -1,0 +1,334 @@
+"""Trainings that are broken on purpose, one fault each, for `check` to find: their parts, and the list of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from runner.data.arrays import ImageArrays
+from runner.data.synthetic import synthetic
+
+CLASSES = 4
+
+
+class Listed(Dataset[Any]):
+    """Samples from tensors of any kind, which the program cannot look into."""
+
+    def __init__(self, images: Any, targets: Tensor, classes: tuple[str, ...] = ()) -> None:
+        self.images, self.targets = images, targets
+        if classes:
+            self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index]
+        if image is None:
+            raise OSError("the file is truncated")
+        return image, self.targets[index]
+
+
+def shapes(fault: str = "", kind: str = "classification", samples: int = 400) -> dict[str, Any]:
+    """400 images of 8x8 pixels in three colours, and 100 to test on, with one fault."""
+    made = synthetic(samples, 8, 3, CLASSES, kind, noise=0.3)  # type: ignore[arg-type]
+    train, test = made["train"], made["test"]
+    images, targets, classes = train.images.clone(), train.targets.clone(), train.classes
+    theirs, right = test.images.clone(), test.targets.clone()
+    images[:, 0] //= 3  # dark in red, so that the order of the channels can be told
+    theirs[:, 0] //= 3
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(3))
+
+    if fault == "shuffled labels":
+        targets = targets[order]
+    elif fault == "labels from 1":
+        return {"train": Listed(images, targets + 1), "test": Listed(theirs, right + 1)}
+    elif fault == "labels out of range":
+        return {"train": Listed(images, targets + 1, classes), "test": Listed(theirs, right + 1, classes)}
+    elif fault == "leaked test":
+        theirs[:40], right[:40] = images[:40], targets[:40]
+    elif fault == "duplicate rows":
+        images[100:150], targets[100:150] = images[:50], targets[:50]
+    elif fault == "two labels":
+        images[100:150], targets[100:150] = images[:50], (targets[:50] + 1) % CLASSES
+    elif fault == "all zero":
+        images.zero_()
+        theirs.zero_()
+    elif fault == "constant images":
+        images[::10] = 7
+    elif fault == "one class":
+        targets.zero_()
+        right.zero_()
+    elif fault == "common class":
+        keep = (targets == 0) | ((targets > 0).cumsum(0) < 9)
+        images, targets = images[keep], targets[keep]
+        right.zero_()
+    elif fault == "classes in another order":
+        return {"train": train, "test": ImageArrays(theirs, right, classes[::-1])}
+    elif fault == "other numbers in test":
+        right = (right + 1) % CLASSES
+    elif fault == "swapped channels":
+        images, theirs = images.flip(1), theirs.flip(1)
+    elif fault == "swapped channels in test":
+        theirs = theirs.flip(1)
+    elif fault == "dark test":
+        theirs = theirs // 3
+    elif fault == "brighter copies in test":
+        theirs[:40], right[:40] = images[:40] // 2 + 60, targets[:40]
+    elif fault == "cast to uint8":
+        images, theirs = images // 128, theirs // 128
+    elif fault in ("not scaled", "not a number", "outlier"):
+        pixels = images.float() / (1 if fault == "not scaled" else 255)
+        if fault == "not a number":
+            pixels[17, 1, 2, 3] = float("nan")
+        elif fault == "outlier":
+            pixels[17] *= 1000
+        return {"train": Listed(pixels, targets, classes)}
+    elif fault == "other shapes":
+        return {"train": Listed([image[:, : 8 - index % 2] for index, image in enumerate(images)], targets, classes)}
+    elif fault == "unreadable":
+        return {"train": Listed([None if i % 50 == 7 else image for i, image in enumerate(images)], targets, classes)}
+    elif fault == "large targets":
+        targets, right = targets * 1e4, right * 1e4
+    elif fault == "no targets":
+        targets, right = torch.ones_like(targets), torch.ones_like(right)
+    return {"train": ImageArrays(images, targets, classes), "test": ImageArrays(theirs, right, classes)}
+
+
+class Net(nn.Module):
+    """Convolution with BatchNorm, dropout and a linear head, with one fault."""
+
+    def __init__(
+        self, num_classes: int, fault: str = "", in_channels: int = 3, width: int = 16, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.fault = fault
+        self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=fault == "bias before norm")
+        self.norm = nn.BatchNorm2d(width)
+        self.hidden = nn.Linear(width, 32)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(32, num_classes)
+        nn.init.normal_(self.head.weight, std=0.05)
+        nn.init.zeros_(self.head.bias)
+        if fault == "frozen":
+            self.conv.weight.requires_grad_(False)
+            self.norm.requires_grad_(False)
+        elif fault == "dead":
+            nn.init.constant_(self.hidden.bias, -100.0)
+        elif fault == "unused branch":
+            self.branch = nn.Linear(width, 32)
+        elif fault == "shared":
+            self.blocks = nn.ModuleList([nn.Linear(32, 32)] * 3)
+        elif fault in ("vanishing", "exploding"):
+            self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+            for block in self.blocks:
+                nn.init.normal_(block.weight, std=0.01 if fault == "vanishing" else 4.0)
+        elif fault == "large head":
+            nn.init.normal_(self.head.weight, std=3.0)
+        elif fault == "counts evaluations":
+            self.register_buffer("calls", torch.zeros(()))
+        elif fault == "centred":
+            self.norm = nn.BatchNorm2d(width, track_running_stats=False)
+
+    def train(self, mode: bool = True) -> Net:
+        super().train(mode)
+        if self.fault == "always training":
+            super().train(True)
+        elif self.fault == "never training":
+            super().train(False)
+        return self
+
+    def forward(self, images: Tensor) -> Tensor:
+        fault = self.fault
+        if fault == "blind":
+            images = images * 0
+        if fault == "norm in evaluation":
+            self.norm.eval()
+        features = self.conv(images)
+        if fault == "view for permute":
+            batch, channels, height, width = features.shape
+            features = features.view(channels, batch, height, width).transpose(0, 1)
+        features = pooled = F.relu(self.norm(features)).mean((2, 3))
+        if fault == "detached":
+            features = features.detach()
+        features = F.relu(self.hidden(features))
+        if fault == "unused branch":
+            self.branch(pooled)
+        if fault in ("shared", "vanishing", "exploding"):
+            for block in self.blocks:
+                features = F.relu(block(features))
+        if fault == "dropout always on":
+            features = F.dropout(features, 0.5)
+        elif fault == "noise":
+            features = features + 1e-3 * float(torch.rand((), generator=_UNSEEDED)) * features
+        if fault == "counts evaluations":
+            self.calls += 1
+        logits = self.head(self.dropout(features))
+        if fault == "softmax":
+            return logits.softmax(1)
+        if fault == "sigmoid":
+            return logits.sigmoid()
+        return logits
+
+
+_UNSEEDED = torch.Generator().manual_seed(5)
+
+
+class Loss(nn.Module):
+    """Cross-entropy with one fault."""
+
+    def __init__(self, fault: str, **unused: Any) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.fault == "wrong axis":
+            return -outputs.log_softmax(0).gather(1, targets[:, None]).mean()
+        if self.fault == "sum":
+            return F.cross_entropy(outputs, targets, reduction="sum")
+        if self.fault == "broadcast":
+            return (outputs.squeeze(1) - targets).square().mean()
+        return F.cross_entropy(outputs, targets)
+
+
+class Partial(torch.optim.SGD):
+    """Steps biases and norms alone."""
+
+    def __init__(self, params: Any, lr: float, **unused: Any) -> None:
+        super().__init__([parameter for parameter in params if parameter.ndim < 2], lr)
+
+
+class KeepsGradients:
+    """Puts the gradients of a step back after it: a forgotten zero_grad."""
+
+    def on_start(self, loop: Any) -> None:
+        self.kept: dict[Tensor, Tensor] = {}
+        for parameter in loop.state.model.parameters():
+            parameter.register_hook(lambda gradient, parameter=parameter: self.kept.__setitem__(parameter, gradient))
+
+    def on_step(self, loop: Any) -> None:
+        for parameter, gradient in self.kept.items():
+            parameter.grad = gradient.clone()
+
+
+class LeavesEvaluation:
+    """Evaluates in a callback, and does not go back."""
+
+    def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
+        loop.state.model.eval()
+
+
+class Blank:
+    """An augmentation that hides the whole image."""
+
+    def __call__(self, images: Tensor, draws: Any) -> Tensor:
+        return torch.zeros_like(images)
+
+
+class Case(NamedTuple):
+    """A broken training.
+
+    Attributes:
+        fault: what is wrong.
+        words: beyond those of a healthy one.
+        check: that has to find it.
+        status: with which it has to.
+        evidence: part of what it says.
+    """
+
+    fault: str
+    words: tuple[str, ...]
+    check: str
+    status: str
+    evidence: str
+
+
+def _data(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:
+    return Case(fault, (f"data.dataset={{_target_: check_zoo.shapes, fault: {fault}}}", *more), check, status, evidence)
+
+
+def _model(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:
+    return Case(fault, (f"model.fault={fault}", *more), check, status, evidence)
+
+
+def _loss(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:
+    return Case(fault, (f"loss={{_target_: check_zoo.Loss, fault: {fault}}}", *more), check, status, evidence)
+
+
+REGRESSION = ("task=regression", "loss=mse", "data.dataset={_target_: check_zoo.shapes, kind: regression}")
+CASES = [
+    _data("shuffled labels", "learnable", "warn", "logistic regression"),
+    _data("labels from 1", "missing-classes", "fail", "labels run from 1 to 4"),
+    _data("labels out of range", "target-range", "fail", "outside 0 to 3: from 1 to 4"),
+    _data("leaked test", "leakage", "fail", "of 100 of test"),
+    _data("duplicate rows", "duplicates", "warn", "exact copies"),
+    _data("two labels", "conflicting-labels", "fail", "another target than an exact copy"),
+    _data("all zero", "constant-images", "fail", "one value (such as 0)"),
+    _data("constant images", "constant-images", "fail", "40 of 500 images"),
+    _data("one class", "class-balance", "fail", "every training sample is of class 0"),
+    _data("common class", "class-balance", "warn", "training samples a class"),
+    _data("classes in another order", "class-order", "fail", "class 0 is '0' and '3' in train and test"),
+    _data("other numbers in test", "class-meaning", "fail", "if its classes are renamed", "data.split.val=0"),
+    _data(
+        "swapped channels", "channel-order", "fail", "data.normalize.mean",
+        "data.normalize.mean=[0.16,0.5,0.5]", "data.normalize.std=[0.07,0.2,0.2]",
+    ),
+    _data("swapped channels in test", "channel-order", "fail", "channel means are"),
+    _data("dark test", "splits-alike", "warn", "test is"),
+    _data("brighter copies in test", "near-duplicates", "warn", "of 100 of test"),
+    _data("cast to uint8", "image-range", "fail", "uint8 values from 0 to 1"),
+    _data("not scaled", "image-range", "fail", "float32 values from 0 to 2"),
+    _data("not a number", "finite-images", "fail", "samples 17"),
+    _data("outlier", "outlier-images", "warn", "sample 17 of train"),
+    _data("other shapes", "image-shapes", "fail", "2 shapes"),
+    _data("unreadable", "readable", "fail", "OSError: the file is truncated"),
+    Case("wrong normalisation", ("data.normalize.mean=[127,127,127]", "data.normalize.std=[60,60,60]"),
+         "normalization", "fail", "mean [127, 127, 127]"),
+    Case("augmentation on validation", ("transform.eval=[{_target_: runner.data.augment.RandomFlip}]",),
+         "evaluation-transform", "fail", "differ when they are read again"),
+    Case("empty augmentation", ("transform.train=[{_target_: check_zoo.Blank}]",),
+         "augmentation", "fail", "with augmentation"),
+    _model("softmax", "logits", "fail", "rows that sum to 1"),
+    _model("sigmoid", "logits", "fail", "a sigmoid", "loss=bce"),
+    _model("bias before norm", "bias-before-norm", "warn", "conv before norm (BatchNorm2d)"),
+    _model("frozen", "frozen-parameters", "warn", "conv.weight, norm.weight, norm.bias"),
+    _model("view for permute", "sample-mixing", "fail", "changes the outputs of others"),
+    _model("centred", "sample-mixing", "fail", "changes the outputs of others"),
+    _model("always training", "modes", "fail", "stay in training mode after eval()"),
+    _model("never training", "modes", "fail", "stay in evaluation mode after train(): the model"),
+    _model("norm in evaluation", "modes", "warn", "stay in evaluation mode after train(): norm"),
+    _model("dropout always on", "repeatable-evaluation", "fail", "apart"),
+    _model("counts evaluations", "evaluation-leaves-state", "fail", "calls"),
+    _model("detached", "detached-parameters", "fail", "conv.weight, norm.weight, norm.bias"),
+    _model("unused branch", "unused-parameters", "warn", "branch.weight, branch.bias"),
+    _model("dead", "dead-units", "fail", "32 of 32"),
+    _model("shared", "shared-weights", "warn", "blocks.0.weight = blocks.1.weight = blocks.2.weight"),
+    _model("vanishing", "activation-scale", "fail", "blocks.7"),
+    _model("exploding", "activation-scale", "fail", "after blocks"),
+    _model("large head", "initial-loss", "warn", "equal outputs give 1.386 = ln 4"),
+    _model("blind", "zero-input", "fail", "with zeros"),
+    _model("noise", "repeatability", "warn", "tensors differ"),
+    _loss("wrong axis", "loss-axis", "fail", "adding a number"),
+    _loss("sum", "loss-of-samples", "fail", "it is their sum"),
+    _loss("sum", "accumulation", "fail", "2 times as long"),
+    Case("silent broadcast", (*REGRESSION, "loss={_target_: check_zoo.Loss, fault: broadcast}"),
+         "loss-broadcast", "fail", "all with all"),
+    Case("large targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: large targets}"),
+         "target-scale", "warn", "deviation"),
+    Case("constant targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: no targets}"),
+         "target-scale", "fail", "deviation 0"),
+    Case("learning rate 1e3", ("optimizer=sgd", "optimizer.lr=1000"), "learning-rate", "fail", "up to 1000"),
+    Case("learning rate 1e-12", ("optimizer.lr=1e-12",), "learning-rate", "warn", "up to 1e-12"),
+    Case("forgotten zero_grad", ("callbacks={keep: {_target_: check_zoo.KeepsGradients}}",),
+         "stale-gradients", "fail", "are not zero when a step begins"),
+    Case("evaluation mode in training", ("callbacks={leave: {_target_: check_zoo.LeavesEvaluation}}",),
+         "mode-in-training", "fail", "6 modules are in evaluation mode when a step begins"),
+    Case("parameters left out", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
+         "optimizer-parameters", "fail", "conv.weight, hidden.weight, head.weight"),
+    Case("parameters never zeroed", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
+         "stale-gradients", "fail", "conv.weight after step 1"),
+]  # fmt: skip
