@@ -421,3 +421,45 @@ def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, r
     assert result.status == 2
     assert "classes" in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    from runner.tracking.console import Console
+    from runner.verbs._inspecting.page import Table
+    from runner.verbs._inspecting.work import _show
+
+    rows = [[f"layer {number}", str(number)] for number in range(99)]
+    _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
+    out = capsys.readouterr().out
+    assert "total" in out
+    assert "layer 58" in out
+    assert "layer 59" not in out
+    assert "40 more rows are in report.html" in out
+
+
+def test_a_page_runs_nothing_whatever_things_are_called(tmp_path: Path) -> None:
+    from runner.verbs._inspecting.page import Table, page
+
+    picture = tmp_path / "a<b.png"
+    picture.write_bytes(b"png")
+    evil = "<script>alert(1)</script>"
+    text = page(evil, [evil], [Table(evil, [evil], [[evil]], [evil]), (picture, f'{evil}" onload="x')])
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") == 9
+    assert '" onload="x' not in text
+
+
+def test_a_module_called_like_a_path_writes_into_the_folder_alone(
+    built: Callable[..., Training], tmp_path: Path
+) -> None:
+    from runner.verbs._inspecting.pictures import draw_maps
+
+    training = built(*SMALL)
+    model = nn.Sequential()
+    model.add_module("away/x", nn.Conv2d(3, 2, 3))
+    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
+    folder = tmp_path / "in" / "side"
+    folder.mkdir(parents=True)
+    written = draw_maps(model, batch.images, batch.targets, ["away/x"], training.splits, folder)
+    assert [path.parent for path, _ in written] == [folder]
+    assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,9 @@ def draw_maps(
             Maps(image, lines[0], values[channels].numpy())
             for image, lines, values in zip(pixels, words, maps, strict=True)
         ]
-        path = folder / f"features_{name}.png"
+        # Names of modules may hold anything, and a file of a stranger's names them.
+        file = re.sub(r"[^\w.-]", "_", name)
+        path = folder / f"features_{file}.png"
         map_grid(rows, channels, path, title)
         written.append((path, title))
     return written

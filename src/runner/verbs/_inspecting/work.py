@@ -36,6 +36,8 @@ from runner.verbs._inspecting.page import Table, page
 from runner.verbs._inspecting.parts import PARTS, Found, split_of
 from runner.verbs._work import guarded
 
+_MOST_ROWS = 60
+
 
 def run(cfg: DictConfig) -> float | None:
     """Inspect once: the entry point that Hydra calls.
@@ -111,9 +113,7 @@ def _looked_at(
     for line in seen.lines:
         console.line(line)
     for table in tables:
-        for note in table.notes:
-            console.line(note)
-        console.table(table.title, list(table.columns), [list(row) for row in table.rows])
+        _show(console, table)
     for note in seen.left_out:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
@@ -127,6 +127,17 @@ def _looked_at(
     for path in [*pictures, folder / "report.html", folder / "inspect.json"]:
         console.line(str(path))
     return record
+
+
+def _show(console: Console, table: Table) -> None:
+    """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
+    for note in table.notes:
+        console.line(note)
+    rows = [list(row) for row in table.rows]
+    shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
+    console.table(table.title, list(table.columns), shown)
+    if len(shown) < len(rows):
+        console.line(f"{len(rows) - len(shown):,} more rows are in report.html")
 
 
 def _folder(config: Inspect, found: find.Found | None, composition: Composition) -> Path:
