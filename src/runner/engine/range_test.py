@@ -94,7 +94,7 @@ def range_test(
     windows = _windows(source, plan, len(rates))
     with unchanged(state):
         meter = state.meter = Meter(next(state.model.parameters()).device)
-        state.model.train()
+        state.train()
         guard = parts.guard
         if guard is not None:
             guard.start()

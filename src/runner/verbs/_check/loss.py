@@ -50,7 +50,7 @@ def initial_loss(subject: Subject) -> Verdict:
         return skipped("the weights are trained ones")
     batch, parts = subject.batch, subject.training.parts
     targets = subject.targets(batch)
-    subject.model.train()
+    subject.training.state.train()
     with torch.no_grad():
         outputs = subject.model(batch.images)
         value = float(parts.loss(outputs, targets))
