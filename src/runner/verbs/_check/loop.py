@@ -117,7 +117,7 @@ def zero_input(subject: Subject) -> Verdict:
     evidence = (
         f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
     )
-    if course.losses[len(empty) - 1] < 0.9 * empty[-1]:
+    if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
     if len(empty) < steps or (not course.learned and steps < _MOST_STEPS):
         return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")

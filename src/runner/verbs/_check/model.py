@@ -15,7 +15,7 @@ from runner.verbs._check.watch import watch
 _MOST_TRIED = 32  # modules that are tried one by one
 _DEAD_WARN, _DEAD_FAIL = 0.5, 0.9
 _SMALL, _TINY = 1e-3, 1e-6  # shares of the largest signal
-_FAINT, _FAINTEST = 1e-5, 1e-8  # shares of the largest gradient
+_FAINT, _FAINTEST = 1e-9, 1e-12  # shares of the largest gradient; ConvNeXt scales some layers by 1e-6
 
 
 @check
