@@ -242,6 +242,11 @@ def option_values(group: str, name: str) -> dict[str, Any]:
     return values | {f"{prefix}{key}": value for key, value in keys.flatten(content).items() if content}
 
 
+def shared_by_all(group: str) -> set[str]:
+    """Keys of the options of a group that `_base` gives."""
+    return set(option_values(group, "_base")) if Sources().option(group, "_base") else set()
+
+
 def top_values(page: str) -> dict[str, Any]:
     """The keys of the verbs with their defaults; where several verbs have a key, that of the verb the page is about."""
     values: dict[str, Any] = {}
@@ -249,7 +254,10 @@ def top_values(page: str) -> dict[str, Any]:
         content = yaml.safe_load((shipped() / f"{name}.yaml").read_text())
         content.pop("defaults")
         values |= keys.flatten(content)
-    return values | option_values("data", "_base") | option_values("transform", "standard")
+    shared = [group for group in Sources().groups() if Sources().option(group, "_base")]
+    for group in shared:
+        values |= option_values(group, "_base")
+    return values | option_values("transform", "standard")
 
 
 @pytest.mark.parametrize("row", key_rows(), ids=lambda row: f"{row.document.stem}-{row.option}-{row.key}")
@@ -266,12 +274,16 @@ def test_every_key_in_a_table_exists_and_has_the_default_that_the_table_says(row
 
 def test_every_argument_of_a_component_is_in_the_table_of_its_option() -> None:
     listed = {(*row.option, row.key) for row in key_rows() if row.option}
+    # Those that all options of a group have are listed once, under no option.
+    listed_once = {row.key for row in key_rows() if not row.option}
     missing = [
         (group, option.name, key)
         for group in ("model", "optimizer", "scheduler", "loss", "task")
         for option in Sources().options(group)
         for key in option_values(group, option.name)
-        if not key.endswith("._target_") and (group, option.name, key) not in listed
+        if not key.endswith("._target_")
+        and (group, option.name, key) not in listed
+        and not (key in shared_by_all(group) and key in listed_once)
     ]
     assert not missing
 

@@ -25,7 +25,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "bf16": (*_STRONG, "amp=bf16", "epochs=4"),
     "fp16 with a gradient scaler": (*_STRONG, "amp=fp16", "clip.norm=1.0", "epochs=4"),
     "compiled model": ("compile=model", "data.drop_last=true", "epochs=8"),
-    "asynchronous checkpoints": (*_STRONG, "checkpoint.async=true", "epochs=4"),
+    "synchronous checkpoints": (*_STRONG, "checkpoint.async=false", "epochs=4"),
     "max_steps inside an epoch": (*_STRONG, "epochs=null", "max_steps=67"),
     "sgd, plateau": ("optimizer=sgd", "scheduler=plateau", "scheduler.patience=1", "evaluate.every_steps=5", "epochs=4"),
     "adam, cosine": ("optimizer=adam", "scheduler=cosine", "scheduler.warmup=5", "epochs=4"),

@@ -74,6 +74,23 @@ class Life:
 
 def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb: str = "train") -> Life:
     """Start the program in a forked process."""
+
+    def work() -> int:
+        import runner.train
+
+        # Pictures take half of the time of a short run, and are no part of training.
+        runner.train.learning_curves = lambda *_: None  # type: ignore[assignment]
+        if prepare is not None:
+            prepare()
+        from runner.cli import main
+
+        return main([verb, *words])
+
+    return fork(work, log)
+
+
+def fork(work: Callable[[], int], log: Path) -> Life:
+    """Do some work in a forked process; what it returns is the exit status."""
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     pid = os.fork()
@@ -86,15 +103,9 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
         with contextlib.suppress(PermissionError):
             os.setpgid(0, 0)
         _redirect(log)
-        import runner.train
-
-        # Pictures take half of the time of a short run, and are no part of training.
-        runner.train.learning_curves = lambda *_: None  # type: ignore[assignment]
-        if prepare is not None:
-            prepare()
-        from runner.cli import main
-
-        status = main([verb, *words])
+        status = work()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:
         import traceback
 

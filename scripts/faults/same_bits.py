@@ -22,8 +22,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "test at the end": ("evaluate.test=true", "callbacks=none"),
     "checkpoint at every step": ("checkpoint.every_steps=1", "checkpoint.keep=1"),
     "checkpoint at the end": ("checkpoint.every_steps=null", "checkpoint.every_epochs=null"),
-    "asynchronous checkpoints": ("checkpoint.async=true",),
-    "asynchronous, at every step": ("checkpoint.async=true", "checkpoint.every_steps=1"),
+    "synchronous checkpoints": ("checkpoint.async=false",),
+    "synchronous, at every step": ("checkpoint.async=false", "checkpoint.every_steps=1"),
 }
 
 

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from faults.jobs import directory, known, whole
+from faults.jobs import directory, whole
 from faults.lives import begin, fingerprint, leftovers, live
 from faults.slow_disk import counting, dying, slow
 from faults.table import Bench, Row
@@ -17,9 +17,10 @@ _LARGE = ("model=mlp", "model.hidden=[512,512]", "model.dropout=0.2", "epochs=2"
 
 def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
-    kinds = {"": whole(_LARGE)}
-    if known(("checkpoint.async=true",)):
-        kinds[", asynchronous"] = whole((*_LARGE, "checkpoint.async=true"))
+    kinds = {
+        "": whole((*_LARGE, "checkpoint.async=false")),
+        ", asynchronous": whole((*_LARGE, "checkpoint.async=true")),
+    }
     rows = []
     for suffix, words in kinds.items():
         folder = bench.folder / (suffix.strip(", ") or "plain")

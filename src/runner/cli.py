@@ -8,6 +8,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from inspect import cleandoc
 from types import ModuleType
 from typing import Any
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(f"'{verb}' is not a verb{hint}\n    allowed: {', '.join(modules)} (python -m runner --help)")
         return USAGE_ERROR
     if ("-h" in rest or "--help" in rest) and not hasattr(modules[verb], "complete"):
-        print(f"{(modules[verb].__doc__ or '').strip()}\n\n{modules[verb].main.__doc__}")
+        print(f"{(modules[verb].__doc__ or '').strip()}\n\n{cleandoc(modules[verb].main.__doc__ or '')}")
         return 0
     try:
         return int(modules[verb].main(rest))

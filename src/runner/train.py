@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -12,12 +13,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.assembly.averaging import evaluate_both, load_best
+from runner.assembly.batch_size import memory_told
 from runner.assembly.data_check import compare_data, way_on
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
+from runner.assembly.optimizer import table_of_groups
+from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
+from runner.assembly.start import carried
 from runner.assembly.training import build_training, training_flops
+from runner.assembly.watch import watch_modules
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import resume
 from runner.checkpoint.digest import weights_sha256
@@ -31,9 +38,12 @@ from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
+from runner.engine.freezing import Thaw
 from runner.engine.loop import Loop
-from runner.engine.state import Position, load_weights
+from runner.engine.splitting import TellPieces
+from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
+from runner.runtime.debugger import post_mortem
 from runner.runtime.determinism import operations_named
 from runner.runtime.gauges import choose_gauges
 from runner.runtime.memory import reset_peak_memory
@@ -66,6 +76,8 @@ def run(cfg: DictConfig) -> float | None:
     status, value = OK, None
     console = Console(None)
     signals = StopSignals()
+    debugged = composition.values["post_mortem"] is True
+    raised: BaseException | None = None  # what the debugger is to be opened at
     try:
         with signals, operations_named(lambda text: console.warn(text)):
             if composition.job_dir:
@@ -93,6 +105,7 @@ def run(cfg: DictConfig) -> float | None:
         status = FAILED if isinstance(error, DataFailed) else USAGE
         summary |= {"status": "failed", "error": str(error)}
         complain(directory, f"{error}{way_on(directory, error)}")
+        raised = error if debugged and error.__cause__ is not None else None
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
     except Preempted as error:
@@ -104,10 +117,12 @@ def run(cfg: DictConfig) -> float | None:
         summary |= {"status": "failed", "error": f"diverged: {error}"}
         advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
         complain(directory, f"diverged: {error}; {advice}")
+        raised = error if debugged else None
     except Exception as error:
         status = FAILED
         summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
         complain(directory, traceback.format_exc().rstrip())
+        raised = error if debugged else None
     finally:
         console.stop()
         if directory is not None:
@@ -118,6 +133,8 @@ def run(cfg: DictConfig) -> float | None:
                 status = status or FAILED
                 complain(directory, str(error))
             directory.unlock()
+    if raised is not None:
+        post_mortem(raised)
     if directory is not None:
         print(directory.path, flush=True)
     in_sweep = composition.job_dir is not None
@@ -158,15 +175,19 @@ def train(
         directory.forget()
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
     summary["resumed_from"] = str(setup.found.path) if setup.found else None
+    summary |= carried(setup.found)
     directory.write_summary(summary)
     directory.write_overrides(composition.words)
     directory.write_environment(environment())
 
     # Device, data, model, optimizer
     start = resume.made_of(setup.found, "position", Position) if setup.found else None
+    make_cache, data = writes_where_told(values, composition.values), None
     if config.compile:
         forget_compiled()
-    training = build_training(config, values, start, make_cache=writes_where_told(values, composition.values))
+    if config.lr == "auto":
+        data = settle_rate(config, values, make_cache, directory.path, console.line, signals.asked)
+    training = build_training(config, values, start, data, make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     identity = splits.identify()
@@ -185,7 +206,8 @@ def train(
     text = stored.dump(values)  # complete from here on
     show = Outbox([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
-    saving = Saving(directory, keep, extra, text, classes, identity, loggers, show, summary, monitor, in_background)
+    known = (text, classes, identity, splits.image_shape)
+    saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
     keeper = saving.keeper
 
     compilation = training.toggled.compilation
@@ -200,9 +222,11 @@ def train(
     )
     callbacks = [
         *compiling,
+        *([] if all(part.for_good for part in state.freezing.parts) else [Thaw(console.line)]),
         Progress(console.advance),
         *extra.values(),
         LeftOut(directory.path, console),
+        *([TellPieces(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [show], gauges, console.warn),
         checkpointing,
     ]
@@ -231,7 +255,9 @@ def train(
         training.plan,
         training.parts,
         training.limits,
-        (lambda interrupted: evaluate_split("val", interrupted)) if splits.val else None,
+        (lambda interrupted: evaluate_both(training, config, lambda: evaluate_split("val", interrupted)))
+        if splits.val
+        else None,
         callbacks,
         (monitor, mode),
         signals.asked,
@@ -258,8 +284,16 @@ def train(
     # Tell
     rows = [*describe(config, training), *gauges.rows()]
     console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
+    if groups := table_of_groups(state.optimizer):
+        columns = ["group", "tensors", "parameters", "lr", "weight decay"]
+        console.table("parameter groups", columns, groups)
     for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
         console.warn(warning)
+    if training.started:
+        summary["init_from"] = training.started.record()
+        if training.started.misfits:
+            columns = ["tensor", "what", "in the file", "in the model"]
+            console.table("not taken from init_from", columns, training.started.table())
     if setup.found:
         console.line(f"resumed from {setup.found.path} at step {resumed_step}")
         if setup.differences:
@@ -271,6 +305,7 @@ def train(
         console.warn(
             f"there is nothing left to train: the checkpoint is at step {resumed_step} of {training.total_steps}"
         )
+    watch_modules(config.watch, training, console)
     console.start(training.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(training.device)
     try:
@@ -278,7 +313,8 @@ def train(
             console.warn(warning)
         if config.on_nonfinite == "rollback" and not keeper.last.is_file():
             saving.save(loop, False)  # something to go back to
-        loop.run()
+        with memory_told(config):
+            loop.run()
         saving.wait()
         if not keeper.last.is_file():
             saving.save(loop, False)
@@ -289,9 +325,12 @@ def train(
         summary["weights_sha256"] = weights_sha256(model.state_dict())
         # Test, with the best weights if there are any
         if splits.test is not None and config.evaluate.test:
-            if keeper.best.is_file() and state.best is not None:
-                load_weights(model, checkpoint_file.read(keeper.best)["model"])
-            results = evaluate_split("test", lambda: bool(signals.asked()))
+            has_best = keeper.best.is_file() and state.best is not None
+            of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
+            if state.averaged is not None and has_best:
+                summary["test_weights"] = of_best
+            test = functools.partial(evaluate_split, "test", lambda: bool(signals.asked()))
+            results = test() if has_best else evaluate_both(training, config, test)
             summary["test"] = {name.removeprefix("test/"): number for name, number in results.items()}
             position = state.position
             show("test", summary["test"], position.global_step, position.epoch + (position.batch > 0))

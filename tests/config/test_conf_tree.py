@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from runner.config import keys
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
-from runner.config.schema.eval import EVAL_ONLY, Eval
 from runner.config.schema.train import Train
 from runner.config.sources import Option, Sources, shipped
 
@@ -169,10 +168,6 @@ def test_every_top_level_key_of_the_files_is_in_the_schema(verb):
     assert set(values) <= set(keys.hints(schema))
     for key in keys.flatten({name: value for name, value in values.items() if name not in ("callbacks", "logger")}):
         assert keys.find(schema, key) is not None, key
-
-
-def test_what_eval_adds_is_what_it_takes_from_the_line_alone():
-    assert set(keys.hints(Eval)) - set(keys.hints(Train)) == set(EVAL_ONLY)
 
 
 def test_keys_that_must_be_given_are_given_by_groups(compose):

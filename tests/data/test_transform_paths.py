@@ -113,3 +113,33 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
         assert all(map(torch.equal, memory, workers))
         assert memory[0].stride() == workers[0].stride()
         assert memory[1].dtype == (torch.float32 if target in MIX else torch.int64)
+
+
+@pytest.mark.parametrize("option", ["randaugment", "trivialaugment", "augmix"])
+def test_policies_of_torchvision_change_images_alike_for_any_number_of_workers(
+    option: str, compose: Callable[..., Any]
+) -> None:
+    words = ("data=synthetic", "data.dataset.samples=40", "data.image_size=8", "data.batch_size=16", "data.hflip=0.5")
+    node = compose(*words, f"transform={option}").values["transform"]
+    dataset = {"_target_": "runner.data.synthetic.synthetic", "samples": 40, "image_size": 8, "classes": 5}
+    found = []
+    for workers, transform in (
+        (0, Transform(**node)),
+        (2, Transform(**node)),
+        (0, Transform(**node | {"sample_train": []})),
+    ):
+        data = Data(dataset=dataset, batch_size=16, num_workers=workers, residency="disk", pin_memory=False)
+        splits = assemble(data, transform, 3, CPU, 32, False)
+        assert splits.choices[0][1] == "workers"
+        found.append(batches(splits))
+    alone, shared, plain = found
+    for one, other in zip(alone, shared, strict=True):
+        assert all(map(torch.equal, one, other))
+    changed = [not torch.equal(*images) for images in zip(alone[0][0], plain[0][0], strict=True)]
+    assert sum(changed) > 8, "each image has draws of its own, and few of them leave it as it is"
+    epochs = [
+        {int(i): image for image, i in zip(images, places, strict=True)} for images, _, places in (alone[0], alone[3])
+    ]
+    again = [index for index in epochs[0] if index in epochs[1]]
+    assert again
+    assert any(not torch.equal(epochs[0][index], epochs[1][index]) for index in again)

@@ -85,3 +85,32 @@ def test_a_sweep_without_any_job_is_an_empty_table(tmp_path):
     failed, text = _shown(summarise(tmp_path / "none", write=False))
     assert not failed
     assert "0 of 0 jobs finished" in text
+
+
+def test_repetitions_are_summed_up_by_their_mean_and_spread(tmp_path):
+    jobs = [
+        (f"optimizer.lr={lr}", f"data.split.fold={fold}", 0.5 + lr + 0.1 * fold)
+        for lr in (0.1, 0.2)
+        for fold in range(3)
+    ]
+    for job, (lr, fold, value) in enumerate(jobs):
+        _job(tmp_path / str(job), ["epochs=3", lr, fold], status="finished", best=_best(value))
+    _job(
+        tmp_path / "6", ["epochs=3", "optimizer.lr=0.2", "data.split.fold=3"], status="failed", error="x", best=_best(9)
+    )
+    _, text = _shown(summarise(tmp_path))
+    lines = text.splitlines()
+    start = lines.index("spread of val/accuracy")
+    assert lines[start + 1].split() == ["settings", "over", "jobs", "mean", "std", "min", "max"]
+    assert [line.split() for line in lines[start + 3 : start + 5]] == [
+        ["optimizer.lr=0.1", "data.split.fold", "3", "0.7", "0.1", "0.6", "0.8"],
+        ["optimizer.lr=0.2", "data.split.fold", "3", "0.8", "0.1", "0.7", "0.9"],
+    ]
+    stored = json.loads((tmp_path / "sweep.json").read_text())["spreads"]
+    assert [spread["jobs"] for spread in stored] == [3, 3]
+
+
+def test_jobs_that_repeat_nothing_have_no_spread(tmp_path):
+    for job, seed in enumerate((0, 1)):
+        _job(tmp_path / str(job), [f"optimizer.lr=0.{job}", f"seed={seed}"], status="finished", best=_best(0.5))
+    assert "spread" not in _shown(summarise(tmp_path))[1]

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
 from runner.checkpoint.file import read
+from runner.config.schema.eval import Eval
+from runner.verbs import _checkpoint
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -187,3 +190,45 @@ def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, eval
     limited = evaluate(f"ckpt_path={trained.directory}", "limit.eval_batches=1", "evaluate.batch_size=7")
     assert limited["samples"] == 7
     assert sum(map(sum, limited["confusion"])) == 7
+
+
+@pytest.mark.parametrize("mean", ["logits", "probabilities"])
+def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_the_views(
+    mean: str, trained: Any, evaluate: Callable[..., Any], compose: Callable[..., Any]
+) -> None:
+    plain = evaluate(f"ckpt_path={trained.directory}")
+    found = evaluate(f"ckpt_path={trained.directory}", "tta=flip,vflip", f"tta_mean={mean}")
+    assert found["metrics"] == plain["metrics"]
+    assert found["confusion"] == plain["confusion"]
+    assert found["tta"]["views"] == ["flip", "vflip"]
+    settled = _checkpoint.settle(compose(f"ckpt_path={trained.directory}", verb="eval"), Eval)
+    splits = _checkpoint.splits_of(settled, torch.device("cpu"))
+    _, model = _checkpoint.restored(settled, splits, torch.device("cpu"))
+    with torch.inference_mode():
+        (batch,) = splits.test.loader.batches(0, 0, 1)
+        views = torch.stack([model(batch.images), model(batch.images.flip(-1)), model(batch.images.flip(-2))])
+        logits = views.mean(0) if mean == "logits" else views.softmax(2).mean(0).log()
+    assert found["tta"]["metrics"]["loss"] == pytest.approx(float(F.cross_entropy(logits, batch.targets)), rel=1e-5)
+    right = (logits.argmax(1) == batch.targets).double().mean()
+    assert found["tta"]["metrics"]["accuracy"] == pytest.approx(float(right))
+    assert found["tta"]["metrics"]["loss"] != found["metrics"]["loss"]
+
+
+def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Callable[..., Any]) -> None:
+    result = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=[five_crop]")
+    assert "with five_crop (mean of logits)" in result.out
+    told = json.loads((trained.directory / "eval_test.json").read_text())["tta"]["metrics"]
+    assert repr(told["loss"]) in result.out
+
+
+def test_an_unknown_view_and_a_mean_without_classes_are_sentences(
+    trained: Any, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    unknown = run(*EVAL, f"ckpt_path={trained.directory}", "tta=[flip,five_crops]")
+    assert unknown.status == 2
+    assert "five_crop" in unknown.err
+    numbers = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
+    assert run(*EVAL, f"ckpt_path={numbers}", "tta=flip").status == 0
+    result = run(*EVAL, f"ckpt_path={numbers}", "tta=flip", "tta_mean=probabilities")
+    assert result.status == 2
+    assert "tta_mean: this task has no classes" in result.err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from runner.assembly.optimizer import table_of_groups
 from runner.assembly.training import Training
 from runner.config.schema.train import Train
+from runner.config.targets import preferred_data
 
 
 def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
@@ -34,13 +36,19 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
             training.device_reason,
         ),
         ("precision", precision.name, precision.reason),
+        *_preferred(config),
+        *training.rows,
+        *([training.started.row()] if training.started else []),
+        *_frozen(training),
         *training.toggled.rows(plan.batch_size),
         (
             "optimizer",
             f"{type(training.state.optimizer).__name__}, {settings}",
             f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
         ),
+        *_groups(training),
         *([("update", training.kernels.name, training.kernels.reason)] if training.kernels.name else []),
+        *_averaging(training),
         (
             "steps",
             f"{training.total_steps:,}",
@@ -48,6 +56,51 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
         ),
     ]
     return rows + (_repeating(config, training.device) if config.deterministic else [])
+
+
+def _preferred(config: Train) -> list[tuple[str, str, str]]:
+    """Whether images are prepared as the trained weights of the model want them."""
+    wanted = preferred_data(config.model)
+    if not wanted:
+        return []
+    normalize = config.data.normalize
+    given = {"image_size": config.data.image_size, "normalize": {"mean": normalize.mean, "std": normalize.std}}
+    own = [f"data.{name}" for name in wanted if given[name] != wanted[name]]
+    size, mean, std = wanted["image_size"], wanted["normalize"]["mean"], wanted["normalize"]["std"]
+    text = f"{size} pixels, mean {', '.join(map(str, mean))}, std {', '.join(map(str, std))}"
+    weights = f"as model.weights={config.model['weights']} had them"
+    return [("images", text, f"{weights}, but for {' and '.join(own)}, which the data decides" if own else weights)]
+
+
+def _frozen(training: Training) -> list[tuple[str, str, str]]:
+    """What is not trained, and until when."""
+    rows = []
+    for part in training.state.freezing.parts:
+        count = sum(parameter.numel() for parameter in part.parameters)
+        until = "for good"
+        if part.steps is not None:
+            until = f"until after step {part.steps:,}"
+        elif part.epochs is not None:
+            until = f"until after epoch {part.epochs:,}"
+        rows.append(("frozen", f"{part.name}, {count:,} parameters", until))
+    return rows
+
+
+def _groups(training: Training) -> list[tuple[str, str, str]]:
+    """How many parameter groups there are, and their rates; the table has each."""
+    rows = table_of_groups(training.state.optimizer)
+    rates = [float(row[3]) for row in rows]
+    return [("groups", str(len(rows)), f"lr {min(rates):.4g} to {max(rates):.4g}")] if rows else []
+
+
+def _averaging(training: Training) -> list[tuple[str, str, str]]:
+    """What is averaged, from when."""
+    averaged = training.state.averaged
+    if averaged is None:
+        return []
+    if averaged.kind == "ema":
+        return [("averaging", f"EMA, decay {averaged.decay}", "after every step" + ", rising" * averaged.warmup)]
+    return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
 
 
 def _repeating(config: Train, device: torch.device) -> list[tuple[str, str, str]]:

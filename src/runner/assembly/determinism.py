@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from runner.engine.state import TrainState
-from runner.engine.step import StepParts, train_step
+from runner.engine.step import StepParts
 from runner.runtime.determinism import caller_in_backward, operation, refusal
 
+Step = Callable[[TrainState, StepParts, Any, float, int, bool], None]
 
-def named_step(state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool) -> None:
-    """`train_step`, to be given to `Loop` where operations without a deterministic form are refused.
 
-    Raises:
-        UserError: in place of torch's error about such an operation in backward, if its module can be found.
+def named(step: Step) -> Step:
+    """A step as `train_step`, to be given to `Loop` where operations without a deterministic form are refused.
+
+    It raises a `UserError` in place of torch's error about such an operation in backward, if its module can be found.
     """
-    try:
-        train_step(state, parts, batch, weight, samples, update)
-    except RuntimeError as error:
-        # In forward the stack says who it was; a compiled graph cannot be looked into.
-        if not operation(str(error)) or parts.objective is not None:
+
+    def named_step(state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool) -> None:
+        try:
+            step(state, parts, batch, weight, samples, update)
+        except RuntimeError as error:
+            _tell(error, state, parts, batch)
             raise
 
-        def forward() -> Tensor:
-            with parts.autocast():
-                return parts.loss(state.model(batch.images), parts.targets(batch.targets))
+    return named_step
 
-        try:
-            caller = caller_in_backward(state.model, forward)
-        except RuntimeError:  # it was in forward after all
-            caller = ""
-        told = refusal(error, caller)
-        assert told is not None, "the error is about such an operation"
-        raise told from error
+
+def _tell(error: RuntimeError, state: TrainState, parts: StepParts, batch: Any) -> None:
+    """Raise a `UserError` if the error is about such an operation."""
+    # In forward the stack says who it was; a compiled graph cannot be looked into.
+    if not operation(str(error)) or parts.objective is not None:
+        return
+
+    def forward() -> Tensor:
+        with parts.autocast():
+            return parts.loss(state.model(batch.images), parts.targets(batch.targets))
+
+    try:
+        caller = caller_in_backward(state.model, forward)
+    except RuntimeError:  # it was in forward after all
+        caller = ""
+    told = refusal(error, caller)
+    assert told is not None, "the error is about such an operation"
+    raise told from error

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from runner.assembly.surgery import first_line, give_head, try_forward
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.config.targets import build, names_argument
+from runner.config.targets import build, extras_of, names_argument
 from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
 from runner.runtime.determinism import refusal
+
+
+class KnownData(Protocol):
+    """What a model has to know of the data: see `runner.data.assembly.Splits`."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+
+    @property
+    def channels(self) -> int:
+        """Colour channels of an image."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width."""
 
 
 def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
@@ -22,7 +40,19 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
     Raises:
         UserError: if what the config says does not fit the data.
     """
-    count = len(splits.classes)
+    task, model = build_model(values, config, splits)
+    facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
+    loss: nn.Module = build("loss", config.loss, facts=facts)
+    return task, model, loss
+
+
+def build_model(values: dict[str, Any], config: Train, data: KnownData) -> tuple[Task, nn.Module]:
+    """Build task and model, for which the data need not be there; what they took from it is written into `values`.
+
+    Raises:
+        UserError: if what the config says does not fit the data.
+    """
+    count = len(data.classes)
     facts: dict[str, Any] = {"num_classes": count or None}
     if not count and config.task.get("num_classes", count) is None:
         raise UserError(
@@ -32,15 +62,17 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
     facts = {
-        "in_channels": splits.channels,
-        "image_size": splits.image_size,
-        "num_classes": task.outputs(splits.classes),
+        "in_channels": data.channels,
+        "image_size": data.image_size,
+        "num_classes": task.outputs(data.classes),
     }
-    _check_against_data("model", config.model, facts)
+    head = extras_of("model", config.model).head
+    # A head that is replaced may have been made for other classes.
+    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
     model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
-    facts = {"num_classes": facts["num_classes"], "class_counts": splits.class_counts}
-    loss: nn.Module = build("loss", config.loss, facts=facts)
-    return task, model, loss
+    if head is not None:
+        give_head(model, head, facts["num_classes"], torch.zeros(1, data.channels, *data.image_size))
+    return task, model
 
 
 def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -82,15 +114,9 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
     """
     target = splits.example[1]
     outputs = task.outputs(splits.classes)
+    inputs = as_given(splits)
+    logits = try_forward(model, inputs)
     with untouched(model):
-        inputs = as_given(splits)
-        shape = tuple(inputs.shape)
-        try:
-            logits = model(inputs)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise refusal(error) or UserError(
-                f"model: cannot take images of shape {shape}: {_first_line(error)}"
-            ) from error
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
@@ -100,7 +126,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
             value = loss(logits, task.targets(target))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise refusal(error) or UserError(
-                f"loss: {_first_line(error)}\n    allowed: a loss that fits the task and its targets"
+                f"loss: {first_line(error)}\n    allowed: a loss that fits the task and its targets"
             ) from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
@@ -115,7 +141,7 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         images = splits.train.prepare(image, places, 0)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise refusal(error) or UserError(
-            f"transform.train: cannot take images of {tuple(image.shape)}: {_first_line(error)}"
+            f"transform.train: cannot take images of {tuple(image.shape)}: {first_line(error)}"
         ) from error
     if splits.train.mix is None:
         return
@@ -123,13 +149,9 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         loss(logits, task.targets(splits.train.mix(images, target, places, 0)[1]))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise UserError(
-            f"transform.mix: gives targets that task and loss cannot take: {_first_line(error)}\n"
+            f"transform.mix: gives targets that task and loss cannot take: {first_line(error)}\n"
             "    allowed: transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:

@@ -11,6 +11,7 @@ from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits
+from runner.engine.averaging import Kind, prefix
 from runner.engine.tasks import Task
 
 
@@ -20,20 +21,29 @@ def monitored(config: Train, task: Task, splits: Splits) -> tuple[str, str]:
     Raises:
         UserError: if there will be no such metric.
     """
-    monitor, mode = _metric("checkpoint.monitor", config.checkpoint.monitor or task.monitor, config, task)
+    named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
+    monitor, mode = _metric("checkpoint.monitor", named, config, task)
     return monitor, config.checkpoint.mode or mode
+
+
+def averaging(config: Train) -> Kind | None:
+    """What kind of average of the weights is evaluated beside them."""
+    return "ema" if config.ema is not None else "swa" if config.swa is not None else None
 
 
 def _metric(key: str, name: str, config: Train, task: Task) -> tuple[str, Literal["min", "max"]]:
     """The full name of a metric of the validation split, and which of its values are usually better."""
-    allowed = [f"val/{metric}" for metric in ("loss", *(config.metrics or task.metric_names()))]
+    own = [f"val/{metric}" for metric in ("loss", *(config.metrics or task.metric_names()))]
+    start = f"val/{prefix(averaging(config))}"
+    allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
     if name not in allowed:
         close = nearest(name, allowed)
         hint = f"; did you mean '{close}'?" if close else ""
         raise UserError(f"{key}: there is no metric '{name}'{hint}\n    allowed: {', '.join(allowed)}")
-    usual: Literal["min", "max"] = "min" if name.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
-    return name, task.mode if name == task.monitor else usual
+    plain = name if name in own else name.replace(start, "val/", 1)
+    usual: Literal["min", "max"] = "min" if plain.rsplit("/", 1)[1] in ("loss", "mae", "rmse", "mse") else "max"
+    return name, task.mode if plain == task.monitor else usual
 
 
 def build_callbacks(config: Train, task: Task, monitor: str, mode: str) -> dict[str, Any]:

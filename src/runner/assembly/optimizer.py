@@ -8,8 +8,10 @@ from torch import nn
 from runner.config.errors import UserError
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
-from runner.config.targets import build, extras_of
+from runner.config.targets import build, extras_of, names_argument
+from runner.optim.groups import Group, parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
+from runner.runtime.blocks import repeated_blocks
 
 
 def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimizer, Kernels]:
@@ -29,19 +31,52 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
+    groups = [group.arguments() for group in divide(config, extras, model)]
     try:
-        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, parameters, facts=facts)
+        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
-    if extras.scale_lr is not None:
-        scale_rates(optimizer, config.data.batch_size * config.accumulate / extras.scale_lr)
+    # The linear scaling rule of Goyal et al., 2017.
+    scale = config.data.samples_a_batch * config.accumulate / extras.scale_lr if extras.scale_lr is not None else 1.0
+    if groups and not all("lr_mult" in group for group in optimizer.param_groups):
+        raise UserError(
+            f"optimizer: {config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate\n"
+            "    allowed: null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer"
+        )
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+        group["lr"] *= scale * group.get("lr_mult", 1.0)
+        group["initial_lr"] = group["lr"]
     start_momentum(optimizer)
     return optimizer, kernels
 
 
-def scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the learning rate of every group, as in Goyal et al., 2017 (the linear scaling rule)."""
-    for group in optimizer.param_groups:
-        group["lr"] *= factor
+def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[Group]:
+    """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike.
+
+    Raises:
+        UserError: if a pattern matches nothing, or the optimizer has no weight decay to keep from anything.
+    """
+    if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
+        return []
+    if extras.no_decay and not names_argument(config.optimizer, "weight_decay"):
+        raise UserError(
+            f"optimizer.no_decay: {config.optimizer['_target_']} has no weight_decay to keep from anything\n"
+            "    allowed: null, or an optimizer with the argument weight_decay"
+        )
+    blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
+    return parameter_groups(model, extras.no_decay, extras.lr_mult, extras.layer_decay, blocks)
+
+
+def table_of_groups(optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """A row for each parameter group: name, tensors, parameters, peak learning rate, weight decay; none if there are no names."""
+    return [
+        [
+            f"{group['name']}" + (f" ({group['algorithm']})" if "algorithm" in group else ""),
+            f"{len(group['params']):,}",
+            f"{sum(parameter.numel() for parameter in group['params']):,}",
+            f"{group['initial_lr']:.4g}",
+            f"{group['weight_decay']:g}" if "weight_decay" in group else "-",
+        ]
+        for group in optimizer.param_groups
+        if "name" in group
+    ]

@@ -33,6 +33,7 @@ class Saving:
         config: the resolved config as YAML text.
         classes: names of the classes.
         identity: which data these are, see `runner.data.identity`.
+        images: channels, height and width of an image.
         loggers: where metrics are stored.
         show: metrics that are on their way there.
         summary: what `summary.json` says; brought up to date here.
@@ -48,6 +49,7 @@ class Saving:
         config: str,
         classes: list[str],
         identity: dict[str, Any],
+        images: Sequence[int],
         loggers: Sequence[Logger],
         show: Outbox,
         summary: dict[str, Any],
@@ -57,7 +59,7 @@ class Saving:
         self.keeper = Keeper(directory.checkpoints, keep)
         self._directory, self._callbacks = directory, callbacks
         self._config, self._classes, self._versions = config, classes, versions()
-        self._identity = identity
+        self._identity, self._images = identity, list(images)
         self._loggers, self._show = loggers, show
         self._summary, self._monitor = summary, monitor
         self._background = Background() if in_background else None
@@ -173,7 +175,8 @@ class Saving:
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
         loop.settle()
-        return resume.contents(loop.state, self._callbacks, self._config, self._classes, self._versions, self._identity)
+        known = (self._config, self._classes, self._versions, self._identity, self._images)
+        return resume.contents(loop.state, self._callbacks, *known)
 
     def _write(
         self,

@@ -57,6 +57,12 @@ def settle(composition: Composition) -> Setup:
         return Setup(checked(values, composition, Train), values, again=again)
     found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
     merged_values, differences = merged(found.contents["config"], str(found.path), composition)
+    if merged_values.get("lr") == "auto":  # the rate was found when the run began, or given
+        merged_values["lr"] = None
+        differences = [difference for difference in differences if difference[0] != "lr"]
+        if again is None:
+            kept = merged_values["optimizer"].get("lr")
+            found.warnings.append(f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={kept}")
     config = checked(merged_values, composition, Train)
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,18 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.assembly.determinism import named_step
+from runner.assembly.averaging import build_averaged, with_swa_rate
+from runner.assembly.batch_size import settle_batch_size
+from runner.assembly.determinism import named
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
+from runner.assembly.start import Started, start_from
+from runner.assembly.surgery import freeze, initialise, known_head
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.config.targets import build
 from runner.data.assembly import Splits, assemble
+from runner.engine.clipping import AdaptiveClip
 from runner.engine.guard import Guard
 from runner.engine.loop import Limits
 from runner.engine.plan import Plan
+from runner.engine.splitting import SplittingStep
 from runner.engine.state import FiniteMeter, Meter, Position, TrainState
 from runner.engine.step import StepParts, train_step
 from runner.engine.tasks import Task
@@ -51,6 +58,8 @@ class Training:
     step: Callable[[TrainState, StepParts, Any, float, int, bool], None]
     toggled: Toggled
     kernels: Kernels
+    started: Started | None
+    rows: list[tuple[str, str, str]]
     warnings: list[str]
 
     @property
@@ -78,6 +87,10 @@ def build_training(
     Raises:
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
+    fitting = None
+    if config.data.batch_size == "auto":
+        fitting = settle_batch_size(config, values, functools.partial(build_training, make_cache=make_cache))
+
     # Device and precision
     prepare_repeating(config.deterministic)
     device, device_reason = choose_device(config.device)
@@ -88,9 +101,12 @@ def build_training(
     splits = splits or assemble(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
+    if fitting is not None:
+        splits.choices.append(("batch", f"{fitting.size:,} samples", fitting.reason))
     values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
     data = config.data
-    plan = Plan(splits.train.samples, data.batch_size, config.accumulate, data.drop_last, config.limit.train_batches)
+    size = data.samples_a_batch
+    plan = Plan(splits.train.samples, size, config.accumulate, data.drop_last, config.limit.train_batches)
     if start is not None and start.batch >= max(1, plan.batches):
         raise UserError(
             f"ckpt_path: the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}\n"
@@ -98,7 +114,7 @@ def build_training(
         )
     if plan.batches == 0:
         raise UserError(
-            f"data.batch_size: {data.batch_size} is more than the {plan.samples} training samples, and "
+            f"data.batch_size: {size} is more than the {plan.samples} training samples, and "
             "data.drop_last=true leaves no batch\n    allowed: a smaller data.batch_size, or data.drop_last=false"
         )
 
@@ -107,12 +123,22 @@ def build_training(
     task, model, loss = build_learner(values, config, splits)
     place(model, loss, device, config.channels_last)
     probe(task, model, loss, splits)
-    toggled = toggle(config, model, loss, precision, as_given(splits))
-
-    # Optimizer and schedule
+    image = as_given(splits)
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     total_steps = limits.total_steps(plan, start)
+
+    # Initial weights, which a checkpoint to resume brings along, and what is not trained
+    rows: list[tuple[str, str, str]] = []
+    started: Started | None = None
+    if start is None:
+        rows += initialise(config, model, image, splits.class_counts)
+        if config.init_from is not None:
+            started = start_from(config, model, known_head(model, image), splits.classes)
+    freezing, late = freeze(config, model, image, total_steps, plan.steps)
+    toggled = toggle(config, model, loss, precision, image)
+
+    # Optimizer and schedule
     optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
     schedule = build(
@@ -120,6 +146,7 @@ def build_training(
         config.scheduler,
         facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
     )
+    schedule = with_swa_rate(schedule, config, plan, total_steps)
     scaled = precision.scaler is not None
     guard = Guard(model, optimizer, config.on_nonfinite, scaled)
     if guard.waits and device.type != "cpu":
@@ -128,17 +155,21 @@ def build_training(
             "kept from steps whose gradients are not finite"
         )
     meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
-    state = TrainState(model, optimizer, schedule, precision.scaler, meter)
+    averaged = build_averaged(config, model, optimizer, plan, total_steps)
+    state = TrainState(model, optimizer, schedule, precision.scaler, meter, averaged=averaged)
+    state.freezing = freezing
     parts = StepParts(
         targets=task.targets,
         loss=loss,
         autocast=precision.autocast,
         clip_norm=config.clip.norm,
         clip_value=config.clip.value,
+        clip_adaptive=AdaptiveClip.of(model, config.clip.agc) if config.clip.agc is not None else None,
         objective=toggled.objective,
         guard=guard,
         take_step=plain_step(optimizer),
     )
+    step = SplittingStep() if config.on_oom == "split" else train_step
     return Training(
         device=device,
         device_reason=device_reason,
@@ -153,10 +184,12 @@ def build_training(
         mode=mode,
         state=state,
         parts=parts,
-        step=named_step if config.deterministic is True else train_step,
+        step=named(step) if config.deterministic is True else step,
         toggled=toggled,
         kernels=kernels,
-        warnings=[*warnings, *toggled.warnings, *splits.warnings],
+        started=started,
+        rows=rows,
+        warnings=[*warnings, *late, *toggled.warnings, *splits.warnings],
     )
 
 
@@ -171,7 +204,7 @@ def training_flops(training: Training, samples: int = 2) -> Flops:
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    training.model.train()
+    training.state.train()
     return count_flops(
         training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
     )

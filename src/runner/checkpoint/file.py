@@ -147,6 +147,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_marked(path: Path) -> bool:
+    """Whether a file ends as checkpoints do, whole or damaged.
+
+    Raises:
+        UserError: if there is no such file, or it cannot be read.
+    """
+    with _opened(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TRAILER))
+        return file.read(len(_MARK)) == _MARK
+
+
 def verify(path: Path) -> None:
     """Check the file's SHA-256.
 

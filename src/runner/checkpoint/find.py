@@ -17,13 +17,14 @@ class Found(NamedTuple):
     warnings: list[str]
 
 
-def load(ckpt_path: str, runs: Path, prefer: str) -> Found:
+def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> Found:
     """Read the checkpoint that `ckpt_path` names.
 
     Args:
         ckpt_path: a file, a run directory, or `last` or `best` for the newest run in `runs`.
         runs: folder with the runs of one name.
         prefer: `last` or `best`: which one a run directory stands for.
+        key: the key of the config that names it, for messages.
 
     Returns:
         The contents. Where `last` is damaged, those of the newest checkpoint of the same run that is not.
@@ -32,23 +33,23 @@ def load(ckpt_path: str, runs: Path, prefer: str) -> Found:
         UserError: if nothing is there, or nothing valid.
     """
     if ckpt_path in ("last", "best"):
-        run, prefer = newest_run(runs), ckpt_path
+        run, prefer = newest_run(runs, key), ckpt_path
     else:
         path = Path(ckpt_path)
         if path.is_file():
-            return _load_file(path)
+            return _load_file(path, key)
         if not path.is_dir():
-            raise UserError(_missing(path))
+            raise UserError(_missing(path, key))
         run = path
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if prefer == "best" and (folder / "best.pt").is_file():
-        return _load_file(folder / "best.pt")
+        return _load_file(folder / "best.pt", key)
     if prefer == "best" and ckpt_path == "best":
-        raise UserError(f"ckpt_path: {run} has no best.pt\n    allowed: ckpt_path=last")
-    return _newest_valid(folder)
+        raise UserError(f"{key}: {run} has no best.pt\n    allowed: {key}=last")
+    return _newest_valid(folder, key)
 
 
-def newest_run(runs: Path) -> Path:
+def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     """The run directory whose `last.pt` was written last.
 
     Raises:
@@ -59,7 +60,7 @@ def newest_run(runs: Path) -> Path:
         others = sorted({path.parts[len(runs.parent.parts)] for path in runs.parent.glob("*/*/checkpoints/last.pt")})
         hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others else ""
         raise UserError(
-            f"ckpt_path: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory{hint}"
+            f"{key}: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory{hint}"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
 
@@ -69,28 +70,28 @@ def step_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*.pt"), key=lambda path: path.name, reverse=True)
 
 
-def _load_file(path: Path) -> Found:
+def _load_file(path: Path, key: str) -> Found:
     try:
         return Found(path, read(path), [])
     except DamagedCheckpoint as error:
         others = [other for other in [path.with_name("last.pt"), *step_files(path.parent)] if other.name != path.name]
         for other in others:
             if other.is_file() and not _same(other, path) and _is_valid(other):
-                raise DamagedCheckpoint(f"{error}\n    the newest valid one beside it: ckpt_path={other}") from None
+                raise DamagedCheckpoint(f"{error}\n    the newest valid one beside it: {key}={other}") from None
         raise
 
 
-def _newest_valid(folder: Path) -> Found:
+def _newest_valid(folder: Path, key: str) -> Found:
     warnings: list[str] = []
     candidates = [path for path in [folder / "last.pt", *step_files(folder)] if path.is_file()]
     if not candidates:
-        raise UserError(f"ckpt_path: {folder} has no checkpoint (last.pt or step_*.pt)")
+        raise UserError(f"{key}: {folder} has no checkpoint (last.pt or step_*.pt)")
     for path in candidates:
         try:
             return Found(path, read(path), warnings)
         except DamagedCheckpoint as error:
             warnings.append(str(error))
-    raise DamagedCheckpoint("ckpt_path: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
+    raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
 
 
 def _is_valid(path: Path) -> bool:
@@ -105,9 +106,9 @@ def _same(first: Path, second: Path) -> bool:
     return first.stat().st_ino == second.stat().st_ino
 
 
-def _missing(path: Path) -> str:
+def _missing(path: Path, key: str) -> str:
     close = ""
     if path.parent.is_dir():
         close = nearest(path.name, [other.name for other in path.parent.iterdir()])
     hint = f"; did you mean '{path.parent / close}'?" if close else ""
-    return f"ckpt_path: there is no {path}{hint}\n    allowed: a checkpoint file, a run directory, last or best"
+    return f"{key}: there is no {path}{hint}\n    allowed: a checkpoint file, a run directory, last or best"

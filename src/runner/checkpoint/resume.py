@@ -36,6 +36,7 @@ def contents(
     classes: list[str],
     versions: dict[str, str],
     data: dict[str, Any] | None = None,
+    images: list[int] | None = None,
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`.
 
@@ -46,6 +47,7 @@ def contents(
         classes: names of the classes.
         versions: versions of packages.
         data: which data the metrics are of, see `runner.data.identity`.
+        images: channels, height and width of an image, so that the model can be used where the data are not.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {
@@ -53,6 +55,8 @@ def contents(
     }
     if data is not None:
         saved["metrics"]["data"] = data
+    if images is not None:
+        saved["metrics"]["images"] = images
     return saved | {
         "format": file.FORMAT,
         "rng": rng.capture(),

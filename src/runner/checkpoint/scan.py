@@ -5,6 +5,7 @@ The archive is looked through before anything of it is unpacked, and the content
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO
@@ -12,9 +13,10 @@ from typing import Any, BinaryIO
 import torch
 
 _DEEPEST = 64  # containers inside each other; states of optimizers have about five
+_LARGEST_IMAGE = 2**28  # numbers of one image: over 9,000 pixels a side, in colour
 _LARGEST = 2**53  # the last whole number that every program keeps exactly
 _ROOM = 2**26  # bytes that tensors may stand for beyond what the file holds: a single number, say, seen as many
-_POSITION = {"epoch": int, "batch": int, "micro_batch": int, "global_step": int, "evaluation_due": bool}
+_POSITION = {"epoch": int, "batch": int, "micro_batch": int, "global_step": int, "evaluation_due": bool, "pieces": int}
 _BEST = {"metric": str, "mode": str, "value": float, "loss": float, "global_step": int, "epoch": int}
 
 
@@ -101,6 +103,29 @@ def _is_identity(item: tuple[Any, Any]) -> bool:
     )
 
 
+def _is_average(averaged: Any) -> bool:
+    """Whether this is what a run saves of averaged weights: nothing, or a kind, a count, and tensors by name or None."""
+    if averaged is None:
+        return True
+    if not isinstance(averaged, dict) or averaged.get("kind") not in ("ema", "swa"):
+        return False
+    updates, weights = averaged.get("updates"), averaged.get("weights")
+    if type(updates) is not int or not 0 <= updates < _LARGEST or "weights" not in averaged:
+        return False
+    return weights is None or (
+        isinstance(weights, dict)
+        and all(isinstance(value, torch.Tensor) or name.endswith("_extra_state") for name, value in weights.items())
+        and all(isinstance(name, str) for name in weights)
+    )
+
+
+def _is_image_shape(shape: Any) -> bool:
+    """Whether these are channels, height and width of an image that fits into memory."""
+    if not isinstance(shape, list) or len(shape) != 3 or not all(type(size) is int and size > 0 for size in shape):
+        return False
+    return math.prod(shape) <= _LARGEST_IMAGE
+
+
 def _wrong_type(contents: dict[str, Any]) -> str:
     """What of the top levels is not what it should be, or an empty string."""
     for key in ("model", "optimizer", "scheduler", "rng", "position", "metrics", "versions"):
@@ -116,11 +141,16 @@ def _wrong_type(contents: dict[str, Any]) -> str:
     weights = {name: value for name, value in contents["model"].items() if not name.endswith("_extra_state")}
     if strange := next((name for name, value in weights.items() if not isinstance(value, torch.Tensor)), None):
         return f"model.{strange} is not a tensor"
+    if not _is_average(contents["averaged"]):
+        return "averaged is not a kind, a number of updates and tensors by name"
     if not isinstance(metrics.get("callbacks"), dict):
         return "metrics.callbacks is not a mapping"
     data = metrics.get("data")
     if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
         return "metrics.data does not give samples and content of splits"
+    images = metrics.get("images")
+    if images is not None and not _is_image_shape(images):
+        return "metrics.images is not channels, height and width"
     best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
     if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
         return "position.left_out is not a list of steps"

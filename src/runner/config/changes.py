@@ -24,19 +24,24 @@ class Change(Enum):
 _OF = {
     Change.REFUSED: (
         *("model", "task", "data.dataset", "data.image_size", "optimizer._target_"),
+        *("optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay"),
         *("data.split.val", "data.split.test", "data.split.seed", "data.split.stratified"),
+        *("init", "init_from", "init_mismatch", "freeze", "unfreeze_at"),
+        *("data.split.folds", "data.split.fold", "data.split.group"),
     ),
     Change.REFUSED_INSIDE_EPOCH: (
         *("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches"),
     ),
     Change.REPORTED: (
-        *("epochs", "max_steps", "optimizer", "scheduler", "loss", "clip.norm", "clip.value"),
+        *("epochs", "max_steps", "lr", "optimizer", "scheduler", "loss", "clip.norm", "clip.value", "clip.agc"),
         *("transform.sample_train", "transform.sample_eval", "transform.train", "transform.eval", "transform.mix"),
         *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error"),
         *("device", "threads", "amp", "channels_last", "compile", "cudnn_benchmark", "tf32", "matmul_precision"),
         *("compiler.mode", "compiler.fullgraph", "compiler.dynamic", "deterministic"),
         *("evaluate.every_epochs", "evaluate.every_steps", "limit.eval_batches", "metrics", "callbacks"),
         *("checkpoint.monitor", "checkpoint.mode", "on_nonfinite"),
+        *("on_oom", "ema", "swa", "averaging.warmup", "averaging.lr", "averaging.anneal_epochs"),
+        "averaging.recalibrate_batches",
     ),
     Change.ALLOWED: (
         *(
@@ -50,6 +55,7 @@ _OF = {
             "detect_anomaly",
             "activation_checkpointing",
         ),
+        *("post_mortem", "watch.shapes", "watch.finite"),
         *("data.name", "data.root", "data.download", "data.residency", "data.cache", "data.cache_dir"),
         *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
         *("data.timeout_s", "data.identity", "evaluate.batch_size", "evaluate.test"),

@@ -63,6 +63,8 @@ def _examine_one(
             result.problems.append(problem_of_group)
         elif not override.is_delete() and selected(override) == ["null"]:
             result.accepted.append(f"~{key}")  # Hydra takes null in files only
+        elif not override.is_sweep_override() and isinstance(override.value(), int | float):
+            result.accepted.append(f"{key}='{selected(override)[0]}'")  # a name such as nan is a number to Hydra
         else:
             result.accepted.append(("~" if override.is_delete() else "") + word.lstrip("+~"))
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
 
@@ -11,10 +13,11 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.keys import flatten
+from runner.config.rate import two_rates, use_rate
 from runner.config.rules import conflicts
 from runner.config.schema.sections import EXTRAS
 from runner.config.schema.train import Train
-from runner.config.targets import bind, check_extras, optimizers_taking, refusal, targets_in
+from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data, refusal, targets_in
 from runner.config.validate import nodes, shown, typed, with_origins
 
 T = TypeVar("T", bound=Train)
@@ -36,10 +39,14 @@ _LONGEST_NAME = 200
 
 
 def problems_in(values: dict[str, Any], composition: Composition, schema: type[T]) -> tuple[T | None, list[Problem]]:
-    """Validate plain values: types, ranges, rules between keys, and the signature of every component."""
+    """Validate plain values: types, ranges, rules between keys, and the signature of every component.
+
+    A number under `lr` is put where it belongs, into `optimizer.lr`, in `values` too.
+    """
     config, problems = typed(schema, values)
     if config is not None:
-        problems += conflicts(config)
+        problems += [*conflicts(config), *two_rates(values, composition.words)]
+        use_rate(config, values)
     for key, node in nodes(schema, values):
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
@@ -68,11 +75,33 @@ def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -
     config, problems = problems_in(values, composition, schema)
     if problems or config is None:
         raise ConfigError(problems)
+    if values is composition.values and values["ckpt_path"] is None and _prefer(values, composition.words):
+        config, problems = typed(schema, values)
+        assert config is not None, problems
     return config
 
 
+def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
+    """Have images prepared as a model that was trained before wants them, where the command line says nothing else.
+
+    Returns:
+        Whether anything in `values` was changed.
+    """
+    wanted = preferred_data(values["model"])
+    data, before = values["data"], copy.deepcopy(values["data"])
+    given = {word.partition("=")[0] for word in words}
+    for key in ("data.image_size", "data.normalize"):
+        name = key.partition(".")[2]
+        if name in wanted and not any(word == key or word.startswith(f"{key}.") for word in given):
+            data[name] = wanted[name]
+    mean = before["normalize"]["mean"]
+    if data != before and mean is not None and len(mean) == 1:  # grey images: the colours share one
+        data["normalize"] = {name: [sum(each) / len(each)] for name, each in data["normalize"].items()}
+    return bool(data != before)
+
+
 _FETCHING = ("data.download", "data.dataset.download")  # written to disk by fetching, so the command line decides
-_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time")
+_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem")
 
 
 def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
@@ -165,3 +194,6 @@ def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
             continue
         if before.get("_target_") == after.get("_target_"):
             after |= {name: before.get(name) for name in names if name in after and after[name] is None}
+    before, after = original.get("data"), values.get("data")
+    if isinstance(before, dict) and isinstance(after, dict) and after.get("batch_size") == "auto":
+        after["batch_size"] = before.get("batch_size")

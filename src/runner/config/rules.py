@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any, get_origin
 
 from runner.config import keys
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem, nearest
+from runner.config.freezing import MOMENT, entries
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
+from runner.config.schema.export import Export
+from runner.config.schema.find_lr import FindLr
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.schema.train import Train
 
 
@@ -27,6 +32,12 @@ def conflicts(config: Train) -> list[Problem]:
         "epochs",
         "is null and so is max_steps, so the run would never end",
         "set epochs=30 or max_steps=10000",
+    )
+    forbid(
+        config.lr == "auto" and type(config) is not Train,
+        "lr",
+        "is auto, which is for train: it searches, and trains with what it finds",
+        "a number, or null",
     )
     forbid(
         config.max_time is not None and not _is_duration(config.max_time),
@@ -48,12 +59,33 @@ def conflicts(config: Train) -> list[Problem]:
         "tf32=false, or deterministic=false",
     )
     _of_speed(config, forbid)
+    _of_weights(config, forbid)
+    _of_averaging(config, forbid)
     split = config.data.split
     forbid(
         split.val + split.test >= 1,
         "data.split",
         f"val={split.val} and test={split.test} leave nothing to train on",
         "shares that add up to less than 1",
+    )
+    forbid(
+        split.folds is not None and split.fold >= split.folds,
+        "data.split.fold",
+        f"is {split.fold}, and there are {split.folds} folds",
+        f"0 to {(split.folds or 1) - 1}",
+    )
+    forbid(
+        split.folds is None and split.fold > 0,
+        "data.split.fold",
+        "picks one of several folds, but data.split.folds is null",
+        "data.split.folds=5, or another number of folds",
+    )
+    watched = [key for key in ("shapes", "finite") if getattr(config.watch, key)]
+    forbid(
+        bool(watched) and config.compile is not False,
+        f"watch.{watched[0]}" if watched else "watch",
+        "looks at every module, which a compiled model does not run one by one",
+        "compile=false",
     )
     mean, std = config.data.normalize.mean, config.data.normalize.std
     forbid(
@@ -116,10 +148,16 @@ def conflicts(config: Train) -> list[Problem]:
         f"'{config.name}' cannot be a folder name",
         "letters, digits, - _ . and / between folders",
     )
+    if isinstance(config, FindLr):
+        forbid(config.start >= config.end, "start", f"is {config.start:g}, and end is {config.end:g}", "less than end")
     if isinstance(config, Bench):
         found += _of_bench(config)
     elif isinstance(config, Audit):
         found += _of_audit(config)
+    elif isinstance(config, Export):
+        found += _of_export(config)
+    elif isinstance(config, Inspect):
+        found += _of_inspect(config)
     return found
 
 
@@ -160,6 +198,18 @@ def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> N
         "compiler.mode=default or max-autotune-no-cudagraphs, or accumulate=1",
     )
     forbid(
+        compiled and mode in ("reduce-overhead", "max-autotune") and config.on_oom == "split",
+        "on_oom",
+        f"is split, but compiler.mode={mode} replays CUDA graphs, which overwrite the gradients that pieces add up",
+        "on_oom=raise, or compiler.mode=default or max-autotune-no-cudagraphs",
+    )
+    forbid(
+        isinstance(config, Audit | Bench) and config.data.batch_size == "auto",
+        "data.batch_size",
+        "is auto, which may find another number for each side that is compared",
+        "a number",
+    )
+    forbid(
         bool(optimizer.get("fused")) and bool(optimizer.get("foreach")),
         "optimizer.fused",
         "is true, and so is optimizer.foreach, but a step is made in one of the two ways",
@@ -173,6 +223,60 @@ def _of_speed(config: Train, forbid: Callable[[bool, str, str, str], None]) -> N
     )
 
 
+def _of_weights(config: Train, forbid: Callable[[bool, str, str, str], None]) -> None:
+    """What initial and frozen weights cannot be."""
+    schemes = [config.init] if isinstance(config.init, str) else config.init or []
+    drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
+    forbid(len(drawn) > 1, "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them")
+    forbid(
+        bool(drawn) and config.model.get("weights") is not None,
+        "init",
+        f"has {', '.join(drawn)}, which would overwrite the weights that model.weights loads",
+        "model.weights=null, or init without it",
+    )
+    forbid(
+        config.init_mismatch != "head" and config.init_from is None,
+        "init_mismatch",
+        "has no effect without init_from",
+        "init_from=PATH, or init_mismatch=head",
+    )
+    forbid(
+        config.unfreeze_at is not None and not config.freeze,
+        "unfreeze_at",
+        "has no effect, as freeze names nothing",
+        "freeze=[...], or unfreeze_at=null",
+    )
+    for key, freeze, moment in (("unfreeze_at", "all", config.unfreeze_at), ("freeze", config.freeze, None)):
+        try:
+            entries(freeze, moment)
+        except ValueError as error:
+            forbid(True, key, f"cannot be had: {error}", f"null, or {'names with @ and ' * (key == 'freeze')}{MOMENT}")
+
+
+def _of_averaging(config: Train, forbid: Callable[[bool, str, str, str], None]) -> None:
+    """What averages of the weights cannot be, and what has no effect without them."""
+    averaging = config.averaging
+    forbid(
+        config.ema is not None and config.swa is not None,
+        "swa",
+        "is set, and so is ema, but one average is kept",
+        "swa=null, or ema=null",
+    )
+    forbid(
+        config.swa is not None and config.evaluate.every_epochs is None and config.evaluate.every_steps is None,
+        "swa",
+        "computes BatchNorm's statistics at evaluations, but evaluate.every_epochs and evaluate.every_steps are null",
+        "evaluate.every_epochs=1, or swa=null",
+    )
+    for key, value in (("lr", averaging.lr), ("recalibrate_batches", averaging.recalibrate_batches)):
+        forbid(
+            value is not None and config.swa is None,
+            f"averaging.{key}",
+            "has no effect without swa",
+            f"averaging.{key}=null, or swa=0.75",
+        )
+
+
 def _of_bench(config: Bench) -> list[Problem]:
     """What a comparison cannot do."""
     found = _of_vary(config.vary)
@@ -181,6 +285,26 @@ def _of_bench(config: Bench) -> list[Problem]:
         if f"vary.{key}" not in wrong and config.part == "data" and not key.startswith("data."):
             message = "is not about the data, which is all that part=data compares"
             found.append(Problem(f"vary.{key}", message, "keys of data, or part=train"))
+    return found
+
+
+def _of_export(config: Export) -> list[Problem]:
+    """What cannot be quantised, and formats and batch sizes that are none."""
+    found: list[Problem] = []
+    formats = [config.format] if isinstance(config.format, str) else config.format
+    if not formats:
+        found.append(
+            Problem("format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript")
+        )
+    if not config.batch_sizes:
+        found.append(Problem("batch_sizes", "names no batch size to compare at", "such as [1,8]"))
+    if config.int8 and "onnx" not in formats:
+        found.append(
+            Problem("int8", "is made of the ONNX model, which format leaves out", "format=onnx, or int8=false")
+        )
+    if config.int8 and config.include_preprocessing:
+        message = "is measured on normalised images, which a model with include_preprocessing=true does not take"
+        found.append(Problem("int8", message, "one of the two"))
     return found
 
 
@@ -213,6 +337,15 @@ def _of_audit(config: Audit) -> list[Problem]:
     if config.a is not None and config.vary:
         found.append(Problem("vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"))
     return found
+
+
+def _of_inspect(config: Inspect) -> list[Problem]:
+    """A file of features whose ending says no format."""
+    ending = PurePath(config.output or "").suffix
+    if not config.features or ending in ("", *FEATURE_FILES):
+        return []
+    allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"
+    return [Problem("output", f"cannot be {config.output} where features are written", allowed)]
 
 
 def _is_section(annotation: Any) -> bool:

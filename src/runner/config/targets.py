@@ -313,6 +313,20 @@ def names_argument(node: Mapping[str, Any], name: str) -> bool:
     return signature is not None and name in signature.parameters
 
 
+def preferred_data(node: Mapping[str, Any]) -> dict[str, Any]:
+    """How a component wants the images, by names of keys of `data`: what its `preferred_data` gives for its arguments.
+
+    Only a target that has such a function says so, see `runner.models.torchvision_zoo.classifier`.
+    """
+    target = resolve(str(node["_target_"]))
+    wanted = getattr(target, "preferred_data", None)
+    if wanted is None:
+        return {}
+    plain = without_extras("model", node, signature_of(target))
+    found: dict[str, Any] = wanted(**{name: value for name, value in plain.items() if not name.startswith("_")})
+    return found
+
+
 def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any] | None = None) -> Any:
     """Build a component: call its target with the arguments of the config, nested components built first.
 

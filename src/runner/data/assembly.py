@@ -19,6 +19,7 @@ from runner.data.augment import Pipeline
 from runner.data.cache_file import NOT_READ
 from runner.data.identity import identity
 from runner.data.indices import Indices
+from runner.data.leakage import leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.mixing import Mixing
 from runner.data.residency import plan_reading
@@ -76,6 +77,11 @@ class Splits:
     identify: Callable[[], dict[str, Any]] = dict
     parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.channels, *self.image_size
+
     def named(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
         return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
@@ -112,10 +118,9 @@ def assemble(
     """
     facts = {"root": data.root, "download": data.download, "image_size": data.image_size}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
-    split = data.split
-    parts = carve(datasets, split.val, split.test, split.seed, split.stratified)
-    sample_train = _callables("transform.sample_train", transform.sample_train)
-    sample_eval = _callables("transform.sample_eval", transform.sample_eval)
+    parts = carve(datasets, data.split)
+    sample_train = callables("transform.sample_train", transform.sample_train)
+    sample_eval = callables("transform.sample_eval", transform.sample_eval)
 
     stand_ins = (
         {name: StandIns(seed, indices) for name, (_, indices) in parts.items()} if data.on_error == "skip" else {}
@@ -124,7 +129,7 @@ def assemble(
     train_set, train_indices = parts["train"]
     first, target = _first(train_set, train_indices, sample_eval, stand_ins.get("train"))
     reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
-    choices, warnings = reading.choices, reading.warnings
+    choices, warnings = reading.choices, [*reading.warnings, *leaks(parts, data.split.group)]
     classes = _classes(train_set)
     targets = targets_of(train_set)
     mean, std = data.normalize.mean, data.normalize.std
@@ -140,7 +145,7 @@ def assemble(
 
     def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
-        size, shuffle = (data.batch_size, data.shuffle) if training else (eval_batch_size, False)
+        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
         others, note = stand_ins.get(name), skipped.noting(name, dataset)
         if reading.in_memory is not None:
             images, numbers = reading.stored(dataset)
@@ -174,7 +179,7 @@ def assemble(
             return None
         key = "train" if training else "eval"
         nodes = transform.train if training else transform.eval
-        steps = _callables(f"transform.{key}", nodes)
+        steps = callables(f"transform.{key}", nodes)
         pipeline = Pipeline(steps, mean, std, seed, device, channels_last)
         mix = mixing if training else None
         return SplitData(loader(name, training, pipeline, mix), pipeline, len(parts[name][1]), mix)
@@ -228,7 +233,12 @@ def _mixing(node: dict[str, Any] | None, seed: int, classes: int) -> Mixing | No
     return Mixing(made, seed, classes or None)
 
 
-def _callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
+def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
+    """Build a list of transforms.
+
+    Raises:
+        UserError: if one refuses its arguments, or is nothing that can be called.
+    """
     built = [build(f"{key}.{index}", node) for index, node in enumerate(nodes)]
     for index, made in enumerate(built):
         if not callable(made):

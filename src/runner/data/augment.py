@@ -234,6 +234,9 @@ class Pipeline:
         seed: seed of the run.
         device: device that batches are on.
         channels_last: give images in NHWC memory layout.
+
+    Attributes:
+        of_bytes: factor and subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
     """
 
     def __init__(
@@ -253,7 +256,7 @@ class Pipeline:
         # x * scale - shift, of pixels up to 255 and of pixels up to 1; worked out in float64.
         inverse = 1 / torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
         shift = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1) * inverse
-        self._of_bytes, self._of_floats = (
+        self.of_bytes, self._of_floats = (
             (scale.float().to(device), shift.float().to(device)) for scale in (inverse / 255, inverse)
         )
 
@@ -281,7 +284,7 @@ class Pipeline:
         return self._normalised(images)
 
     def _normalised(self, images: Tensor) -> Tensor:
-        scale, shift = self._of_bytes if images.dtype == torch.uint8 else self._of_floats
+        scale, shift = self.of_bytes if images.dtype == torch.uint8 else self._of_floats
         if images.device.type == "cpu" and self._format == torch.channels_last and images.shape[1] > 1:
             # Arithmetic with a value for each channel is slow in this layout, so it is done before the conversion.
             normalised = torch.empty(images.shape, memory_format=self._format)

@@ -201,7 +201,7 @@ def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]
     paths: list[Path] = []
     targets: list[int] = []
     for target, name in enumerate(classes):
-        found = sorted(_images_below(folder / name))
+        found = sorted(images_below(folder / name))
         if not found:
             raise UserError(
                 f"data.root: the class folder {(folder / name).absolute()} has no images "
@@ -212,7 +212,7 @@ def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]
     return paths, targets
 
 
-def _images_below(folder: Path) -> Iterator[Path]:
+def images_below(folder: Path) -> Iterator[Path]:
     """All images under a folder, through links to folders too, but never back up and nowhere twice."""
     seen = {folder.resolve(), *folder.resolve().parents}
     pending = [folder]

@@ -102,10 +102,10 @@ def plan_reading(
     plan = Reading()
     train, indices = parts["train"]
     stand_ins = StandIns(0, indices) if data.on_error == "skip" else None
-    largest = max(data.batch_size, eval_batch_size)
+    largest = max(data.samples_a_batch, eval_batch_size)
 
     def crew(dataset: Dataset[Any]) -> Crew:
-        size, wanted = data.batch_size, data.num_workers
+        size, wanted = data.samples_a_batch, data.num_workers
         return muster(wanted, data.prefetch, dataset, indices, sample_train, size, largest, example.nbytes, stand_ins)
 
     decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.config.schema.sections import Split
+from runner.data.groups import deal, divide_groups, fold_groups, groups_of, numbered
 from runner.data.indices import Indices, Whole
 
 _HELD_OUT = ("val", "test")
@@ -48,12 +50,8 @@ def split_indices(
     if targets is not None and len(targets) != n:
         raise ValueError(f"there are {len(targets)} targets for {n} samples")
     sizes = _checked_sizes(fractions, n)
-    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + _SALT) % 2**63)
-    order = torch.randperm(n, generator=generator)
-    if stratified and targets is not None and targets.dim() == 1 and not targets.is_floating_point():
-        classes, counts = torch.unique(targets.cpu(), return_inverse=True, return_counts=True)[1:]
-    else:
-        classes, counts = torch.zeros(n, dtype=torch.int64), torch.tensor([n])
+    order, classes = _order(n, seed), _strata(targets if stratified else None, n)
+    counts = torch.bincount(classes)
     names = [name for name in _HELD_OUT if name in fractions]
     taken = _apportion(counts.numpy(), [fractions[name] for name in names], [sizes[name] for name in names])
 
@@ -72,17 +70,70 @@ def split_indices(
     return {"train": train, **splits}
 
 
-def carve(
-    datasets: Mapping[str, Dataset[Any]], val: float, test: float, seed: int, stratified: bool
-) -> dict[str, tuple[Dataset[Any], Indices]]:
+def _order(n: int, seed: int) -> Tensor:
+    """A random permutation of n samples, int64 (n,), that depends on the seed of the split alone."""
+    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + _SALT) % 2**63)
+    return torch.randperm(n, generator=generator)
+
+
+def _strata(targets: Tensor | None, n: int) -> Tensor:
+    """The class of each sample, int64 (n,) from 0 on; all 0 where the targets are no classes."""
+    if targets is None or targets.dim() != 1 or targets.is_floating_point():
+        return torch.zeros(n, dtype=torch.int64)
+    classes: Tensor = torch.unique(targets.cpu(), return_inverse=True)[1]
+    return classes
+
+
+def _divided(
+    targets: Tensor | None, groups: Tensor | None, n: int, fractions: Mapping[str, float], split: Split
+) -> dict[str, Tensor]:
+    """`split_indices`, or the same with groups kept together, or with a fold for validation.
+
+    The test split is set apart first, so that it is the same for every fold; the folds share out what is left.
+    """
+    shares = dict(fractions)
+    if split.folds is not None:
+        shares.pop("val")
+    if groups is None:
+        splits = split_indices(targets, n, shares, split.seed, split.stratified)
+    else:
+        splits = _whole_groups(targets, groups, n, shares, split)
+    if split.folds is None:
+        return splits
+    rest = splits["train"]
+    place, classes = _order(len(rest), split.seed), _strata(targets if split.stratified else None, n)[rest]
+    if groups is None:
+        fold = deal(classes, split.folds, place)
+    else:
+        fold = fold_groups(classes, numbered(groups[rest].tolist()), split.folds, place)
+    return splits | {"train": rest[fold != split.fold], "val": rest[fold == split.fold]}
+
+
+def _whole_groups(
+    targets: Tensor | None, groups: Tensor, n: int, fractions: Mapping[str, float], split: Split
+) -> dict[str, Tensor]:
+    _checked_sizes(fractions, n)
+    names = ["train", *fractions]
+    classes = _strata(targets if split.stratified else None, n)
+    shares = [1 - sum(fractions.values()), *fractions.values()]
+    number = divide_groups(classes, groups, shares, _order(n, split.seed))
+    splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(names)}
+    for name, indices in splits.items():
+        if len(indices) == 0:
+            raise UserError(
+                f"data.split.group: there are {int(groups.max()) + 1} groups, too few or too large for any to be in "
+                f"'{name}'\n    allowed: more groups, other shares, or a share of 0 for no such split"
+            )
+    return splits
+
+
+def carve(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
     """Complete the splits of a data set: what it does not give is carved from 'train'.
 
     Args:
         datasets: 'train' and optionally 'val' and 'test', map-style data sets.
-        val: share of 'train' to hold out for validation if there is no 'val'; 0 for none.
-        test: share of 'train' to hold out for testing if there is no 'test'; 0 for none.
-        seed: seed of the split.
-        stratified: whether classes keep their proportions, where the targets are known and are classes.
+        split: section of the config: the shares of 'train' that are held out where there is no such split, 0 for none;
+            or the folds of which one is; and what is kept together.
 
     Returns:
         For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and the
@@ -90,8 +141,8 @@ def carve(
         set has no list of indices, so that it may be of any size.
 
     Raises:
-        UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, or a
-            fraction above 0 comes to no sample.
+        UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, a
+            fraction above 0 comes to no sample, or folds or groups cannot be made.
     """
     for name in datasets:
         if name not in ("train", *_HELD_OUT):
@@ -100,11 +151,17 @@ def carve(
         raise UserError(f"data.dataset: it gives no 'train' split, only {', '.join(datasets) or 'nothing'}.")
     sizes = {name: _length(name, dataset) for name, dataset in datasets.items()}
     source, n = datasets["train"], sizes["train"]
-    fractions = {name: share for name, share in (("val", val), ("test", test)) if name not in datasets and share != 0}
-    targets = _matching_targets(source, n) if fractions and stratified else None
+    if split.folds is not None and "val" in datasets:
+        raise UserError(
+            f"data.split.folds: is {split.folds}, but this data set has a validation split of its own\n    allowed: null"
+        )
+    asked = (("val", split.val if split.folds is None else 1 / split.folds), ("test", split.test))
+    fractions = {name: share for name, share in asked if name not in datasets and share != 0}
+    targets = _matching_targets(source, n) if fractions and split.stratified else None
+    groups = numbered(groups_of(source, split.group)) if fractions and split.group is not None else None
     carved: dict[str, Indices] = {"train": Whole(n)}
     if fractions:
-        carved |= split_indices(targets, n, fractions, seed, stratified)
+        carved |= _divided(targets, groups, n, fractions, split)
     for name, indices in carved.items():
         if len(indices) == 0:
             raise UserError(

@@ -131,6 +131,14 @@ class Skipped:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def of(self, split: str) -> dict[int, str]:
+        """The samples of a split that could not be read so far, each with the file if it has one, and the reason."""
+        return {
+            sample: entry["reason"] if entry["path"] is None else f"{entry['path']}: {entry['reason']}"
+            for (name, sample), entry in self._entries.items()
+            if name == split
+        }
+
     def noting(self, split: str, dataset: Any) -> Callable[[Sequence[Unreadable]], None]:
         """Gives a function that takes down samples of a split, whose files the data set names if it has `path`."""
 

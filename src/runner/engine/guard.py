@@ -64,6 +64,11 @@ class Guard:
         """Whether every step waits for the device."""
         return not self.scaled and not self.by_kernel
 
+    @property
+    def left_out(self) -> Tensor | None:
+        """A flag on the device, above 0 if the step under way is left out and training goes on; None where none ever is."""
+        return self._found if self.policy == "skip" else None
+
     def start(self) -> None:
         """Forget what was found, and take the buffers as they are for good."""
         self._found.zero_()

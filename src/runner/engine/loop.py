@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from runner.engine.averaging import loss_beside
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
@@ -173,7 +174,7 @@ class Loop:
 
     def _begin(self) -> None:
         """Make the next step the first one after whatever put the state where it is."""
-        self.state.model.train()
+        self.state.train()
         self.state.set_learning_rate()
         if self.parts.guard is not None:
             self.parts.guard.start()
@@ -323,7 +324,7 @@ class Loop:
         state.last_metrics = metrics
         name, mode = self.monitor
         value = metrics[name]
-        loss = metrics["val/loss"]
+        loss = metrics[loss_beside(name)]
         if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
             state.best = Best(name, mode, value, loss, state.position.global_step, state.position.epoch)
             self.improved = True

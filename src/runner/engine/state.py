@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from runner.engine.averaging import Averaged
+from runner.engine.freezing import Freezing
+
 
 class Schedule(Protocol):
     """Learning rate as a multiple of each parameter group's `initial_lr`."""
@@ -41,6 +44,7 @@ class Position:
         global_step: optimizer steps done.
         evaluation_due: the validation split is to be evaluated before going on.
         left_out: numbers of the optimizer steps, from 1, that are not trained on as their gradients are not finite.
+        pieces: parts that each batch is trained on in, one after the other, since memory did not suffice for fewer.
     """
 
     epoch: int = 0
@@ -49,6 +53,7 @@ class Position:
     global_step: int = 0
     evaluation_due: bool = False
     left_out: list[int] = field(default_factory=list)
+    pieces: int = 1
 
 
 @dataclass
@@ -146,6 +151,15 @@ class TrainState:
     position: Position = field(default_factory=Position)
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
+    averaged: Averaged | None = None
+    freezing: Freezing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.freezing = Freezing(self.model)
+
+    def train(self) -> None:
+        """Put the model into training mode for the next step, but for what is frozen."""
+        self.freezing.train(self.position)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers under the names that a checkpoint has."""
@@ -154,7 +168,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict() if self.scaler else None,
-            "averaged": None,
+            "averaged": self.averaged.state_dict() if self.averaged else None,
             "position": asdict(self.position),
             "metrics": {
                 "best": asdict(self.best) if self.best else None,
@@ -170,6 +184,8 @@ class TrainState:
             ValueError: if names or shapes of the weights or the optimizer's groups do not fit.
         """
         load_weights(self.model, state["model"])
+        if self.averaged is not None:
+            self.averaged.load_state_dict(state["averaged"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.schedule.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from runner.engine.clipping import AdaptiveClip, clip_gradients
 from runner.engine.guard import Guard
 from runner.engine.state import TrainState
 
@@ -40,6 +40,7 @@ class StepParts:
         autocast: gives the context that forward and loss run in.
         clip_norm: largest norm of all gradients together; None for no limit.
         clip_value: largest absolute value of a gradient element; None for no limit.
+        clip_adaptive: bounds of each unit's gradient; None for no limit.
         objective: (images, targets) -> loss, in place of model and loss one after the other; None for these.
         guard: keeps the optimizer from steps whose gradients are not finite; None lets it take them.
         take_step: what `optimizer.step` does, in less time; None for that itself.
@@ -50,6 +51,7 @@ class StepParts:
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     clip_norm: float | None = None
     clip_value: float | None = None
+    clip_adaptive: AdaptiveClip | None = None
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     guard: Guard | None = None
     take_step: Callable[[], object] | None = None
@@ -59,7 +61,8 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
     """Train on one batch; at the end of an accumulation window, update the weights.
 
     The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
-    then finite check, unscale, clip, optimizer step, scaler update; counters and the next learning rate are the loop's.
+    then finite check, unscale, clip, optimizer step, scaler update, averaging; counters and the next learning rate are the
+    loop's.
     Nothing here waits for the device.
 
     Args:
@@ -103,10 +106,10 @@ def update_weights(state: TrainState, parts: StepParts) -> None:
     """Take an optimizer step with the gradients, and drop them."""
     model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
     if guard is None or guard.allows_step():
-        if parts.clip_norm is not None or parts.clip_value is not None:
+        if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            clip_gradients(model, parts.clip_norm, parts.clip_value)
+            clip_gradients(model, parts.clip_norm, parts.clip_value, parts.clip_adaptive)
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -114,17 +117,11 @@ def update_weights(state: TrainState, parts: StepParts) -> None:
             parts.take_step()
         else:
             optimizer.step()
+        if state.averaged is not None:
+            state.averaged.update(state.position.global_step + 1, guard.left_out if guard is not None else None)
     if guard is not None:
         guard.stepped()
     # As zero_grad(set_to_none=True) does, without its bookkeeping.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def clip_gradients(model: nn.Module, norm: float | None, value: float | None) -> None:
-    """Bound the gradients: each element by `value`, then all together by the 2-norm `norm`."""
-    if value is not None:
-        torch.nn.utils.clip_grad_value_(model.parameters(), value)
-    if norm is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), norm)

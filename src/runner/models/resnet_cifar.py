@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.models.checks import at_least
+from runner.models.checks import at_least, share
+from runner.models.drop_path import DropPath, linear_rates
 
 
 class BasicBlock(nn.Module):
@@ -15,14 +16,16 @@ class BasicBlock(nn.Module):
         inputs: channels of the incoming features.
         outputs: channels of the outgoing features.
         stride: stride of the first convolution; the shortcut follows with a 1x1 convolution.
+        drop_path: probability of leaving out a sample's residual branch while training.
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, drop_path: float = 0.0) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
+        self.drop_path = DropPath(drop_path)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
@@ -33,7 +36,7 @@ class BasicBlock(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Features (B, outputs, ceil(H / stride), ceil(W / stride)) of features (B, inputs, H, W)."""
         residual = F.relu(self.bn1(self.conv1(features)))
-        residual = self.bn2(self.conv2(residual))
+        residual = self.drop_path(self.bn2(self.conv2(residual)))
         return F.relu(residual + self.shortcut(features))
 
 
@@ -44,28 +47,39 @@ class ResNet18(nn.Module):
         in_channels: channels of the images.
         num_classes: number of outputs.
         width: channels of the stem and of the first stage; they double in each of the three later ones.
+        dropout: probability of zeroing a feature before the head while training.
+        drop_path: probability of leaving out a sample's residual branch while training, in the last of the eight blocks;
+            it rises linearly from the first one.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, width: int = 64) -> None:
+    def __init__(
+        self, in_channels: int, num_classes: int, width: int = 64, dropout: float = 0.0, drop_path: float = 0.0
+    ) -> None:
         super().__init__()
         at_least("in_channels", in_channels)
         at_least("num_classes", num_classes)
         at_least("width", width)
+        share("dropout", dropout)
+        share("drop_path", drop_path)
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, kernel_size=3, padding=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
         )
+        rates = iter(linear_rates(drop_path, 8))
         channels = [width, width, 2 * width, 4 * width, 8 * width]
         self.stages = nn.Sequential(
             *(
-                nn.Sequential(BasicBlock(inputs, outputs, stride), BasicBlock(outputs, outputs, 1))
+                nn.Sequential(
+                    BasicBlock(inputs, outputs, stride, next(rates)), BasicBlock(outputs, outputs, 1, next(rates))
+                )
                 for inputs, outputs, stride in zip(channels, channels[1:], (1, 2, 2, 2), strict=False)
             )
         )
+        self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(channels[-1], num_classes)
         self._initialise()
 
@@ -80,5 +94,5 @@ class ResNet18(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W), both floating point."""
         features = self.stages(self.stem(images))
-        logits: Tensor = self.head(features.mean(dim=(2, 3)))
+        logits: Tensor = self.head(self.dropout(features.mean(dim=(2, 3))))
         return logits

@@ -74,6 +74,38 @@ def classifier(
     return model
 
 
+def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict[str, Any]:
+    """The size in pixels and the statistics that trained weights want images to have, as torchvision has them.
+
+    Args:
+        name: name of the model.
+        weights: as for `classifier`.
+        **others: further arguments of `classifier`, which say nothing about this.
+
+    Returns:
+        `image_size` and `normalize` for the section `data` of the config; nothing for random weights.
+
+    Raises:
+        UserError: the weights do not exist.
+    """
+    from torchvision import models
+
+    entry = _weights_entry(name, weights) if name in models.list_models(module=models) else None
+    if entry is None:
+        return {}
+    transforms = entry.transforms()
+    return {
+        "image_size": int(transforms.crop_size[0]),
+        "normalize": {
+            "mean": [float(value) for value in transforms.mean],
+            "std": [float(value) for value in transforms.std],
+        },
+    }
+
+
+classifier.preferred_data = preferred_data  # type: ignore[attr-defined]
+
+
 def _unknown(key: str, what: str, word: str, choices: Iterable[str]) -> str:
     pool = list(choices)
     close = difflib.get_close_matches(word.lower(), pool, n=3, cutoff=0.5)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.models.checks import at_least, share
+from runner.models.drop_path import DropPath, linear_rates
 
 
 class Attention(nn.Module):
@@ -45,9 +46,10 @@ class Block(nn.Module):
         heads: number of attention heads.
         mlp_ratio: width of the perceptron's hidden layer, as a multiple of `dim`.
         dropout: probability of zeroing an activation while training.
+        drop_path: probability of leaving out a sample's branch while training, drawn for each of the two.
     """
 
-    def __init__(self, dim: int, heads: int, mlp_ratio: float, dropout: float) -> None:
+    def __init__(self, dim: int, heads: int, mlp_ratio: float, dropout: float, drop_path: float = 0.0) -> None:
         super().__init__()
         hidden = int(dim * mlp_ratio)
         self.norm1 = nn.LayerNorm(dim)
@@ -56,11 +58,12 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(dim, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, dim), nn.Dropout(dropout)
         )
+        self.drop_path = DropPath(drop_path)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, N, dim) of tokens (B, N, dim)."""
-        tokens = tokens + self.attention(self.norm1(tokens))
-        seen: Tensor = tokens + self.mlp(self.norm2(tokens))
+        tokens = tokens + self.drop_path(self.attention(self.norm1(tokens)))
+        seen: Tensor = tokens + self.drop_path(self.mlp(self.norm2(tokens)))
         return seen
 
 
@@ -79,6 +82,8 @@ class ViT(nn.Module):
         heads: number of attention heads; divides `dim`.
         mlp_ratio: width of each perceptron's hidden layer, as a multiple of `dim`.
         dropout: probability of zeroing an activation while training.
+        drop_path: probability of leaving out a sample's branch while training, in the last block; it rises linearly from
+            the first one.
 
     Raises:
         ValueError: an argument is out of range, or does not divide what it has to divide.
@@ -95,6 +100,7 @@ class ViT(nn.Module):
         heads: int = 3,
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         height, width = image_size
@@ -105,6 +111,7 @@ class ViT(nn.Module):
         at_least("depth", depth)
         at_least("heads", heads)
         share("dropout", dropout)
+        share("drop_path", drop_path)
         if int(dim * mlp_ratio) < 1:
             raise ValueError(f"mlp_ratio must leave at least one hidden unit, got {mlp_ratio} for dim={dim}")
         if dim % heads:
@@ -116,7 +123,9 @@ class ViT(nn.Module):
         self.embed = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
         self.positions = nn.Parameter(torch.zeros(1, tokens, dim))
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(dim, heads, mlp_ratio, dropout) for _ in range(depth)))
+        self.blocks = nn.Sequential(
+            *(Block(dim, heads, mlp_ratio, dropout, rate) for rate in linear_rates(drop_path, depth))
+        )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
         self._initialise()

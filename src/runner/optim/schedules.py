@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 
 def _refuse_unless(fine: bool, message: str) -> None:
@@ -287,3 +287,37 @@ class Plateau:
         self._current = float(state["factor"])
         self._best = self._sign * float(state["best"])
         self._waited = int(state["waited"])
+
+
+class Annealed:
+    """Another schedule up to a step, then half a cosine to a constant factor, as SWA uses (Izmailov et al., arXiv:1803.05407).
+
+    Args:
+        schedule: what is followed before.
+        start: the step, from 0, at which it is left.
+        steps: optimizer steps of the way to the constant factor.
+        final: the constant factor, at least 0.
+    """
+
+    def __init__(self, schedule: Any, start: int, steps: int, final: float) -> None:
+        self._schedule, self._start, self._steps, self._final = schedule, start, steps, final
+
+    def factor(self, step: int) -> float:
+        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
+        if step < self._start:
+            return float(self._schedule.factor(step))
+        left = _half_cosine(min((step - self._start + 1) / self._steps, 1.0))
+        return self._final + (float(self._schedule.factor(self._start)) - self._final) * left
+
+    def observe(self, metric: float) -> None:
+        """Hand a metric on to the schedule that is followed before."""
+        self._schedule.observe(metric)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the schedule that is followed before."""
+        state: dict[str, Any] = self._schedule.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave."""
+        self._schedule.load_state_dict(state)

@@ -63,7 +63,7 @@ def count_flops(
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     again = _Recomputed()
-    with _as_it_was(model, images.device), _uncompiled(model), torch.enable_grad():
+    with as_it_was(model, images.device), _uncompiled(model), torch.enable_grad():
         with FlopCounterMode(display=False) as forward, autocast():
             value = loss(model(images))
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -118,8 +118,8 @@ class _Recomputed:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and random generators; gradients are returned instead of accumulated, so need no restoring."""
+def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and random generators afterwards; gradients are up to the caller."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

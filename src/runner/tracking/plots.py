@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn without a display: learning curves, confusion matrix and bars."""
+"""Pictures of a run, drawn without a display: learning curves, confusion matrix, bars and range tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,6 +152,50 @@ def bars(
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, target)
+
+
+def rate_curve(
+    rates: Sequence[float],
+    losses: Sequence[float],
+    smoothed: Sequence[float],
+    marks: Mapping[str, float],
+    target: Path,
+    title: str,
+) -> None:
+    """Draw the loss of a learning-rate range test over the rate into a picture at `target`.
+
+    Args:
+        rates: learning rate of each step, above 0.
+        losses: training loss of each step.
+        smoothed: running mean of the losses.
+        marks: rates to be marked, by what they are.
+        target: where to write; the suffix decides the format.
+        title: shown above.
+
+    Raises:
+        UserError: `target` cannot be written.
+    """
+    figure = _figure(8.0, 4.6)
+    axes = figure.subplots()
+    axes.plot(rates, losses, color=_COLOURS["train"], alpha=0.35, linewidth=0.9, label="loss of a step")
+    axes.plot(rates, smoothed, color=_COLOURS["train"], linewidth=1.8, label="running mean")
+    # Of different lengths and dashes, as marks may lie on each other.
+    looks = itertools.cycle([(_MORE_COLOURS[0], "-.", 0.75), (_COLOURS["test"], "-", 0.9), (_COLOURS["val"], ":", 1.0)])
+    for (name, rate), (colour, dashes, height) in zip(marks.items(), looks, strict=False):
+        label = f"{name}: {rate:.2g}"
+        axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=label)
+    # What the loss does once it diverges would press everything else onto one line.
+    low, high = min(losses), max(smoothed[0], min(smoothed))
+    axes.set_ylim(low - 0.15 * (high - low), high + 0.5 * (high - low))
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate (optimizer.lr, log scale)")
+    axes.set_ylabel("training loss")
+    axes.set_title(title, parse_math=False)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower left")
     _save(figure, target)
 
 

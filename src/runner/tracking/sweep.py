@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from runner.tracking.formats import duration, number
 from runner.tracking.run_directory import read_summary
 
 _FAILED = ("failed", "died")
+REPEATS = ("seed", "data.split.seed", "data.split.fold")
+"""Keys that say which repetition of the same experiment a job is."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def summarise(sweep_dir: Path, jobs: list[list[str]] | None = None, *, write: bo
     rows = _mark_best([_row(sweep_dir / name, overrides[name], common) for name in names])
     if write:
         best = [row.job for row in rows if row.best]
-        write_json(sweep_dir / "sweep.json", {"best": best, "jobs": [asdict(row) for row in rows]})
+        content = {"best": best, "spreads": [asdict(spread) for spread in spreads_of(rows)]}
+        write_json(sweep_dir / "sweep.json", content | {"jobs": [asdict(row) for row in rows]})
     return rows
 
 
@@ -94,10 +98,64 @@ def print_table(rows: list[JobRow], console: Console) -> bool:
         cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
     finished = sum(row.status == "finished" for row in rows)
     console.table(f"{finished} of {len(rows)} jobs finished", ["job", "varied", "status", head, "time", ""], cells)
+    if spreads := spreads_of(rows):
+        cells = [
+            [
+                *(spread.settings or "all", spread.over, str(spread.jobs)),
+                *map(number, (spread.mean, spread.deviation, spread.low, spread.high)),
+            ]
+            for spread in spreads
+        ]
+        columns = ["settings", "over", "jobs", "mean", "std", "min", "max"]
+        console.table(f"spread of {spreads[0].metric}", columns, cells)
     for row in rows:
         if row.failed:
             console.error(f"job {row.job} {row.status}: {row.error or 'it gave no reason'}")
     return any(row.failed for row in rows)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric over jobs that differ in their seed or fold alone.
+
+    Attributes:
+        metric: the monitored metric.
+        settings: what else is varied in the sweep, as these jobs have it.
+        over: keys that they differ in.
+        jobs: how many finished.
+        mean: of their best values.
+        deviation: the sample standard deviation of them.
+        low: the smallest.
+        high: the largest.
+    """
+
+    metric: str
+    settings: str
+    over: str
+    jobs: int
+    mean: float
+    deviation: float
+    low: float
+    high: float
+
+
+def spreads_of(rows: list[JobRow]) -> list[Spread]:
+    """Mean and spread over the jobs that differ in `REPEATS` alone, for each setting of what else is varied."""
+    together: dict[tuple[str, str], list[JobRow]] = {}
+    for row in rows:
+        if row.status == "finished" and row.value is not None and math.isfinite(row.value) and row.metric:
+            others = " ".join(word for word in row.varied if word.split("=")[0] not in REPEATS)
+            together.setdefault((row.metric, others), []).append(row)
+    found = []
+    for (metric, settings), jobs in together.items():
+        keys = {word.split("=")[0] for row in jobs for word in row.varied} & set(REPEATS)
+        values = [row.value for row in jobs if row.value is not None]
+        if len(values) < 2 or not keys:
+            continue
+        mean, deviation = statistics.fmean(values), statistics.stdev(values)
+        over = ", ".join(key for key in REPEATS if key in keys)
+        found.append(Spread(metric, settings, over, len(values), mean, deviation, min(values), max(values)))
+    return found
 
 
 def _job_names(sweep_dir: Path) -> list[str]:

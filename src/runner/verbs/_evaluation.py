@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,26 @@ from omegaconf import DictConfig
 
 from runner.assembly.learner import build_learner, place, probe
 from runner.assembly.metrics import build_metrics
-from runner.checkpoint import find
 from runner.checkpoint.digest import weights_sha256
-from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.resolve import checked, merged
-from runner.config.schema.eval import EVAL_ONLY, Eval
-from runner.data.assembly import Splits, assemble
+from runner.config.schema.eval import Eval
+from runner.data.assembly import Splits
 from runner.engine.evaluation import evaluate
-from runner.engine.state import load_weights
-from runner.runtime.device import choose_device, configure_torch, prepare_repeating
-from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_json
-from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._checkpoint import (
+    augmented,
+    distinct,
+    fill,
+    folder_for,
+    listed,
+    prepare,
+    run_directory_of,
+    settle,
+    splits_of,
+    stored_data,
+)
 from runner.verbs._work import guarded
 
 
@@ -45,100 +48,56 @@ def run(cfg: DictConfig) -> float | None:
     return guarded(_evaluate, cfg)
 
 
-def settle(composition: Composition) -> tuple[find.Found, Eval, dict[str, Any]]:
-    """The checkpoint and the config that it is evaluated with.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values = composition.values
-    if values.get("ckpt_path") is None:
-        raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
-    runs = Path(str(values["output_root"])) / str(values["name"])
-    found = find.load(str(values["ckpt_path"]), runs, prefer="best")
-    combined, _ = merged(found.contents["config"], str(found.path), composition)
-    combined |= {key: values[key] for key in EVAL_ONLY}
-    statistics_given = any(word.startswith("data.normalize") for word in composition.words)
-    if not statistics_given and isinstance(combined.get("data"), dict):
-        # Other data still has to look to the model like the data that it was trained on.
-        combined["data"]["normalize"] = copy.deepcopy(_stored_data(found).get("normalize") or {})
-    return found, checked(combined, composition, Eval), combined
-
-
-def _stored_data(found: find.Found) -> dict[str, Any]:
-    """The section `data` of the config in a checkpoint, empty if it has none."""
-    data = stored.load(found.contents["config"], str(found.path)).get("data")
-    return data if isinstance(data, dict) else {}
-
-
 def _evaluate(composition: Composition) -> float:
-    found, config, values = settle(composition)
     # With --json, standard output is one JSON object and nothing else.
-    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    for warning in found.warnings:
-        console.warn(warning)
-    prepare_repeating(config.deterministic)
-    device, _ = choose_device(config.device)
-    switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
-    warnings = configure_torch(device, config.threads, config.deterministic, *switches)
-    precision = choose_precision(config.amp, device)
-    for warning in [*warnings, *precision.warnings, *_of_training_alone(composition.words)]:
-        console.warn(warning)
-    splits = assemble(
-        config.data,
-        config.transform,
-        config.seed,
-        device,
-        config.evaluate.batch_size,
-        config.channels_last,
-        make_cache=False,
-    )
+    console = Console(None, progress=False, stream=sys.stderr if composition.values["json"] else None)
+    settled = settle(composition, Eval)
+    config, found = settled.config, settled.found
+    device, precision = prepare(settled, "eval", console)
+    splits = splits_of(settled, device)
     splits.skipped.open(None, console.warn)
     with contextlib.closing(splits):
-        _check_classes(found, splits)
         split = splits.named(config.split)
         if split is None:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
-        task, model, loss = build_learner(values, config, splits)
+        task, model, loss = build_learner(settled.values, config, splits)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
-        try:
-            load_weights(model, found.contents["model"])
-        except ValueError as error:
-            raise UserError(f"{found.path}: {error}") from error
+        weights, kind = fill(model, settled, config.weights)
+        parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
-        scalars = evaluate(
-            model,
-            split.loader,
-            task.targets,
-            loss,
-            metrics | tables,
-            precision.autocast,
-            config.limit.eval_batches,
-        )
+        scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
+        averaged = None
+        if config.tta:
+            views = augmented(model, task, splits.image_size, config.tta, config.tta_mean)
+            fresh = build_metrics(config, task, device)
+            averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
     if said := splits.skipped.summary():
         console.warn(said)
-    classes = _distinct(found.contents["classes"])
+    classes = distinct(settled.classes)
     limit = config.limit.eval_batches
     samples = split.samples if limit is None else min(split.samples, limit * split.loader.batch_size)
-    trained_on = _stored_data(found).get("name")
+    trained_on = stored_data(found).get("name")
     name = config.split if config.data.name == trained_on else f"{config.data.name}_{config.split}"
     record: dict[str, Any] = {
         "checkpoint": str(found.path),
         "global_step": found.contents["position"]["global_step"],
-        "weights_sha256": weights_sha256(found.contents["model"]),
+        "weights": kind,
+        "weights_sha256": weights_sha256(weights),
         "data": config.data.name,
         "split": config.split,
         "samples": samples,
         "metrics": {name: value for name, value in scalars.items() if name not in tables},
     }
+    if averaged is not None:
+        record["tta"] = {"views": listed(config.tta), "mean": config.tta_mean, "metrics": averaged}
     if "per_class" in computed:
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
-    folder = _output_folder(config, found.path)
+    folder = folder_for(config.output, run_directory_of(found.path), config.output_root, "evaluations")
     written = _write(record, folder, name, classes)
     if config.json:
         print(json.dumps(record | {"written": [str(path) for path in written]}))
@@ -147,51 +106,8 @@ def _evaluate(composition: Composition) -> float:
     return float(record["metrics"]["loss"])
 
 
-def _of_training_alone(words: list[str]) -> list[str]:
-    """Warnings about keys of the line that only training has a use for."""
-    given = {word.split("=")[0] for word in words}
-    reasons = {
-        "activation_checkpointing": "which computes no gradients",
-        "compile": "which runs the model as it is",
-    }
-    return [f"{key} has no effect on eval, {reason}" for key, reason in reasons.items() if key in given]
-
-
-def _distinct(classes: list[str]) -> list[str]:
-    """Names of classes; those that several share with the number of their class."""
-    count = Counter(classes)
-    return [f"{name} ({index})" if count[name] > 1 else name for index, name in enumerate(classes)]
-
-
 def _names(splits: Splits) -> list[str]:
     return [name for name in ("train", "val", "test") if splits.named(name) is not None]
-
-
-def _check_classes(found: find.Found, splits: Splits) -> None:
-    trained, given = list(found.contents["classes"]), list(splits.classes)
-    if len(trained) != len(given):
-        raise UserError(
-            f"data: has {len(given)} classes, but the checkpoint was trained on {len(trained)}\n"
-            f"    allowed: data with the classes {', '.join(trained[:20])}"
-        )
-    if trained != given and sorted(trained) == sorted(given):
-        raise UserError(
-            "data: has the checkpoint's classes in another order, so class numbers mean something else\n"
-            f"    allowed: the order {', '.join(trained[:20])}"
-        )
-
-
-def _output_folder(config: Eval, checkpoint: Path) -> Path:
-    if config.output is not None:
-        folder = Path(config.output)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output: cannot make the folder {folder}: {error.strerror}") from error
-        return folder
-    if checkpoint.parent.name == "checkpoints":
-        return checkpoint.parent.parent
-    return claim(Path(config.output_root) / "evaluations", timestamp())
 
 
 def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) -> list[Path]:
@@ -210,9 +126,15 @@ def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) 
 
 
 def _show(record: dict[str, Any], console: Console, written: list[Path]) -> None:
-    console.line(f"{record['checkpoint']}  step {record['global_step']}")
+    average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
+    console.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
     rows = [[name, repr(value)] for name, value in record["metrics"].items()]
-    console.table(f"{record['data']} {record['split']}, {record['samples']:,} samples", ["metric", "value"], rows)
+    columns = ["metric", "value"]
+    if "tta" in record:
+        tta = record["tta"]
+        columns.append(f"with {', '.join(tta['views'])} (mean of {tta['mean']})")
+        rows = [[name, value, repr(tta["metrics"][name])] for name, value in rows]
+    console.table(f"{record['data']} {record['split']}, {record['samples']:,} samples", columns, rows)
     if "per_class" in record:
         matrix = record.get("confusion")
         names = list(record["per_class"])

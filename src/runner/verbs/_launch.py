@@ -47,6 +47,19 @@ def claimed(folder: Callable[[dict[str, Any]], Path]) -> Callable[[dict[str, Any
     return claim_one
 
 
+def with_lists(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The words after a verb with `key=[a,b]` in place of `key=a,b` for keys that take several values, unless it is a sweep."""
+    if {"--multirun", "-m"} & set(argv):
+        return list(argv)
+    return [_as_list(word, names) for word in argv]
+
+
+def _as_list(word: str, names: Sequence[str]) -> str:
+    key, equals, value = word.partition("=")
+    plain = "," in value and not set("[](){}'\"") & set(value)
+    return f"{key}{equals}[{value}]" if plain and key.lstrip("+") in names else word
+
+
 def complete_verb(verb: str, argv: Sequence[str], job: Callable[..., Any]) -> int:
     """Answer a query of tab completion."""
     from runner.config.app import complete

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.verbs._help import asks_for_help, print_help
-from runner.verbs._launch import claimed, complete_verb, launch_verb
+from runner.verbs._launch import claimed, complete_verb, launch_verb, with_lists
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -17,7 +17,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("eval", __doc__, argv)
-    return launch_verb("eval", argv, job, claimed(lambda values: Path("evaluations"))).status
+    return launch_verb("eval", spelled_out(argv), job, claimed(lambda values: Path("evaluations"))).status
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """The words after the verb with `tta=[flip,shifts]` in place of `tta=flip,shifts`, which Hydra would take for a sweep."""
+    return with_lists(argv, ["tta"])
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -11,6 +11,7 @@ from pydantic import Field
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
+Init = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal", "zero_gamma", "prior_bias"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,20 @@ class OptimizerExtras:
     """Keys of `optimizer` beside the arguments of what it names."""
 
     scale_lr: Count | None = None
+    no_decay: Literal["auto"] | list[str] | None = None
+    lr_mult: dict[str, Annotated[float, Ge(0)]] | None = None
+    layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
+
+
+@dataclass
+class ModelExtras:
+    """Keys of `model` beside the arguments of what it names."""
+
+    head: Literal["linear", "none"] | list[Count] | None = None
 
 
 # Keys that the program itself reads from the mapping of a component; where the component has such an argument, it is that.
-EXTRAS: dict[str, type] = {"optimizer": OptimizerExtras}
+EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
 
 
 @dataclass
@@ -48,6 +59,9 @@ class Split:
     test: Share = 0.2
     seed: NonNegative = 0
     stratified: bool = True
+    folds: Annotated[int, Ge(2)] | None = None
+    fold: NonNegative = 0
+    group: str | None = None
 
 
 @dataclass
@@ -58,7 +72,7 @@ class Data:
     name: str = "data"
     root: str = "data"
     download: bool = False
-    batch_size: Count = 64
+    batch_size: Literal["auto"] | Count = 64
     image_size: Annotated[int, Ge(1)] | None = None
     shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
@@ -78,6 +92,12 @@ class Data:
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
 
+    @property
+    def samples_a_batch(self) -> int:
+        """`batch_size` once it is known; `auto` is settled before a run is built."""
+        assert self.batch_size != "auto", "data.batch_size is settled first"
+        return self.batch_size
+
 
 @dataclass
 class Transform:
@@ -92,10 +112,21 @@ class Transform:
 
 @dataclass
 class Clip:
-    """Gradient clipping, by value first and then by norm."""
+    """Gradient clipping: by value first, then each unit by its weights, then all together by norm."""
 
     norm: Annotated[float, Gt(0)] | None = None
     value: Annotated[float, Gt(0)] | None = None
+    agc: Annotated[float, Gt(0)] | None = None
+
+
+@dataclass
+class Averaging:
+    """How `ema` and `swa` average weights."""
+
+    warmup: bool = True
+    lr: Annotated[float, Ge(0)] | None = None
+    anneal_epochs: Count = 1
+    recalibrate_batches: Count | None = None
 
 
 @dataclass
@@ -124,7 +155,7 @@ class Checkpoint:
     every_epochs: Count | None = 1
     every_steps: Count | None = None
     min_seconds: Annotated[float, Ge(0)] = 10.0
-    async_: Annotated[bool, Field(alias="async")] = False  # `async` is a keyword of Python's
+    async_: Annotated[bool, Field(alias="async")] = True  # `async` is a keyword of Python's
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -145,3 +176,11 @@ class Limit:
 
     train_batches: Count | None = None
     eval_batches: Count | None = None
+
+
+@dataclass
+class Watch:
+    """What is checked of every module while training; off, nothing is done at all."""
+
+    shapes: bool = False
+    finite: bool = False

@@ -9,17 +9,20 @@ from annotated_types import Ge, Gt, Lt
 from pydantic import Strict
 
 from runner.config.schema.sections import (
+    Averaging,
     Checkpoint,
     Clip,
     Compiler,
     Count,
     Data,
     Evaluate,
+    Init,
     Limit,
     Log,
     Node,
     NonNegative,
     Transform,
+    Watch,
 )
 
 
@@ -39,7 +42,13 @@ class Train:
     max_steps: Count | None = None
     max_time: str | None = None
     ckpt_path: str | None = None
+    lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
+    init: Init | list[Init] | None = None
+    init_from: str | None = None
+    init_mismatch: Literal["head", "skip", "raise"] = "head"
+    freeze: str | list[str] | None = None
+    unfreeze_at: Annotated[int, Ge(1)] | str | None = None
     output_root: str = "outputs"
     device: str = "auto"
     threads: Count | None = None
@@ -59,15 +68,21 @@ class Train:
     deterministic: bool | Literal["warn"] = False
     accumulate: Count = 1
     detect_anomaly: bool = False
+    post_mortem: bool = False
     on_nonfinite: Literal["raise", "skip", "rollback"] = "raise"
+    on_oom: Literal["raise", "split"] = "raise"
+    ema: Annotated[float, Gt(0), Lt(1)] | None = None
+    swa: Annotated[float, Gt(0)] | None = None
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
     clip: Clip = field(default_factory=Clip)
+    averaging: Averaging = field(default_factory=Averaging)
     compiler: Compiler = field(default_factory=Compiler)
     transform: Transform = field(default_factory=Transform)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     limit: Limit = field(default_factory=Limit)
+    watch: Watch = field(default_factory=Watch)
     callbacks: dict[str, Node] = field(default_factory=dict)
     logger: dict[str, Node] = field(default_factory=dict)

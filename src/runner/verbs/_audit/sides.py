@@ -58,7 +58,7 @@ class Side:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.
             resume.restore(found._replace(contents=copy.deepcopy(found.contents)), self.training.state, {})
         state = self.training.state
-        state.model.train()
+        state.train()
         state.set_learning_rate()
         if self.training.parts.guard is not None:
             self.training.parts.guard.start()
@@ -150,6 +150,7 @@ class Side:
             batches = source.batches(position.epoch, position.batch, plan.batches)
             for size, weight, update in plan.parts(position.batch):
                 self.epoch = position.epoch
+                state.freezing.follow(position)
                 yield next(batches), size, weight, update
                 position.batch += 1
                 if update:

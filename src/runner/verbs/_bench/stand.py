@@ -285,7 +285,7 @@ class Stand:
         if self.config.compile:
             return None
         (batch,) = training.splits.train.loader.batches(0, 0, 1)
-        training.model.train()
+        training.state.train()
         with SavedTensors(training.model, [batch.images, batch.targets]) as saved:
             train_step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
         return saved.activations

@@ -173,7 +173,7 @@ def facts_of(
         busy=busy,
         small_ops=small_ops,
         utilization=utilization,
-        batch_size=config.data.batch_size,
+        batch_size=config.data.samples_a_batch,
         workers=read.workers,
         cores=cores,
         cached=config.data.cache is not None,

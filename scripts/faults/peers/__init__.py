@@ -1,0 +1,1 @@
+"""Small trainings by other libraries, each as its documentation writes it, for `scripts/torture_peers.py`."""

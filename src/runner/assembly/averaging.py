@@ -1,0 +1,100 @@
+"""Averaged weights: what is averaged, evaluated beside the weights themselves, and with which learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runner.checkpoint.weights import weights_of
+from runner.config.errors import UserError
+from runner.config.schema.train import Train
+from runner.engine.averaging import Averaged, prefix
+from runner.engine.generators import untouched_generators
+from runner.engine.plan import Plan
+from runner.engine.state import Schedule, load_weights
+from runner.optim.schedules import Annealed
+
+if TYPE_CHECKING:
+    from runner.assembly.training import Training
+
+
+def build_averaged(
+    config: Train, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, total_steps: int
+) -> Averaged | None:
+    """The average that `ema` or `swa` asks for; None for neither.
+
+    Raises:
+        UserError: if the run ends before SWA takes its first weights.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
+    leaves_out = config.on_nonfinite == "skip"
+    if config.ema is not None:
+        warmup = config.averaging.warmup
+        return Averaged("ema", model, parameters, config.ema, warmup, leaves_out=leaves_out)
+    if config.swa is None:
+        return None
+    start = swa_start(config.swa, plan, total_steps)
+    if start + plan.steps > total_steps:
+        raise UserError(
+            f"swa: {config.swa:g} begins after step {start:,} and takes weights {plan.steps:,} steps later, an epoch, but the "
+            f"run ends at step {total_steps:,}\n    allowed: a smaller swa, or more epochs"
+        )
+    return Averaged("swa", model, parameters, start=start, every=plan.steps, leaves_out=leaves_out)
+
+
+def swa_start(swa: float, plan: Plan, total_steps: int) -> int:
+    """The optimizer step after which SWA begins, given as a share of the run, or from 1 on in epochs."""
+    return round(swa * total_steps) if swa < 1 else round(swa * plan.steps)
+
+
+def with_swa_rate(schedule: Schedule, config: Train, plan: Plan, total_steps: int) -> Schedule:
+    """The schedule, going over to SWA's rate where SWA begins."""
+    if config.swa is None or config.averaging.lr is None:
+        return schedule
+    steps = config.averaging.anneal_epochs * plan.steps
+    return Annealed(schedule, swa_start(config.swa, plan, total_steps), steps, config.averaging.lr)
+
+
+def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """Evaluate the weights, and their average where there is one: `val/loss` and `val/ema_loss`, and so on.
+
+    Before SWA begins, what would be averaged are the weights themselves, so their metrics stand for both.
+
+    Args:
+        training: the objects of the run.
+        config: the config.
+        evaluate: evaluates the model as it is; gives metrics as {"val/loss": 0.1, ...}.
+    """
+    found, averaged = evaluate(), training.state.averaged
+    if averaged is None:
+        return found
+    others = found
+    if averaged.begun:
+        with averaged.applied():
+            if averaged.kind == "swa":
+                averaged.recalibrate(lambda: _feed(training, config.averaging.recalibrate_batches))
+            others = evaluate()
+    start = f"/{prefix(averaged.kind)}"
+    return found | {name.replace("/", start, 1): value for name, value in others.items()}
+
+
+def _feed(training: Training, limit: int | None) -> None:
+    """Send the training split, as it is evaluated, through the model."""
+    loader = training.splits.train_for_eval.loader
+    batches = math.ceil(loader.samples / loader.batch_size)
+    with untouched_generators(training.model), torch.no_grad():
+        for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+            with training.precision.autocast():
+                training.model(batch.images)
+
+
+def load_best(training: Training, contents: dict[str, Any]) -> str:
+    """Load the weights of a checkpoint that its best evaluation was of; gives what they are, see `weights_of`."""
+    weights, kind = weights_of(contents)
+    load_weights(training.model, weights)
+    return kind

@@ -1,0 +1,174 @@
+"""Weights to start from, and what of them fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.find import Found
+from runner.checkpoint.weight_files import Weights, read_weights
+from runner.config.errors import UserError
+from runner.config.schema.train import Train
+from runner.models.heads import Head
+from runner.tracking.run_directory import read_summary
+
+_SHOWN = 40
+Lack = Literal["missing", "unexpected", "of another shape", "of other classes"]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A tensor of a model or of a file that has no counterpart in the other.
+
+    Attributes:
+        name: its name.
+        lack: what is wrong.
+        given: its shape in the file; None where it is not there.
+        wanted: its shape in the model; None where it is not there.
+        in_head: whether it belongs to the head.
+    """
+
+    name: str
+    lack: Lack
+    given: tuple[int, ...] | None
+    wanted: tuple[int, ...] | None
+    in_head: bool
+
+
+@dataclass(frozen=True)
+class Started:
+    """What a model started from.
+
+    Attributes:
+        path: the file.
+        sha256: of all its tensors, see `weights_sha256`.
+        loaded: tensors that were taken.
+        misfits: what was not.
+        warnings: what was passed over on the way to the file.
+    """
+
+    path: Path
+    sha256: str
+    loaded: int
+    misfits: list[Misfit] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def row(self) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        left = f", {len(self.misfits)} that do not fit left as they are" if self.misfits else ""
+        return "weights", f"{self.loaded} tensors{left}", f"init_from: {self.path}"
+
+    def table(self) -> list[list[str]]:
+        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one for those left out."""
+        rows = [[each.name, each.lack, _shown(each.given), _shown(each.wanted)] for each in self.misfits[:_SHOWN]]
+        more = len(self.misfits) - _SHOWN
+        return [*rows, [f"and {more} more", "", "", ""]] if more > 0 else rows
+
+    def record(self) -> dict[str, Any]:
+        """For the summary."""
+        return {"path": str(self.path.resolve()), "weights_sha256": self.sha256, "tensors": self.loaded}
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> Started:
+    """Load the weights that `init_from` names, those that fit; nothing else of a checkpoint is taken.
+
+    Args:
+        config: the config.
+        model: the model, on its device.
+        head: where its head is, if it is known.
+        classes: names of the classes of the data.
+
+    Raises:
+        UserError: if the file cannot be read, or what does not fit is more than `init_mismatch` allows.
+    """
+    assert config.init_from is not None
+    given = read_weights(config.init_from, Path(config.output_root) / config.name)
+    own = model.state_dict()
+    tensors = _without_prefix(given.tensors, own)
+    misfits = _misfits(tensors, own, head, _other_classes(given, classes))
+    left = {each.name for each in misfits}
+    fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
+    refused = [each for each in misfits if not _allowed(config.init_mismatch, each)]
+    if refused or not fitting:
+        raise UserError(_complaint(config.init_mismatch, given.path, refused or misfits))
+    with torch.no_grad():
+        for name, tensor in fitting.items():
+            own[name].copy_(tensor)
+    return Started(given.path, weights_sha256(given.tensors), len(fitting), misfits, given.warnings)
+
+
+def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
+    """Names without the parts that all of them begin with and the model's do not, such as `module.` and `_orig_mod.`."""
+    while not any(name in own for name in tensors):
+        first = {name.partition(".")[0] for name in tensors}
+        if len(first) > 1 or not all("." in name for name in tensors):
+            break
+        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _other_classes(given: Weights, classes: Sequence[str]) -> bool:
+    return bool(given.classes and classes) and given.classes != tuple(classes)
+
+
+def _misfits(tensors: dict[str, Tensor], own: dict[str, Any], head: Head | None, other_classes: bool) -> list[Misfit]:
+    found = []
+    for name in dict.fromkeys([*own, *tensors]):
+        given, wanted = tensors.get(name), own.get(name)
+        in_head = head is not None and head.covers(name)
+        lack: Lack
+        if isinstance(given, Tensor) and isinstance(wanted, Tensor):
+            if given.shape != wanted.shape:
+                lack = "of another shape"
+            elif in_head and other_classes:
+                lack = "of other classes"
+            else:
+                continue
+        elif given is None and (not isinstance(wanted, Tensor) or name.endswith(".num_batches_tracked")):
+            continue  # a counter that older files do not have
+        else:
+            lack = "missing" if given is None else "unexpected"
+        found.append(Misfit(name, lack, _shape(given), _shape(wanted), in_head))
+    return found
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _allowed(mismatch: str, misfit: Misfit) -> bool:
+    return mismatch == "skip" or (mismatch == "head" and misfit.in_head)
+
+
+def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
+    kinds: dict[str, list[str]] = {}
+    for each in misfits:
+        shapes = f" {_shown(each.given)} for {_shown(each.wanted)}" if each.lack == "of another shape" else ""
+        kinds.setdefault(each.lack, []).append(each.name + shapes)
+    listed = "; ".join(
+        f"{len(names)} {lack} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for lack, names in kinds.items()
+    )
+    others = {"head": "skip to leave them as they are", "raise": "head or skip to leave them as they are"}
+    allowed = (
+        f"init_mismatch={others[mismatch]}, or weights of this model" if mismatch in others else "weights of this model"
+    )
+    return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
+
+
+def carried(found: Found | None) -> dict[str, Any]:
+    """What the summary of a resumed run takes over from that of the run that it resumes: what that one started from."""
+    if found is None or found.path.parent.name != "checkpoints":
+        return {}
+    before = read_summary(found.path.parents[1]) or {}
+    return {"init_from": before["init_from"]} if "init_from" in before else {}

@@ -1,0 +1,219 @@
+"""What is done to a model between its constructor and its training: another head, initial weights, parts that are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from runner.config.errors import UserError, nearest
+from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
+from runner.config.schema.train import Train
+from runner.engine.evaluation import untouched
+from runner.engine.freezing import Freezing, Frozen
+from runner.models.heads import Head, HeadNotFound, find_head, replace_head
+from runner.models.initial import draw_weights, set_prior, zero_last_norms
+from runner.runtime.determinism import refusal
+
+
+def try_forward(model: nn.Module, images: Tensor) -> Tensor:
+    """What a model gives for images (B, C, H, W) while evaluating. It is left as it is, and so are random generators.
+
+    Raises:
+        UserError: if it cannot take them.
+    """
+    with untouched(model):
+        try:
+            outputs: Tensor = model(images)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise refusal(error) or UserError(
+                f"model: cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
+            ) from error
+    return outputs
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in its first line, or its kind."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
+    """Replace the head of a model as `model.head` says.
+
+    Args:
+        model: the model.
+        setting: `linear`, widths of hidden layers, or `none`.
+        outputs: outputs of the new head.
+        image: a sample as the model is given it, (1, C, H, W).
+
+    Raises:
+        UserError: if it has no head that could be replaced.
+    """
+    head = head_of(model, image, "model.head")
+    hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
+    replace_head(model, head, hidden, outputs)
+    ran: list[nn.Module] = []
+    handle = model.get_submodule(head.path).register_forward_hook(lambda module, *_: ran.append(module))
+    try_forward(model, image)
+    handle.remove()
+    if not ran:
+        raise UserError(
+            f"model.head: {type(model).__name__} does not use what is put into the place of {head.path}\n"
+            "    allowed: null, or a model that calls its last layer by its name"
+        )
+
+
+def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
+    """The head of a model.
+
+    Raises:
+        UserError: that says of `key` why there is none that could be told from the rest.
+    """
+    try:
+        return find_head(model, lambda: try_forward(model, image))
+    except HeadNotFound as error:
+        raise UserError(
+            f"{key}: no head was found: {error}\n"
+            "    allowed: a model that ends in a Linear or a 1x1 convolution, called once"
+        ) from error
+
+
+def initialise(
+    config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None
+) -> list[tuple[str, str, str]]:
+    """Set initial weights as `init` says.
+
+    Args:
+        config: the config.
+        model: the model.
+        image: a sample as the model is given it, (1, C, H, W).
+        class_counts: training samples of each class, int64 (C,), or None.
+
+    Returns:
+        Rows of label, value and reason for people.
+
+    Raises:
+        UserError: if the model has nothing that a scheme is about.
+    """
+    schemes = [config.init] if isinstance(config.init, str) else config.init or []
+    for scheme in sorted(schemes, key=("zero_gamma", "prior_bias").count):  # after what would undo them
+        try:
+            if scheme == "zero_gamma":
+                zero_last_norms(model, lambda: try_forward(model, image))
+            elif scheme == "prior_bias":
+                _set_prior(model, image, class_counts)
+            else:
+                draw_weights(model, scheme)
+        except ValueError as error:
+            raise UserError(f"init: {scheme} cannot be had: {error}\n    allowed: init without it") from error
+    return [("initial", ", ".join(schemes), "init")] if schemes else []
+
+
+def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:
+    if class_counts is None:
+        raise ValueError("the classes of the training samples are not known")
+    head = head_of(model, image, "init")
+    if head.last is None:
+        raise ValueError("model.head=none leaves no head")
+    set_prior(model.get_submodule(head.last), class_counts)
+
+
+def freeze(
+    config: Train, model: nn.Module, image: Tensor, total_steps: int, steps_per_epoch: int
+) -> tuple[Freezing, list[str]]:
+    """Decide what is not trained, as `freeze` and `unfreeze_at` say; what never is requires no gradient from here on.
+
+    Args:
+        config: the config.
+        model: the model, on its device.
+        image: a sample as the model is given it, (1, C, H, W).
+        total_steps: optimizer steps of the run.
+        steps_per_epoch: optimizer steps of an epoch.
+
+    Returns:
+        What is frozen when, and warnings.
+
+    Raises:
+        UserError: if a pattern matches nothing with weights, or nothing is left to train.
+    """
+    parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
+    waiting = {parameter for part in parts for parameter in part.parameters}
+    if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
+        raise UserError(
+            "freeze: leaves nothing to train in the first step\n    allowed: all-but-head, or fewer patterns"
+        )
+    for part in parts:
+        if part.for_good:
+            for parameter in part.parameters:
+                parameter.requires_grad_(False)
+    late = [part for part in parts if not part.for_good and _ends(part, steps_per_epoch) >= total_steps]
+    warnings = [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
+    return Freezing(model, parts), warnings
+
+
+def _ends(part: Frozen, steps_per_epoch: int) -> int:
+    return part.steps if part.steps is not None else (part.epochs or 0) * steps_per_epoch
+
+
+def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
+    """The weights and modules that a pattern stands for, everything in a module that it names included."""
+    if entry.pattern == ALL_BUT_HEAD:
+        names = set(_all_but(model, head_of(model, image, "freeze").path))
+    else:
+        names = _matching(model, entry.pattern)
+    modules = [module for name, module in model.named_modules() if name in names]
+    inside = dict.fromkeys(inner for module in modules for inner in module.modules())
+    parameters = dict.fromkeys(parameter for module in inside for parameter in module._parameters.values())
+    parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
+    trained = tuple(parameter for parameter in parameters if parameter is not None and parameter.requires_grad)
+    if not trained:
+        raise UserError(
+            f"freeze: '{entry.pattern}' has no weights that are trained\n    allowed: names of layers with weights"
+        )
+    whole = [module for module in model.modules() if own_weights(module) and own_weights(module) <= set(trained)]
+    return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)
+
+
+def own_weights(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of a module itself, without those of modules in it."""
+    return {parameter for parameter in module._parameters.values() if parameter is not None}
+
+
+def _all_but(model: nn.Module, head: str) -> Iterator[str]:
+    """Names of the modules and parameters around a head that have weights; a dropout beside the head goes on."""
+    around = {head.rpartition(".")[0]}
+    while around and "" not in around:
+        around |= {name.rpartition(".")[0] for name in around}
+    for name in around:
+        module = model.get_submodule(name)
+        prefix = f"{name}." if name else ""
+        yield from (prefix + own for own in module._parameters)
+        for child, inner in module.named_children():
+            path = prefix + child
+            if path != head and path not in around and any(True for _ in inner.parameters()):
+                yield path
+
+
+def _matching(model: nn.Module, pattern: str) -> set[str]:
+    """Dotted names of modules and parameters that match a pattern."""
+    modules = [name for name, _ in model.named_modules() if name]
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    found = {name for name in names if fnmatchcase(name, pattern)}
+    if not found:
+        close = nearest(pattern.replace("*", "").strip("."), [ALL_BUT_HEAD, *names])
+        hint = f"; did you mean '{close}'?" if close else ""
+        top = ", ".join(name for name, _ in model.named_children())
+        raise UserError(
+            f"freeze: the model has no module or parameter '{pattern}'{hint}\n"
+            f"    allowed: {ALL_BUT_HEAD}, or names with * and ?, which begin with {top}"
+        )
+    return found
+
+
+def known_head(model: nn.Module, image: Tensor) -> Head | None:
+    """The head of a model, or None where it cannot be told from the rest."""
+    try:
+        return find_head(model, lambda: try_forward(model, image))
+    except HeadNotFound:
+        return None

@@ -1,0 +1,105 @@
+"""Weights alone, from a checkpoint of the program's, a safetensors file, or a state dict that somebody saved."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.checkpoint import find
+from runner.checkpoint.file import is_marked
+from runner.checkpoint.scan import wrong_archive
+from runner.config.errors import UserError
+
+_KEY = "init_from"
+_INSIDE = ("state_dict", "model", "model_state_dict", "model_state")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, and where they were read.
+
+    Attributes:
+        path: the file.
+        tensors: as a model's state dict has them, on the CPU.
+        classes: names of the classes that the model tells apart; empty where the file does not say.
+        warnings: what was passed over on the way to the file.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor]
+    classes: tuple[str, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_weights(init_from: str, runs: Path) -> Weights:
+    """Read the weights that `init_from` names.
+
+    Args:
+        init_from: a checkpoint, a run directory (its best evaluation, or the last state), `last` or `best` for the newest
+            run in `runs`, a `.safetensors` file, or what `torch.save` made of a state dict.
+        runs: folder with the runs of one name.
+
+    Raises:
+        UserError: if nothing is there, it is damaged, or holds more than tensors and plain containers.
+    """
+    path = Path(init_from)
+    if path.suffix == ".safetensors" and path.is_file():
+        return Weights(path, _safetensors(path))
+    if path.is_file() and not is_marked(path):
+        return Weights(path, _state_dict(path))
+    found = find.load(init_from, runs, prefer="best", key=_KEY)
+    tensors = {name: value for name, value in found.contents["model"].items() if isinstance(value, Tensor)}
+    return Weights(found.path, tensors, tuple(found.contents["classes"]), found.warnings)
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{_KEY}: {path} cannot be read: {error}") from error
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that torch saved: a state dict, or a mapping that has one under a usual name."""
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\3\4"
+            if is_zip and (reason := wrong_archive(file, path.stat().st_size)):
+                raise UserError(f"{_KEY}: {path} is no file of torch.save's: {reason}")
+            file.seek(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                contents = torch.load(file, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{_KEY}: {path} is refused: it is damaged, or holds more than tensors and plain containers; nothing in it "
+            "was run\n    allowed: a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)"
+        ) from error
+    except Exception as error:  # what a file made by hand can raise in the unpickler has no end
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{_KEY}: {path} cannot be read: {reason}") from error
+    candidates = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []
+    for candidate in candidates:
+        if isinstance(candidate, Mapping):
+            tensors = {str(name): value for name, value in candidate.items() if _is_plain(value)}
+            if tensors:
+                return tensors
+    raise UserError(
+        f"{_KEY}: {path} has no tensors by name\n    allowed: a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized

@@ -1,0 +1,32 @@
+"""Which weights of a checkpoint are meant: those that were trained, or their average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.config.errors import UserError
+from runner.config.schema.views import Which
+
+
+def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:
+    """Weights as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
+
+    Args:
+        contents: of a checkpoint.
+        which: `auto` takes the average if the best evaluation is one of it.
+
+    Raises:
+        UserError: if the average is asked for and there is none.
+    """
+    averaged = contents["averaged"] or {"kind": "", "weights": None}
+    kind, weights = averaged["kind"], averaged["weights"]
+    if which == "averaged" and weights is None:
+        raise UserError(
+            "weights: is averaged, but the checkpoint holds no average\n"
+            "    allowed: auto or raw, or a checkpoint of a run with ema or swa"
+        )
+    best = contents["metrics"]["best"]
+    of_average = best is not None and bool(kind) and best["metric"].startswith(f"val/{kind}_")
+    if weights is not None and (which == "averaged" or (which == "auto" and of_average)):
+        return weights, kind
+    return contents["model"], "raw"

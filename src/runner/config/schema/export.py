@@ -1,0 +1,28 @@
+"""What `export` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Gt
+
+from runner.config.schema.sections import Count
+from runner.config.schema.train import Train
+from runner.config.schema.views import Which
+
+Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
+
+
+@dataclass
+class Export(Train):
+    """What `export` adds: the formats, what goes into them, and how closely they have to agree with the model."""
+
+    format: Format | list[Format] = "torch_export"
+    weights: Which = "auto"
+    include_preprocessing: bool = False
+    int8: bool = False
+    batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])
+    tolerance: Annotated[float, Gt(0)] = 1e-5
+    output: str | None = None
+    json: bool = False

@@ -1,0 +1,26 @@
+"""What `predict` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.config.schema.sections import Count
+from runner.config.schema.train import Train
+from runner.config.schema.views import TtaMean, View, Which
+
+
+@dataclass
+class Predict(Train):
+    """What `predict` adds: the images, what is said of each, and where it is written."""
+
+    input: str | list[str] | None = None
+    weights: Which = "auto"
+    output: str | None = None
+    top_k: Count = 1
+    probabilities: bool = False
+    logits: bool = False
+    features: str | list[str] | None = None
+    tta: View | list[View] | None = None
+    tta_mean: TtaMean = "logits"
+    strict: bool = False
+    json: bool = False

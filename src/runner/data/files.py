@@ -1,0 +1,200 @@
+"""Image files without targets, made into what a model was trained on; those that cannot be read are told, and not fatal."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from runner.config.errors import UserError
+from runner.config.schema.sections import Data
+from runner.data.augment import Pipeline
+from runner.data.folders import ImageFolder
+from runner.data.indices import Indices, Whole
+from runner.data.samples import SampleTransform, as_tensor, cuts_while_reading, transformed
+from runner.data.stand_ins import StandIns, Unreadable
+from runner.data.workers import WorkerLoader
+
+T = TypeVar("T")
+
+_FOLDER = "runner.data.folders.image_folder"
+_FEW = 64  # images that are read sooner than worker processes start
+_MOST_WORKERS = 8
+
+
+class ImageFiles(ImageFolder):
+    """Map-style data set of image files; item i is (image (C, H, W), 0).
+
+    A file is decoded, turned, cut, resized and converted as `runner.data.folders.image_folder` does it, then the sample
+    transforms follow. Where the model was trained on a data set of another kind, the middle is cut out in the shape of its
+    images and resized to their size, which leaves an image of that size as it is.
+
+    Args:
+        paths: the files.
+        shape: channels, height and width of every image in the end.
+        size: edge of the square that is cut from the middle and resized to, before the transforms; None leaves the image
+            whole for them.
+        channels: 3 for RGB, 1 for grey.
+        crop_share: edge of that square as a share of the shorter side.
+        transforms: sample transforms.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        shape: tuple[int, int, int],
+        size: int | None,
+        channels: Literal[1, 3],
+        crop_share: float,
+        transforms: Sequence[SampleTransform],
+    ) -> None:
+        super().__init__(paths, [0] * len(paths), (), size, channels, crop_share)
+        self.shape = shape
+        self._transforms = list(transforms)
+        self._cut: Any = self._transforms.pop(0) if cuts_while_reading(self, transforms) else None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Decode one image.
+
+        Raises:
+            UserError: if the file cannot be decoded, or comes out in another shape than the model takes; it names the file.
+        """
+        path = self.path(index)
+        _require_file(path)
+        if self._cut is not None:
+            image = self.read_part(index, self._cut.region, self._cut.size)[0]
+        else:
+            image = super().__getitem__(index)[0]
+        if not self._transforms and self._cut is None:
+            image = fitted(image, self.shape[1], self.shape[2])
+        image = as_tensor(transformed(image, self._transforms))
+        if tuple(image.shape) != self.shape:
+            raise UserError(
+                f"{path} comes out of the transforms with the shape {tuple(image.shape)}, and the model takes {self.shape}"
+            )
+        return image, 0
+
+    def blank(self) -> Tensor:
+        """An image of zeros of the shape and type that the others have."""
+        height, width = (self.image_size,) * 2 if self.image_size is not None else self.shape[1:]
+        made = as_tensor(transformed(torch.zeros((self.channels, height, width), dtype=torch.uint8), self._transforms))
+        return torch.zeros(self.shape, dtype=made.dtype)
+
+
+def fitted(image: Tensor, height: int, width: int) -> Tensor:
+    """The middle of an image (C, H, W), cut to the shape of height by width and resized to it (bilinear, antialiased)."""
+    if tuple(image.shape[1:]) == (height, width):
+        return image
+    scale = min(image.shape[1] / height, image.shape[2] / width)
+    rows, columns = (max(1, round(scale * size)) for size in (height, width))
+    rows, columns = min(rows, image.shape[1]), min(columns, image.shape[2])
+    top, left = (image.shape[1] - rows) // 2, (image.shape[2] - columns) // 2
+    part = image[:, top : top + rows, left : left + columns]
+    return F.interpolate(part[None], size=(height, width), mode="bilinear", antialias=True)[0].contiguous()
+
+
+def _require_file(path: Path) -> None:
+    """Refuse pipes and devices under the name of an image: opening one would wait for ever, or never come to an end."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read the image {path}: {(error.strerror or 'it is not there').lower()}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"cannot read the image {path}: it is no regular file")
+
+
+@dataclass(frozen=True)
+class Blanks(StandIns):
+    """A blank image in place of one that cannot be read, which is told.
+
+    Attributes:
+        image: the blank image.
+    """
+
+    image: Tensor
+
+    def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[Unreadable]) -> Any:
+        """Read a sample, or give the blank one."""
+        try:
+            return read(index)
+        except MemoryError:
+            raise
+        except Exception as error:  # what a decoder or a transform of one's own raises has no end
+            skipped.append(Unreadable(index, " ".join(str(error).split()) or type(error).__name__))
+            return self.image, 0
+
+
+def files_loader(
+    paths: Sequence[Path],
+    data: Data,
+    transforms: Sequence[SampleTransform],
+    shape: tuple[int, int, int],
+    prepare: Pipeline,
+    device: torch.device,
+    batch_size: int,
+    on_unreadable: Callable[[Sequence[Unreadable]], None],
+) -> WorkerLoader:
+    """A loader of image files in their order, as the model is given them.
+
+    Args:
+        paths: the files.
+        data: section of the config: how the images that the model was trained on were read, and through how many workers.
+        transforms: those of `transform.sample_eval`.
+        shape: channels, height and width of the images that the model was trained on.
+        prepare: what is done to batches on the device.
+        device: where batches are wanted.
+        batch_size: images of a batch.
+        on_unreadable: told of images that cannot be read, at the latest with the batch that they belong to.
+
+    Raises:
+        UserError: if the config does not say how to read them.
+    """
+    dataset, (_, height, width) = data.dataset, shape
+    channels: Any = shape[0]
+    size, share = None, 1.0
+    if dataset.get("_target_") == _FOLDER:
+        channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
+        share = dataset.get("crop_share", share) if size is not None else share
+    if not transforms:
+        size = height if height == width else None
+    if channels not in (1, 3):
+        raise UserError(
+            f"input: the model was trained on images of {channels} channels, and files have 1 or 3\n"
+            "    allowed: train, val or test, a split of the data"
+        )
+    try:
+        files = ImageFiles(paths, shape, size, channels, share, transforms)
+    except ValueError as error:
+        raise UserError(f"data.dataset: {error}") from error
+    everything: Indices = Whole(len(paths))
+    workers = data.num_workers if isinstance(data.num_workers, int) else _workers_for(len(paths))
+    pin = device.type == "cuda" if data.pin_memory == "auto" else data.pin_memory and device.type == "cuda"
+    return WorkerLoader(
+        files,
+        everything,
+        batch_size,
+        0,
+        False,
+        device,
+        workers=workers,
+        prefetch=data.prefetch,
+        persistent=False,
+        pin=pin,
+        non_blocking=data.non_blocking,
+        prepare=prepare,
+        stand_ins=Blanks(0, everything, files.blank()),
+        on_skipped=on_unreadable,
+        timeout_s=data.timeout_s,
+    )
+
+
+def _workers_for(images: int) -> int:
+    """Processes that read: none for a few images, else one a core that this process may use."""
+    return 0 if images < _FEW else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)

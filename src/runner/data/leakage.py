@@ -1,0 +1,91 @@
+"""Leakage: groups or identical images that are in two splits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+from runner.data.arrays import ImageArrays
+from runner.data.groups import groups_of
+from runner.data.indices import Indices
+
+_SEED = 0x1EA4
+_AT_ONCE = 2**10  # images, so that they stay in a cache
+
+
+def leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
+    """Warnings about groups that are in two splits, and about images in memory that are.
+
+    Args:
+        parts: for each split the data set that it is read from, and its samples in it.
+        group: what tells the groups, see `groups_of`; None for no groups.
+    """
+    found = _shared_groups(parts, group) if group is not None else []
+    arrays = {name: part for name, part in parts.items() if isinstance(part[0], ImageArrays)}
+    return found + _shared_images(arrays)
+
+
+def _shared_groups(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str) -> list[str]:
+    known: dict[int, list[str]] = {}
+    of_split: dict[str, dict[str, None]] = {}
+    for name, (dataset, indices) in parts.items():
+        if id(dataset) not in known:
+            try:
+                known[id(dataset)] = groups_of(dataset, group)
+            except UserError as error:  # a test set that comes with the data need not name groups
+                return [
+                    f"whether groups are in '{name}' and in another split is not known: {error.args[0].splitlines()[0]}"
+                ]
+        of_split[name] = dict.fromkeys(known[id(dataset)][index] for index in indices[:].tolist())
+    found = []
+    for one, other in itertools.combinations(of_split, 2):
+        if shared := [label for label in of_split[one] if label in of_split[other]]:
+            count = "1 group is" if len(shared) == 1 else f"{len(shared):,} groups are"
+            found.append(f"data.split.group: {count} in '{one}' and in '{other}', such as {shared[0]}")
+    return found
+
+
+def _shared_images(arrays: Mapping[str, tuple[Any, Indices]]) -> list[str]:
+    digests: dict[int, np.ndarray] = {}
+    for dataset, _ in arrays.values():
+        if id(dataset) not in digests:
+            digests[id(dataset)] = _digests(dataset.images)
+    of_split = {name: digests[id(dataset)][indices[:].numpy()] for name, (dataset, indices) in arrays.items()}
+    found = []
+    for one, other in itertools.combinations(of_split, 2):
+        again = np.flatnonzero(np.isin(of_split[other], of_split[one]))
+        if len(again) == 0:
+            continue
+        (first, firsts), (second, seconds) = arrays[one], arrays[other]
+        place = int(np.flatnonzero(of_split[one] == of_split[other][again[0]])[0])
+        twins = int(firsts[place]), int(seconds[int(again[0])])
+        if not torch.equal(first.images[twins[0]], second.images[twins[1]]):
+            continue  # two images of one digest, as happens once in 10^19 pairs
+        count = "1 image is" if len(again) == 1 else f"{len(again):,} images are"
+        found.append(
+            f"{count} in '{other}' and, pixel for pixel, in '{one}', such as sample {twins[1]} as sample {twins[0]}: what "
+            f"is measured on '{other}' is a little too good"
+        )
+    return found
+
+
+def _digests(images: Tensor) -> np.ndarray:
+    """A number of 64 bits for each image, uint64 (N,): the sum of its bytes, eight at a time, times odd random numbers."""
+    length = images[0].numel()
+    words = -(-length // 8)
+    weights = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**63, words, dtype=np.uint64) * np.uint64(2)
+    weights += np.uint64(1)
+    found = []
+    for some in images.flatten(1).split(_AT_ONCE):  # type: ignore[no-untyped-call]
+        rows = np.ascontiguousarray(some.numpy())
+        if length % 8:
+            rows = np.pad(rows, ((0, 0), (0, 8 * words - length)))
+        found.append((rows.view(np.uint64) * weights).sum(1, dtype=np.uint64))
+    return np.concatenate(found)

@@ -1,0 +1,207 @@
+"""Averages of the weights over training: exponential (EMA), or with equal shares over its last part (SWA)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Kind = Literal["ema", "swa"]
+
+
+def prefix(kind: Kind | None) -> str:
+    """What the names of metrics of averaged weights begin with, such as `ema_` in `val/ema_accuracy`; empty without."""
+    return f"{kind}_" if kind else ""
+
+
+def loss_beside(metric: str) -> str:
+    """The loss of the validation split for the weights that a metric such as `val/ema_accuracy` is of."""
+    found = next((start for start in ("ema_", "swa_") if metric.startswith(f"val/{start}")), "")
+    return f"val/{found}loss"
+
+
+class Averaged:
+    """A running average of weights, kept beside them on their device.
+
+    EMA: average <- d · average + (1 - d) · weights after every step. With warm-up d is min(decay, (1 + n) / (10 + n)) at
+    update n, counted from 0, so that the first weights are soon forgotten. Buffers are those of the model.
+
+    SWA (Izmailov et al., arXiv:1803.05407): the mean of the weights as they are after every `every`-th step beyond `start`.
+    BatchNorm's statistics belong to other weights, so `recalibrate` computes them anew.
+
+    An update is one vectorised operation and waits for nothing. Where steps may be left out on the device, how many were
+    counts there too, and such steps update nothing.
+
+    Args:
+        kind: `ema` or `swa`.
+        model: what is trained, on its device and in its memory layout.
+        parameters: those of its parameters that are averaged; the others are taken as they are.
+        decay: of EMA; not used by SWA.
+        warmup: whether EMA's decay rises.
+        start: optimizer steps before the first that counts.
+        every: optimizer steps from one update to the next.
+        leaves_out: whether steps may be left out on the device.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        decay: float = 0.0,
+        warmup: bool = True,
+        start: int = 0,
+        every: int = 1,
+        leaves_out: bool = False,
+    ) -> None:
+        self.kind, self.decay, self.warmup, self.start, self.every = kind, decay, warmup, start, every
+        self._model = model
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._current = [parameter.detach() for parameter in parameters]
+        self._average = [tensor.clone() for tensor in self._current]
+        self._statistics: dict[str, Tensor] = {}  # of BatchNorm, computed anew
+        self._updates = 0
+        self._counted: Tensor | None = None
+        if leaves_out:
+            device = self._current[0].device
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            self._counted = torch.zeros((), dtype=wide, device=device)
+
+    @property
+    def updates(self) -> int:
+        """How many updates there were; waits for the device where steps may be left out on it."""
+        return self._updates if self._counted is None else int(self._counted)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is an average yet that differs from the weights by design."""
+        return self.kind == "ema" or self.updates > 0
+
+    def update(self, step: int, left_out: Tensor | None = None) -> None:
+        """Take the weights into account after an optimizer step.
+
+        Args:
+            step: its number, from 1.
+            left_out: above 0 if it was left out on the device, and nothing is to be done; None if it was not.
+        """
+        if step <= self.start or (step - self.start) % self.every:
+            return
+        if self._counted is None or left_out is None:
+            torch._foreach_lerp_(self._average, self._current, self._share(self._updates))
+            self._updates += 1
+            return
+        taken = left_out <= 0
+        share = self._share(self._counted) * taken
+        shares = [share.to(tensor.dtype) for tensor in self._average]
+        torch._foreach_lerp_(self._average, self._current, shares)
+        self._counted += taken
+
+    def _share(self, updates: Any) -> Any:
+        """The share that the weights get in the average."""
+        if self.kind == "swa":
+            return 1 / (updates + 1)
+        if not self.warmup:
+            return (1 - self.decay) + 0 * updates
+        rising = 9 / (10 + updates)
+        return rising.clamp_min(1 - self.decay) if isinstance(rising, Tensor) else max(rising, 1 - self.decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model with averaged weights; afterwards weights and BatchNorm's statistics are as before, bit for bit."""
+        statistics = self._norm_buffers()
+        kept = [tensor.clone() for tensor in self._current]
+        kept_statistics = {name: tensor.clone() for name, tensor in statistics.items()}
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(self._current, self._average)
+                for name, tensor in self._statistics.items():
+                    statistics[name].copy_(tensor)
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self._current, kept)
+                for name, tensor in kept_statistics.items():
+                    statistics[name].copy_(tensor)
+
+    def recalibrate(self, feed: Callable[[], None]) -> None:
+        """Compute BatchNorm's statistics anew for the averaged weights, which have to be applied.
+
+        Args:
+            feed: sends training images through the model, without gradients; the statistics are the mean over its batches.
+        """
+        norms = [
+            module for module in self._model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats
+        ]
+        if not norms:
+            return
+        modes = [(module, module.training) for module in self._model.modules()]
+        momenta = [module.momentum for module in norms]
+        try:
+            self._model.eval()  # dropout would add noise that there is none of in evaluations
+            for norm in norms:
+                norm.train()
+                norm.reset_running_stats()
+                norm.momentum = None  # the mean over all batches
+            feed()
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+        self._statistics = {name: tensor.clone() for name, tensor in self._norm_buffers().items()}
+
+    def _norm_buffers(self) -> dict[str, Tensor]:
+        """BatchNorm's statistics by dotted name, where they are recalibrated."""
+        if self.kind == "ema":
+            return {}
+        return {
+            f"{prefix}.{name}".lstrip("."): tensor
+            for prefix, module in self._model.named_modules()
+            if isinstance(module, _BatchNorm)
+            for name, tensor in module.named_buffers(recurse=False)
+        }
+
+    def weights(self) -> dict[str, Any]:
+        """A state dict of the model with the average in place of its weights; its tensors are not copied."""
+        return {
+            name: self._statistics.get(name, self._averaged(value))
+            for name, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    def _averaged(self, value: Any) -> Any:
+        place = self._places.get(id(value))
+        if place is not None:
+            return self._average[place]
+        return value.detach() if isinstance(value, Tensor) else value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kind, number of updates, and the averaged weights under the names of the model's; None before the first."""
+        return {"kind": self.kind, "updates": self.updates, "weights": self.weights() if self.begun else None}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved state; from one of another kind, or of none, begin with the weights as they are.
+
+        Raises:
+            ValueError: if names or shapes do not fit.
+        """
+        with torch.no_grad():
+            torch._foreach_copy_(self._average, self._current)
+        self._statistics, updates = {}, 0
+        if state is not None and state["kind"] == self.kind and state["weights"] is not None:
+            saved, updates = state["weights"], int(state["updates"])
+            for name, value in self._model.state_dict(keep_vars=True).items():
+                place = self._places.get(id(value))
+                if place is None:
+                    continue
+                if name not in saved or saved[name].shape != value.shape:
+                    raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(value.shape)}")
+                self._average[place].copy_(saved[name])
+            for name, tensor in self._norm_buffers().items():
+                self._statistics[name] = saved[name].to(tensor.device, copy=True)
+        self._updates = updates
+        if self._counted is not None:
+            self._counted.fill_(updates)

@@ -1,0 +1,220 @@
+"""The learning-rate range test (Smith 2017, arXiv:1506.01186): the loss while the rate grows from step to step."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engine.errors import Preempted
+from runner.engine.evaluation import Source
+from runner.engine.generators import untouched_generators
+from runner.engine.plan import Plan
+from runner.engine.state import Meter, TrainState
+from runner.engine.step import StepParts, train_step
+
+_KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
+_DIVERGED = 4.0  # times the lowest smoothed loss
+_LEAST_FALL = 0.05  # of the first smoothed loss, for there to be anything to suggest
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What the steps showed.
+
+    Attributes:
+        rates: the learning rate of each step.
+        losses: mean training loss of the batches of each step, before its update.
+        smoothed: running mean of the losses.
+        stopped: why it ended before the last rate; empty if it did not.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    stopped: str = ""
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """Rates that a curve suggests.
+
+    Attributes:
+        lowest: where the smoothed loss is lowest.
+        tenth: a tenth of that.
+        steepest: where the smoothed loss falls fastest over the logarithm of the rate.
+    """
+
+    lowest: float
+    tenth: float
+    steepest: float
+
+
+def exponential(start: float, end: float, steps: int) -> list[float]:
+    """`steps` rates from `start` to `end`, each the same multiple of the one before."""
+    return [start * (end / start) ** (step / (steps - 1)) for step in range(steps)]
+
+
+def range_test(
+    state: TrainState,
+    source: Source,
+    plan: Plan,
+    parts: StepParts,
+    rates: Sequence[float],
+    reference: float,
+    step: Callable[[TrainState, StepParts, Any, float, int, bool], None] = train_step,
+    interrupted: Callable[[], str] = lambda: "",
+) -> Curve:
+    """Train a step at each rate, until the loss diverges; everything is then put back, bit for bit.
+
+    The steps are those of training: accumulation, clipping, loss scaling and all. An epoch that is shorter is followed by
+    the next one. The loss is read at every step, so each one waits for the device.
+
+    Args:
+        state: what training changes.
+        source: the training split.
+        plan: how its epochs divide into steps.
+        parts: what a step is made of.
+        rates: the rate of each step, for a parameter group whose `initial_lr` is `reference`; the other groups keep
+            their ratios to it.
+        reference: see `rates`.
+        step: trains on a batch as `train_step` does.
+        interrupted: the name of the signal that asks to stop, or an empty string.
+
+    Raises:
+        Preempted: when asked to stop.
+    """
+    losses: list[float] = []
+    smoothed: list[float] = []
+    stopped = ""
+    windows = _windows(source, plan, len(rates))
+    with unchanged(state):
+        meter = state.meter = Meter(next(state.model.parameters()).device)
+        state.model.train()
+        guard = parts.guard
+        if guard is not None:
+            guard.start()
+        try:
+            for rate, window in zip(rates, windows, strict=True):
+                if signal := interrupted():
+                    raise Preempted(signal)
+                for group in state.optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * (rate / reference)
+                meter.reset()
+                for batch, size, weight, update in window:
+                    step(state, parts, batch, weight, size, update)
+                loss = meter.read()
+                if not math.isfinite(loss):
+                    stopped = f"the loss is {loss} at a rate of {rate:.3g}"
+                    break
+                losses.append(loss)
+                smoothed.append(_corrected(losses))
+                if smoothed[-1] > _DIVERGED * min(smoothed):
+                    stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
+                    break
+                if guard is not None and guard.found():
+                    stopped = f"the gradients are not finite at a rate of {rate:.3g}"
+                    break
+        finally:
+            if guard is not None:
+                guard.start()
+    return Curve(list(rates[: len(losses)]), losses, smoothed, stopped)
+
+
+def suggest(curve: Curve) -> Suggestions:
+    """The rates that a curve suggests.
+
+    Raises:
+        ValueError: if the loss hardly falls, so that there is nothing to go by; it says what it did.
+    """
+    smoothed = curve.smoothed
+    if len(smoothed) < 2:
+        raise ValueError(f"the loss is not finite from the first step on{_because(curve)}")
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    if lowest == 0 or smoothed[0] - smoothed[lowest] < _LEAST_FALL * abs(smoothed[0]):
+        raise ValueError(
+            f"the loss hardly falls at any rate from {curve.rates[0]:.3g} to {curve.rates[-1]:.3g}: "
+            f"from {smoothed[0]:.4g} to {smoothed[lowest]:.4g} at best{_because(curve)}"
+        )
+    # The rates are evenly spaced on a logarithmic scale, so differences between steps are slopes.
+    slopes = [smoothed[place + 1] - smoothed[place - 1] for place in range(1, lowest)] or [0.0]
+    steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
+    return Suggestions(curve.rates[lowest], curve.rates[lowest] / 10, curve.rates[steepest])
+
+
+def _because(curve: Curve) -> str:
+    return f" ({curve.stopped})" if curve.stopped else ""
+
+
+def _corrected(values: Sequence[float]) -> float:
+    """The exponential running mean at the last value, without the bias towards where it began (Kingma & Ba 2015)."""
+    mean = 0.0
+    for value in values:
+        mean = _KEPT * mean + (1 - _KEPT) * value
+    return mean / (1 - _KEPT ** len(values))
+
+
+def _windows(source: Source, plan: Plan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
+    """The batches of each step with their sizes, weights and whether they end it; epoch after epoch."""
+    for epoch in itertools.count():
+        # No batch is asked for that is not used: workers would read it for nothing.
+        count = min(plan.steps, steps)
+        batches = source.batches(epoch, 0, min(plan.batches, count * plan.accumulate))
+        given = ((batch, *part) for batch, part in zip(batches, plan.parts(0), strict=False))
+        for _ in range(count):
+            yield _until_update(given)
+        steps -= count
+        if steps == 0:
+            return
+
+
+def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[Any, int, float, bool]]:
+    window = []
+    for item in given:
+        window.append(item)
+        if item[-1]:
+            break
+    return window
+
+
+@contextlib.contextmanager
+def unchanged(state: TrainState) -> Iterator[None]:
+    """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the meter and the random generators."""
+    model, optimizer, scaler, meter = state.model, state.optimizer, state.scaler, state.meter
+    modes = [(module, module.training) for module in model.modules()]
+    weights = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
+    # By name, as some models assign their buffers anew.
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    moments = {weight: copy.deepcopy(found) for weight, found in optimizer.state.items()}
+    settings = [
+        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
+    try:
+        with untouched_generators(model):
+            yield
+    finally:
+        for parameter, values, gradient in weights:
+            parameter.data.copy_(values)
+            parameter.grad = gradient
+        for module, name, buffer, values in buffers:
+            module._buffers[name] = buffer.copy_(values)
+        optimizer.state.clear()
+        optimizer.state.update(moments)
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)
+        if scaler is not None and scale:
+            scaler.load_state_dict(scale)
+        state.meter = meter
+        for module, mode in modes:
+            module.training = mode

@@ -1,0 +1,137 @@
+"""Test-time augmentation: a model that sees several views of each image, and averages what it says of them.
+
+Views are made of normalised images on the device, by functions of the images alone: nothing is drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+View = Callable[[Tensor], Tensor]
+
+_CROP = 7 / 8  # edge of a crop as a share of the image's, as 224 of 256
+_SHIFT = 1 / 16
+_SCALES = (1.1, 0.9)
+
+
+def as_it_is(images: Tensor) -> Tensor:
+    """The images themselves."""
+    return images
+
+
+def mirrored(images: Tensor) -> Tensor:
+    """Left and right exchanged."""
+    return images.flip(-1)
+
+
+def upside_down(images: Tensor) -> Tensor:
+    """Top and bottom exchanged."""
+    return images.flip(-2)
+
+
+def rotated(images: Tensor, quarters: int) -> Tensor:
+    """Turned anticlockwise by quarters of a circle.
+
+    Raises:
+        ValueError: for images that are not square, which would change their shape.
+    """
+    height, width = images.shape[-2:]
+    if height != width:
+        raise ValueError(f"rotations are views of square images, and these have {height}x{width} pixels")
+    return torch.rot90(images, quarters, (-2, -1))
+
+
+def shifted(images: Tensor, down: int, right: int) -> Tensor:
+    """Moved by a sixteenth of the size, at least a pixel, in the directions that are not 0; the edge is repeated."""
+    height, width = images.shape[-2:]
+    rows, columns = down * max(1, round(_SHIFT * height)), right * max(1, round(_SHIFT * width))
+    padded = F.pad(images, (abs(columns),) * 2 + (abs(rows),) * 2, mode="replicate")
+    top, left = abs(rows) - rows, abs(columns) - columns
+    return padded[..., top : top + height, left : left + width]
+
+
+def cropped(images: Tensor, down: float, right: float) -> Tensor:
+    """A part of seven eighths of the edges, resized to the whole (bilinear); 0, 0 is the top left, 1, 1 the bottom right."""
+    height, width = images.shape[-2:]
+    rows, columns = (max(1, round(_CROP * size)) for size in (height, width))
+    top, left = round(down * (height - rows)), round(right * (width - columns))
+    return _resized(images[..., top : top + rows, left : left + columns], height, width)
+
+
+def scaled(images: Tensor, scale: float) -> Tensor:
+    """Larger or smaller by a factor (bilinear), about the middle; around a smaller one its edge is repeated."""
+    height, width = images.shape[-2:]
+    rows, columns = (max(1, round(scale * size)) for size in (height, width))
+    resized = _resized(images, rows, columns)
+    if scale >= 1:
+        top, left = (rows - height) // 2, (columns - width) // 2
+        return resized[..., top : top + height, left : left + width]
+    above, before = (height - rows) // 2, (width - columns) // 2
+    return F.pad(resized, (before, width - columns - before, above, height - rows - above), mode="replicate")
+
+
+def _resized(images: Tensor, height: int, width: int) -> Tensor:
+    return F.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
+
+
+def _then(first: View, second: View, images: Tensor) -> Tensor:
+    return second(first(images))
+
+
+_CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5))
+_FIVE: tuple[View, ...] = tuple(functools.partial(cropped, down=down, right=right) for down, right in _CORNERS)
+VIEWS: dict[str, tuple[View, ...]] = {
+    "flip": (mirrored,),
+    "hflip": (mirrored,),
+    "vflip": (upside_down,),
+    "rotations": tuple(functools.partial(rotated, quarters=quarters) for quarters in (1, 2, 3)),
+    "shifts": tuple(
+        functools.partial(shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))
+    ),
+    "scales": tuple(functools.partial(scaled, scale=scale) for scale in _SCALES),
+    "five_crop": _FIVE,
+    "ten_crop": (*_FIVE, *(functools.partial(_then, view, mirrored) for view in _FIVE)),
+}
+"""The views that each name stands for, beside the image as it is."""
+
+
+def views_named(names: Sequence[str]) -> list[View]:
+    """The image as it is and the views of each name, each once."""
+    return list(dict.fromkeys([as_it_is, *(view for name in names for view in VIEWS[name])]))
+
+
+class Averaged(nn.Module):
+    """A model whose outputs are the mean over views of the images.
+
+    Args:
+        model: gives outputs (B, C) of images (B, C, H, W).
+        views: each makes images of the same shape.
+        probabilities: average softmax probabilities and give their logarithms, whose softmax they are, in place of the
+            mean of the outputs.
+    """
+
+    def __init__(self, model: nn.Module, views: Sequence[View], probabilities: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.views = list(views)
+        self.probabilities = probabilities
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Float32 outputs (B, C) of images (B, C, H, W)."""
+        total: Tensor | None = None
+        for view in self.views:
+            seen = view(images)
+            if images.is_contiguous(memory_format=torch.channels_last):
+                seen = seen.contiguous(memory_format=torch.channels_last)
+            outputs = self.model(seen).float()
+            outputs = outputs.softmax(1) if self.probabilities else outputs
+            total = outputs if total is None else total + outputs
+        assert total is not None, "there is at least one view"
+        mean = total / len(self.views)
+        # The smallest normal number stands for a class that every view rules out: a logarithm of 0 is not finite.
+        return mean.clamp_min(torch.finfo(mean.dtype).tiny).log() if self.probabilities else mean

@@ -1,0 +1,162 @@
+"""Schemes of initial weights for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+Scheme = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal"]
+
+_STD = 0.02
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
+
+
+def draw_weights(model: nn.Module, scheme: Scheme) -> None:
+    """Draw the weights of every linear layer, convolution and attention anew, and set their biases to zero.
+
+    `normal` and `trunc_normal` have a standard deviation of 0.02, the latter cut at two of them (as in Dosovitskiy et al.,
+    arXiv:2010.11929); `xavier` is uniform (Glorot and Bengio, 2010); `kaiming` is normal, by the fan-in, for ReLU (He et
+    al., arXiv:1502.01852); `orthogonal` makes the rows of each weight, seen as a matrix, orthonormal, or the columns where
+    there are fewer (Saxe et al., arXiv:1312.6120). The draws are those of torch's global generator.
+
+    Raises:
+        ValueError: if the model has no such layer.
+    """
+    count = 0
+    for weight, bias in _layers(model):
+        count += 1
+        _draw(weight, scheme)
+        if bias is not None:
+            nn.init.zeros_(bias)
+    if not count:
+        raise ValueError(f"{type(model).__name__} has no linear layer and no convolution")
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight and bias of each layer; the matrices of an attention one by one, a bias with the first of its weights."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            yield module.weight, module.bias
+        elif isinstance(module, nn.MultiheadAttention):
+            joined: Tensor | None = module.in_proj_weight  # None where keys or values have a width of their own
+            weights = (
+                [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+                if joined is None
+                else list(joined.detach().chunk(3))
+            )
+            yield weights[0], module.in_proj_bias
+            yield from ((weight, None) for weight in weights[1:])
+
+
+def _draw(weight: Tensor, scheme: Scheme) -> None:
+    match scheme:
+        case "normal":
+            nn.init.normal_(weight, std=_STD)
+        case "trunc_normal":
+            nn.init.trunc_normal_(weight, std=_STD, a=-2 * _STD, b=2 * _STD)
+        case "xavier":
+            nn.init.xavier_uniform_(weight)
+        case "kaiming":
+            nn.init.kaiming_normal_(weight, nonlinearity="relu")
+        case "orthogonal":
+            nn.init.orthogonal_(weight)
+
+
+def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
+    """Let every residual block start as its shortcut: the scale of the norm that ends its branch becomes zero.
+
+    After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 5.1. The branches are found in a forward
+    pass: a norm whose output is added to features that fewer layers have been through.
+
+    Args:
+        model: the model, in evaluation mode.
+        forward: sends one image through the model.
+
+    Returns:
+        Dotted names of these norms.
+
+    Raises:
+        ValueError: if no residual branch ends in a norm.
+    """
+    trace = _Trace()
+    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
+    handles = [module.register_forward_hook(trace.norm_ended) for module in norms]
+    try:
+        with trace:
+            forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    ends = {id(module) for module in trace.ends}
+    found = [(name, module) for name, module in model.named_modules() if id(module) in ends]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no residual branch that ends in a norm with a scale")
+    for _, module in found:
+        nn.init.zeros_(module.weight)
+    return [name for name, _ in found]
+
+
+class _Trace(TorchFunctionMode):
+    """Follows how many layers each tensor of a forward pass has been through, and looks at what is added to what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[nn.Module] = []
+        self._depth: dict[int, int] = {}
+        self._norm: dict[int, nn.Module] = {}
+        self._kept: list[Tensor] = []  # an identity is one tensor's only while that lives
+
+    def norm_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Note which tensor a norm gives: a forward hook."""
+        if isinstance(output, Tensor) and getattr(module, "weight", None) is not None:
+            self._norm[id(output)] = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        tensors = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
+        if name in _ADDITIONS and len(tensors) == 2:
+            self._look(*tensors)
+            self._look(*reversed(tensors))
+        depth = max((self._depth.get(id(tensor), 0) for tensor in tensors), default=0)
+        if any(isinstance(tensor, nn.Parameter) and tensor.ndim > 1 for tensor in tensors):
+            depth += 1
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, Tensor):
+            self._kept.append(output)
+            self._depth[id(output)] = depth
+            in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+            if in_place:
+                self._norm.pop(id(output), None)
+        return output
+
+    def _look(self, branch: Tensor, shortcut: Tensor) -> None:
+        norm = self._norm.get(id(branch))
+        if norm is None or isinstance(shortcut, nn.Parameter) or branch.shape != shortcut.shape:
+            return
+        if self._depth[id(branch)] > self._depth.get(id(shortcut), 0):
+            self.ends.append(norm)
+
+
+def set_prior(layer: nn.Module, counts: Tensor) -> None:
+    """Set a head's bias to the logarithm of each class's share, so that the first loss is the entropy of the classes.
+
+    Args:
+        layer: the layer that gives the logits (B, C).
+        counts: training samples of each class, int64 of shape (C,); a class without any counts as one sample.
+
+    Raises:
+        ValueError: if the layer has no bias, or not one for each class.
+    """
+    bias = getattr(layer, "bias", None)
+    if bias is None:
+        raise ValueError("the head has no bias")
+    if bias.shape != counts.shape:
+        raise ValueError(f"the head has {len(bias)} outputs, and the data {len(counts)} classes")
+    shares = counts.clamp_min(1).double()
+    with torch.no_grad():
+        bias.copy_((shares / shares.sum()).log())

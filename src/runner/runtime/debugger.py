@@ -1,0 +1,22 @@
+"""Python's debugger, opened where an exception was raised."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pdb
+import sys
+
+
+def post_mortem(error: BaseException) -> None:
+    """Open the debugger in the frame that raised an exception, or what caused it; returns when it is left.
+
+    Only the main process of a run has a terminal to talk to: in any other, and in all ranks but the first, nothing happens.
+    """
+    if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+        return
+    while error.__cause__ is not None:  # what was raised by someone's code is told in our words
+        error = error.__cause__
+    print(f"post_mortem: {type(error).__name__}: {error} (q leaves, h helps)", file=sys.stdout, flush=True)
+    pdb.post_mortem(error.__traceback__)
+    print(flush=True)  # lines that are not typed leave the prompt without an end

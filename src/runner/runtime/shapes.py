@@ -1,0 +1,133 @@
+"""Shapes and dtypes at the borders of every module: noted in the first batch, compared in all others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.config.errors import UserError
+from runner.runtime.determinism import tensors_in
+
+_KEY = "watch.shapes"
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Shapes and dtypes of the tensors that went into a module and came out, and the size of the batch."""
+
+    given: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    gave: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    batch: int
+
+    def differs(self, first: _Seen) -> str:
+        """`takes` or `gives` if these tensors are others than those of the first batch, apart from its size."""
+        for side, now, then in (("takes", self.given, first.given), ("gives", self.gave, first.gave)):
+            if len(now) != len(then) or not all(map(self._alike, now, then, [first.batch] * len(now))):
+                return side
+        return ""
+
+    def _alike(self, now: Any, then: Any, batch: int) -> bool:
+        (shape, dtype), (before, dtype_before) = now, then
+        if dtype != dtype_before or shape[1:] != before[1:] or len(shape) != len(before):
+            return False
+        # The first axis is the batch, or a multiple of it, such as heads or windows of each sample; or has nothing to do
+        # with it.
+        return not shape or shape[0] == before[0] or shape[0] * batch == before[0] * self.batch
+
+    def shown(self, side: str) -> str:
+        """The tensors of a side for people, `B` for the size of the batch."""
+        tensors = self.given if side == "takes" else self.gave
+        return ", ".join(f"{str(dtype).removeprefix('torch.')} {self._axes(shape)}" for shape, dtype in tensors) or "-"
+
+    def _axes(self, shape: tuple[int, ...]) -> str:
+        first = [str(size) for size in shape[:1]]
+        if shape and self.batch and shape[0] % self.batch == 0:
+            times = shape[0] // self.batch
+            first = ["B" if times == 1 else f"{times}B"] if times else first
+        return f"({', '.join([*first, *map(str, shape[1:])])})"
+
+
+class ShapeWatch:
+    """Looks at what goes into every module of a model and comes out, by hooks; a model without it costs nothing.
+
+    Training and evaluation are looked at apart, as some models give more in training. A module that is called several times
+    in a forward pass is compared call by call.
+
+    Args:
+        model: what is trained; hooks are put on its modules.
+        show: called once with the rows of (module, type, input, output) of the first training batch.
+    """
+
+    def __init__(self, model: nn.Module, show: Callable[[list[list[str]]], None]) -> None:
+        self._model, self._show = model, show
+        self._first: dict[tuple[bool, str, int], _Seen] = {}
+        self._calls: Counter[str] = Counter()
+        self._expected: dict[bool, Counter[str]] = {}
+        self._batches: Counter[bool] = Counter()
+        self._batch = 0
+        self._inside = False  # recomputing in backward calls modules outside of a forward pass
+        self._training = model.training
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for name, module in model.named_modules():
+            module.register_forward_hook(self._looking_at(name), with_kwargs=True)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        tensors = tensors_in([args, kwargs])
+        self._batch = len(tensors[0]) if tensors and tensors[0].ndim else 0
+        self._inside, self._training = True, module.training
+        self._calls.clear()
+        self._batches[self._training] += 1
+
+    def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
+        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not self._inside:
+                return
+            seen = _Seen(_borders([args, kwargs]), _borders(output), self._batch)
+            key = (self._training, name, self._calls[name])
+            self._calls[name] += 1
+            if self._batches[self._training] == 1:
+                self._first[key] = seen
+            elif key in self._first and (side := seen.differs(self._first[key])):
+                raise UserError(self._complaint(name, module, side, seen.shown(side), self._first[key].shown(side)))
+
+        return look
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside = False
+        expected = self._expected.setdefault(self._training, self._calls.copy())
+        for name in {**expected, **self._calls}:
+            if expected[name] != self._calls[name]:
+                now, then = (f"called {count} times" for count in (self._calls[name], expected[name]))
+                raise UserError(self._complaint(name, self._model.get_submodule(name), "is", now, then))
+        if self._training and self._batches[True] == 1:
+            self._show(self._rows())
+
+    def _complaint(self, name: str, module: nn.Module, verb: str, now: str, then: str) -> str:
+        where = "training" if self._training else "evaluation"
+        return (
+            f"{_KEY}: {_named(name, module)} {verb} {now} in batch {self._batches[self._training]} of {where}, "
+            f"and {then} in the first\n    allowed: modules whose shapes and dtypes follow from the size of the batch alone"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        modules = dict(self._model.named_modules())
+        return [
+            [name or "(model)", type(modules[name]).__name__, seen.shown("takes"), seen.shown("gives")]
+            for (training, name, _), seen in self._first.items()
+            if training
+        ]
+
+
+def _borders(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    tensors: list[Tensor] = tensors_in(value)
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"

@@ -1,0 +1,286 @@
+"""What the verbs that use a checkpoint have in common: its config with the line on top, and its model, data or no data."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from runner.assembly.learner import KnownData, build_model
+from runner.checkpoint import find
+from runner.checkpoint.weights import weights_of
+from runner.config import keys, stored
+from runner.config.app import Composition
+from runner.config.errors import UserError
+from runner.config.resolve import checked, merged
+from runner.config.schema.train import Train
+from runner.config.schema.views import Which
+from runner.data.assembly import Splits, assemble, callables
+from runner.data.augment import Pipeline
+from runner.engine.state import load_weights
+from runner.engine.tasks import Task
+from runner.engine.views import Averaged, views_named
+from runner.runtime.device import choose_device, configure_torch, prepare_repeating
+from runner.runtime.precision import Precision, choose_precision
+from runner.tracking.console import Console
+from runner.tracking.run_directory import claim, timestamp
+
+T = TypeVar("T", bound=Train)
+
+
+@dataclass(frozen=True)
+class Settled(Generic[T]):
+    """A checkpoint and the config that it is used with.
+
+    Attributes:
+        found: the checkpoint.
+        config: its config with the command line on top, validated.
+        values: the same as plain containers.
+        words: the overrides of the command line.
+    """
+
+    found: find.Found
+    config: T
+    values: dict[str, Any]
+    words: list[str]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes that it was trained on."""
+        return tuple(self.found.contents["classes"])
+
+
+@dataclass(frozen=True)
+class FromCheckpoint:
+    """What a checkpoint says of the data that its model was trained on.
+
+    Attributes:
+        classes: their names; empty for regression.
+        channels: colour channels of an image.
+        image_size: height and width.
+    """
+
+    classes: tuple[str, ...]
+    channels: int
+    image_size: tuple[int, int]
+
+
+def settle(composition: Composition, schema: type[T], prefer: str = "best") -> Settled[T]:
+    """Find the checkpoint that `ckpt_path` names and lay the command line over its config.
+
+    Args:
+        composition: what the command line amounts to.
+        schema: of the verb; the keys that it has beyond those of `train` come from the line alone.
+        prefer: `last` or `best`: which one a run directory stands for.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values = composition.values
+    if values.get("ckpt_path") is None:
+        raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
+    runs = Path(str(values["output_root"])) / str(values["name"])
+    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer)
+    combined, _ = merged(found.contents["config"], str(found.path), composition)
+    kind: type = schema
+    combined |= {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
+    statistics_given = any(word.startswith("data.normalize") for word in composition.words)
+    if not statistics_given and isinstance(combined.get("data"), dict):
+        # Other data still has to look to the model like the data that it was trained on.
+        combined["data"]["normalize"] = copy.deepcopy(stored_data(found).get("normalize") or {})
+    return Settled(found, checked(combined, composition, schema), combined, composition.words)
+
+
+def stored_data(found: find.Found) -> dict[str, Any]:
+    """The section `data` of the config in a checkpoint, empty if it has none."""
+    data = stored.load(found.contents["config"], str(found.path)).get("data")
+    return data if isinstance(data, dict) else {}
+
+
+def prepare(settled: Settled[Any], verb: str, console: Console) -> tuple[torch.device, Precision]:
+    """Choose device and precision as the config says, set torch's switches, and tell what is without effect."""
+    config = settled.config
+    prepare_repeating(config.deterministic)
+    device, _ = choose_device(config.device)
+    switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
+    warnings = configure_torch(device, config.threads, config.deterministic, *switches)
+    precision = choose_precision(config.amp, device)
+    told = (settled.found.warnings, warnings, precision.warnings, _of_training_alone(settled.words, verb))
+    for warning in (warning for some in told for warning in some):
+        console.warn(warning)
+    return device, precision
+
+
+def _of_training_alone(words: list[str], verb: str) -> list[str]:
+    """Warnings about keys of the line that only training has a use for."""
+    given = {word.split("=")[0] for word in words}
+    reasons = {
+        "activation_checkpointing": "which computes no gradients",
+        "compile": "which runs the model as it is",
+    }
+    return [f"{key} has no effect on {verb}, {reason}" for key, reason in reasons.items() if key in given]
+
+
+def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
+    """The data that the config names, which must have the checkpoint's classes.
+
+    Raises:
+        UserError: if the data cannot be read, or has other classes.
+    """
+    config = settled.config
+    parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
+    splits = assemble(*parts, make_cache=False)
+    try:
+        _check_classes(settled.classes, splits.classes)
+    except UserError:
+        splits.close()
+        raise
+    return splits
+
+
+def _check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
+    if len(trained) != len(given):
+        raise UserError(
+            f"data: has {len(given)} classes, but the checkpoint was trained on {len(trained)}\n"
+            f"    allowed: data with the classes {', '.join(trained[:20])}"
+        )
+    if list(trained) != list(given) and sorted(trained) == sorted(given):
+        raise UserError(
+            "data: has the checkpoint's classes in another order, so class numbers mean something else\n"
+            f"    allowed: the order {', '.join(trained[:20])}"
+        )
+
+
+def known_data(settled: Settled[Any]) -> FromCheckpoint:
+    """What the model was trained on: from the checkpoint, or from the data where a checkpoint of old does not say.
+
+    A `data.image_size` on the line is the size that images are to have here.
+
+    Raises:
+        UserError: if neither says.
+    """
+    shape = settled.found.contents["metrics"].get("images")
+    if shape is None:
+        splits = splits_of(settled, torch.device("cpu"))
+        splits.close()
+        shape = splits.image_shape
+    channels, height, width = shape
+    if any(word.startswith("data.image_size=") for word in settled.words) and settled.config.data.image_size:
+        height = width = settled.config.data.image_size
+    return FromCheckpoint(settled.classes, channels, (height, width))
+
+
+def given_to_model(settled: Settled[Any], device: torch.device) -> Pipeline:
+    """What makes of decoded images those that the model is given: `transform.eval`, then normalisation.
+
+    Raises:
+        UserError: if a transform cannot be built, or the checkpoint does not say how images are normalised.
+    """
+    config = settled.config
+    mean, std = config.data.normalize.mean, config.data.normalize.std
+    if mean is None or std is None:
+        raise UserError(
+            "data.normalize: the checkpoint does not say how images were normalised\n"
+            "    allowed: data.normalize.mean and data.normalize.std on the line, one number a channel"
+        )
+    steps = callables("transform.eval", config.transform.eval)
+    return Pipeline(steps, mean, std, config.seed, device, config.channels_last)
+
+
+def restored(settled: Settled[Any], data: KnownData, device: torch.device, which: Which) -> tuple[Task, nn.Module]:
+    """The task, and the model with the checkpoint's weights on the device, in evaluation mode.
+
+    Raises:
+        UserError: if the config does not fit the data, or the weights do not fit the model.
+    """
+    task, model = build_model(settled.values, settled.config, data)
+    fill(model, settled, which)
+    model.to(device)
+    if settled.config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    return task, model.eval()
+
+
+def fill(model: nn.Module, settled: Settled[Any], which: Which) -> tuple[dict[str, Any], str]:
+    """Load the checkpoint's weights into the model; gives them, and what they are: `raw`, `ema` or `swa`.
+
+    Raises:
+        UserError: if there are no such weights, or they do not fit.
+    """
+    weights, kind = weights_of(settled.found.contents, which)
+    try:
+        load_weights(model, weights)
+    except ValueError as error:
+        raise UserError(f"{settled.found.path}: {error}") from error
+    return weights, kind
+
+
+def augmented(
+    model: nn.Module, task: Task, image_size: tuple[int, int], names: str | Sequence[str], mean: str
+) -> Averaged:
+    """The model with test-time augmentation.
+
+    Args:
+        model: the model.
+        task: what it was trained for.
+        image_size: height and width.
+        names: of the views.
+        mean: `logits` or `probabilities`.
+
+    Raises:
+        UserError: if there are no probabilities to average, or a view cannot be made of such images.
+    """
+    probabilities = mean == "probabilities"
+    if probabilities and class_count(task) is None:
+        raise UserError("tta_mean: this task has no classes, and so no probabilities\n    allowed: logits")
+    views = views_named(listed(names))
+    try:
+        for view in views:
+            view(torch.zeros((1, 1, *image_size)))
+    except ValueError as error:
+        raise UserError(f"tta: {error}\n    allowed: other views") from error
+    return Averaged(model, views, probabilities)
+
+
+def class_count(task: Task) -> int | None:
+    """Classes that a task tells apart; None if it does not."""
+    count = getattr(task, "num_classes", None)
+    return count if isinstance(count, int) else None
+
+
+def listed(value: str | Sequence[str] | None) -> list[str]:
+    """One name, several or none as a list."""
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def distinct(classes: Sequence[str]) -> list[str]:
+    """Names of classes; those that several share with the number of their class."""
+    count = Counter(classes)
+    return [f"{name} ({index})" if count[name] > 1 else name for index, name in enumerate(classes)]
+
+
+def run_directory_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint lies in, if it does."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def folder_for(output: str | None, otherwise: Path | None, root: str, kind: str) -> Path:
+    """The folder to write into: `output`, or a given one, or a new one below the output root; made if it is not there.
+
+    Raises:
+        UserError: if it cannot be made.
+    """
+    folder = Path(output) if output is not None else otherwise
+    if folder is None:
+        return claim(Path(root) / kind, timestamp())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: cannot make the folder {folder}: {error.strerror}") from error
+    return folder

@@ -1,0 +1,114 @@
+"""One call of `find-lr`, from the config to the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from runner.assembly.describe import describe
+from runner.assembly.rate import REASON, FoundRate, find_rate
+from runner.assembly.training import build_training
+from runner.checkpoint import find
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.errors import UserError
+from runner.config.resolve import checked, merged
+from runner.config.schema.find_lr import FIND_LR_ONLY, FindLr
+from runner.engine.state import load_weights
+from runner.tracking.console import Console
+from runner.tracking.environment import environment
+from runner.tracking.files import finite, write_atomically, write_json
+from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._work import guarded
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Find a rate once: the entry point that Hydra calls.
+
+    Returns:
+        The rate that is recommended, for sweepers.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    return guarded(_find, cfg)
+
+
+def settle(composition: Composition) -> tuple[FindLr, dict[str, Any], find.Found | None]:
+    """The config: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values, found = composition.values, None
+    if values.get("ckpt_path") is not None:
+        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "last")
+        own = {key: values[key] for key in FIND_LR_ONLY}
+        values, _ = merged(found.contents["config"], str(found.path), composition)
+        values |= own
+    return checked(values, composition, FindLr), values, found
+
+
+def _find(composition: Composition) -> float:
+    config, values, found = settle(composition)
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    training = build_training(dataclasses.replace(config, epochs=None, max_steps=config.num_steps), values)
+    with contextlib.closing(training.splits):
+        if found is not None:
+            try:
+                load_weights(training.model, found.contents["model"])
+            except ValueError as error:
+                raise UserError(f"{found.path}: {error}") from error
+        folder = _folder(composition, config)
+        console.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
+        for warning in [*training.warnings, *(found.warnings if found else [])]:
+            console.warn(warning)
+        rate = find_rate(config, training, config.num_steps, config.start, config.end)
+    record = {"command": composition.words, **rate.record()}
+    _write(folder, record, rate, config.name, stored.dump(values))
+    if config.json:
+        print(json.dumps(finite(record | {"folder": str(folder)})))
+    else:
+        _show(console, rate, folder)
+    return rate.settings["lr"]
+
+
+def _folder(composition: Composition, config: FindLr) -> Path:
+    chosen = Path(config.output) if config.output is not None else composition.job_dir or composition.run_dir
+    if chosen is None:
+        return claim(Path(config.output_root) / "find-lr", timestamp())
+    try:
+        chosen.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: cannot make the folder {chosen}: {error.strerror}") from error
+    return chosen
+
+
+def _write(folder: Path, record: dict[str, Any], rate: FoundRate, name: str, config: str) -> None:
+    """Write everything; `lr_range.json` comes last, so that where it is, the others are."""
+    rate.draw(folder / "lr_range.png", f"{name}: learning-rate range test")
+    write_atomically(folder / "config.yaml", config.encode())
+    write_json(folder / "lr_range.json", record | {"environment": environment()})
+
+
+def _show(console: Console, rate: FoundRate, folder: Path) -> None:
+    curve, found = rate.curve, rate.suggestions
+    rows = [
+        ["steepest fall", f"{found.steepest:.2g}", ""],
+        ["a tenth of the lowest", f"{found.tenth:.2g}", "<- recommended"],
+        ["lowest loss", f"{found.lowest:.2g}", "too high to train with: it diverges a little above"],
+    ]
+    console.table(f"{len(curve.rates)} steps, up to {curve.rates[-1]:.2g}", ["suggestion", "rate", ""], rows)
+    if curve.stopped:
+        console.line(f"ended early: {curve.stopped}")
+    if rate.warning:
+        console.warn(rate.warning)
+    console.line(f"use {rate.words} ({REASON})")
+    print(folder, flush=True)

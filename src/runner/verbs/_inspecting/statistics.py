@@ -1,0 +1,88 @@
+"""A tensor in a few numbers and a histogram."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BINS = 40
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is in a tensor; elements that are not finite are counted, and left out of everything else.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the tensor.
+        mean, std, minimum, maximum: of the elements; NaN if none is finite.
+        norm: 2-norm.
+        zeros: share of elements that are exactly 0.
+        not_finite: how many are NaN or infinite.
+        low, high: ends of the histogram.
+        counts: elements in each of its bins, which are equally wide.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    norm: float
+    zeros: float
+    not_finite: int
+    low: float
+    high: float
+    counts: list[int]
+
+
+def summarize(name: str, tensor: Tensor) -> Summary:
+    """The summary of a tensor of any device and dtype."""
+    # On the CPU, where a histogram is made of whole numbers that are the same each time.
+    values = tensor.detach().float().cpu().flatten()
+    finite = values.isfinite()
+    not_finite = int((~finite).sum())
+    values = values[finite] if not_finite else values
+    shape, count = tuple(tensor.shape), values.numel()
+    if count == 0:
+        nothing = math.nan
+        return Summary(name, shape, nothing, nothing, nothing, nothing, nothing, 0.0, not_finite, 0.0, 0.0, [])
+    low, high = float(values.min()), float(values.max())
+    mean = float(values.sum(dtype=torch.float64)) / count
+    squares = float(values.double().square().sum())
+    edges = (low, high) if high > low else (low - 0.5, high + 0.5)
+    return Summary(
+        name=name,
+        shape=shape,
+        mean=mean,
+        std=math.sqrt(max(0.0, squares / count - mean * mean)),
+        minimum=low,
+        maximum=high,
+        norm=math.sqrt(squares),
+        zeros=float((values == 0).sum()) / count,
+        not_finite=not_finite,
+        low=edges[0],
+        high=edges[1],
+        counts=[int(number) for number in torch.histc(values, BINS, *edges).tolist()],
+    )
+
+
+def dead_units(outputs: Tensor) -> tuple[int, int] | None:
+    """Units of rectified outputs that are 0 for every sample and at every place, and how many units there are.
+
+    A unit is a channel of (B, C, H, W), and a feature of (B, F) and of tokens (B, N, F).
+
+    Returns:
+        None if the outputs are not rectified: of another number of axes, with a negative value, or without a zero.
+    """
+    if outputs.ndim not in (2, 3, 4) or not outputs.is_floating_point() or outputs.numel() == 0:
+        return None
+    if bool((outputs < 0).any()) or not bool((outputs == 0).any()):
+        return None
+    units = 1 if outputs.ndim == 4 else outputs.ndim - 1
+    silent = (outputs == 0).movedim(units, 0).flatten(1).all(dim=1)
+    return int(silent.sum()), silent.numel()

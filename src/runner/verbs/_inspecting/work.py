@@ -1,0 +1,183 @@
+"""One call of `inspect`, from the config to the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from runner.assembly.describe import describe
+from runner.assembly.training import Training, build_training
+from runner.checkpoint import find
+from runner.config import keys
+from runner.config.app import Composition
+from runner.config.errors import UserError
+from runner.config.resolve import checked, merged
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
+from runner.config.schema.train import Train
+from runner.engine.evaluation import untouched
+from runner.engine.state import load_weights
+from runner.models.features import extractor
+from runner.tracking.console import Console
+from runner.tracking.files import finite, write_atomically, write_json
+from runner.tracking.formats import compact
+from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._inspecting.errors import batches_of
+from runner.verbs._inspecting.features_file import write_features
+from runner.verbs._inspecting.layers import shape_text
+from runner.verbs._inspecting.page import Table, page
+from runner.verbs._inspecting.parts import PARTS, Found, split_of
+from runner.verbs._work import guarded
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Inspect once: the entry point that Hydra calls.
+
+    Returns:
+        The number of parameters, for sweepers.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    return guarded(_inspect, cfg)
+
+
+def settle(composition: Composition) -> tuple[find.Found | None, Inspect, dict[str, Any]]:
+    """The config: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values, found = composition.values, None
+    if values.get("ckpt_path") is not None:
+        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "best")
+        own = {key: values[key] for key in keys.hints(Inspect) if key not in keys.hints(Train)}
+        values, _ = merged(found.contents["config"], str(found.path), composition)
+        values |= own
+    return found, checked(values, composition, Inspect), values
+
+
+def _inspect(composition: Composition) -> float:
+    found, config, values = settle(composition)
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    # What is compiled cannot be looked into, and what is computed again in backward would be seen twice.
+    plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
+    training = build_training(plain, values, make_cache=False)
+    with contextlib.closing(training.splits):
+        training.splits.skipped.open(None, console.warn)
+        if found is not None:
+            try:
+                load_weights(training.model, found.contents["model"])
+            except ValueError as error:
+                raise UserError(f"{found.path}: {error}") from error
+        where = str(found.path) if found is not None else "untrained"
+        console.header(f"{config.name}  seed {config.seed}  {where}", describe(plain, training)[:2])
+        for warning in [*(found.warnings if found else []), *training.warnings]:
+            console.warn(warning)
+        record: dict[str, Any] = {
+            "checkpoint": str(found.path) if found else None,
+            "global_step": found.contents["position"]["global_step"] if found else 0,
+            "overrides": composition.words,
+        }
+        if config.features:
+            record |= _written_features(config, training, found, composition, console)
+        if not config.features or config.what is not None:
+            record |= _looked_at(config, training, found, composition, console)
+        if said := training.splits.skipped.summary():
+            console.warn(said)
+    if config.json:
+        print(json.dumps(finite(record)))
+    elif "folder" in record:
+        print(record["folder"], flush=True)
+    return float(sum(parameter.numel() for parameter in training.model.parameters()))
+
+
+def _looked_at(
+    config: Inspect, training: Training, found: find.Found | None, composition: Composition, console: Console
+) -> dict[str, Any]:
+    """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
+    parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
+    folder = _folder(config, found, composition)
+    epoch = int(found.contents["position"]["epoch"]) if found is not None else 0
+    seen = Found(config, training, folder, epoch)
+    for name in PARTS:
+        if name in parts:
+            PARTS[name](seen)
+    tables = [part for part in seen.parts if isinstance(part, Table)]
+    for line in seen.lines:
+        console.line(line)
+    for table in tables:
+        for note in table.notes:
+            console.line(note)
+        console.table(table.title, list(table.columns), [list(row) for row in table.rows])
+    for note in seen.left_out:
+        console.line(note)
+    title = f"{config.name}: {type(training.model).__name__}"
+    told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
+    lines = [told, *seen.lines, *seen.left_out]
+    pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
+    record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
+    record["files"] = [path.name for path in pictures] + ["report.html"]
+    write_atomically(folder / "report.html", page(title, lines, seen.parts).encode())
+    write_json(folder / "inspect.json", record)
+    for path in [*pictures, folder / "report.html", folder / "inspect.json"]:
+        console.line(str(path))
+    return record
+
+
+def _folder(config: Inspect, found: find.Found | None, composition: Composition) -> Path:
+    chosen = Path(config.output) if config.output is not None and not config.features else None
+    chosen = chosen or composition.job_dir or composition.run_dir
+    if chosen is not None:
+        return _made(chosen)
+    if found is not None and found.path.parent.name == "checkpoints":
+        return claim(found.path.parent.parent / "inspect", timestamp())
+    return claim(Path(config.output_root) / "inspections", timestamp())
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: cannot make the folder {folder}: {error.strerror}") from error
+    return folder
+
+
+def _written_features(
+    config: Inspect, training: Training, found: find.Found | None, composition: Composition, console: Console
+) -> dict[str, Any]:
+    """Write features of a split, with the targets and the place of each sample in its data set."""
+    split = split_of(config, training)
+    features = extractor(training.model, config.features)
+    output = Path(config.output) if config.output is not None else None
+    if output is not None and output.suffix in FEATURE_FILES:
+        path = output
+        _made(path.parent)
+    else:
+        folder = _made(output) if output is not None else _folder(config, found, composition)
+        path = folder / f"features_{config.split}.npz"
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        with untouched(training.model):
+            for batch in batches_of(split, config.limit.eval_batches):
+                with training.precision.autocast():
+                    here: dict[str, Tensor] = features(batch.images)
+                yield {**here, "targets": batch.targets, "indices": batch.indices}
+
+    try:
+        shapes = write_features(batches(), path)
+    except ValueError as error:
+        raise UserError(f"features: {error}\n    allowed: layers whose outputs have one shape") from error
+    rows = [[name, shape_text(shape), compact(float(torch.Size(shape).numel()))] for name, shape in shapes.items()]
+    console.table(f"features of {config.data.name} {config.split}", ["array", "shape", "elements"], rows)
+    console.line(str(path))
+    return {"features": {"file": str(path), "split": config.split, "shapes": {n: list(s) for n, s in shapes.items()}}}

@@ -1,0 +1,1 @@
+"""The work of `new`: templates, and where their files go."""

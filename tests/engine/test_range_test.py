@@ -1,0 +1,197 @@
+"""The range test trains with the run's own steps, stops where the loss diverges, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from runner.engine.errors import Preempted
+from runner.engine.generators import untouched_generators
+from runner.engine.guard import Guard
+from runner.engine.range_test import Curve, exponential, range_test, suggest
+from runner.engine.step import train_step
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.2), nn.Flatten(), nn.ReLU(), nn.Linear(16, 3)
+    )
+
+
+def generators() -> list[Any]:
+    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    moments = [value for entry in state.optimizer.state.values() for value in entry.values()]
+    return [*state.model.state_dict().values(), *moments, state.meter.state_dict()["sum"]]
+
+
+def swept(bench: Any, state: Any, rates: list[float], **options: Any) -> Curve:
+    return range_test(state, bench.source, bench.plan, bench.step_parts(), rates, bench.lr, **options)
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_everything_is_put_back_bit_for_bit(bench: Callable[..., Any], taken: int) -> None:
+    small = bench(build=network, accumulate=2, optimizer=torch.optim.AdamW, lr=0.01)
+    small.parts = {"clip_norm": 1.0}
+    state = small.state()
+    for batch in list(small.source.batches(0, 0, taken)):  # moments may be there already, or not
+        train_step(state, small.step_parts(), batch, 1.0, len(batch.targets), True)
+    state.model[1].eval()
+    before = [tensor.clone() for tensor in tensors(state)]
+    settings, modes, drawn = copy.deepcopy(state.optimizer.state_dict()["param_groups"]), [], generators()
+    modes = [module.training for module in state.model.modules()]
+    curve = swept(small, state, exponential(1e-3, 1e3, 20))
+    assert len(curve.losses) > 5
+    assert len(tensors(state)) == len(before)
+    assert all(map(torch.equal, tensors(state), before))
+    assert state.optimizer.state_dict()["param_groups"] == settings
+    assert [module.training for module in state.model.modules()] == modes
+    assert generators() == drawn
+    assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_training_after_it_is_training_without_it(bench: Callable[..., Any]) -> None:
+    ended = []
+    for searches in (False, True):
+        small = bench(build=network, optimizer=torch.optim.AdamW, lr=0.01)
+        state = small.state()
+        if searches:
+            swept(small, state, exponential(1e-4, 10, 15))
+        small.loop(state=state).run()
+        ended.append([tensor.clone() for tensor in tensors(state)])
+    assert all(map(torch.equal, *ended))
+
+
+def test_a_step_is_that_of_training_at_its_rate(bench: Callable[..., Any]) -> None:
+    """Ten samples in batches of 4, windows of two: two steps an epoch, the last one of a single batch of 2."""
+    small = bench(accumulate=2, optimizer=torch.optim.AdamW)
+    small.parts = {"clip_norm": 0.5, "clip_value": 0.1}
+    rates = exponential(1e-3, 1e-1, 5)
+    curve = swept(small, small.state(), rates)
+    state, losses = small.state(), []
+    done = iter(range(5))
+    for epoch in range(3):
+        total = 0.0
+        for (size, weight, update), batch in zip(small.plan.parts(0), small.source.batches(epoch, 0, 3), strict=True):
+            with torch.no_grad():
+                total += float(nn.functional.cross_entropy(state.model(batch.images), batch.targets)) * weight
+            if update and (number := next(done, None)) is not None:
+                state.optimizer.param_groups[0]["lr"] = rates[number]
+            train_step(state, small.step_parts(), batch, weight, size, update)
+            if update:
+                losses.append(total)
+                total = 0.0
+    assert curve.losses == pytest.approx(losses[:5], rel=1e-5)
+    assert curve.rates == rates
+
+
+def test_groups_keep_their_ratios(bench: Callable[..., Any]) -> None:
+    seen: list[list[float]] = []
+    small = bench(lr=0.1)
+    state = small.state()
+    state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.02, "initial_lr": 0.02})
+
+    def step(state: Any, *rest: Any) -> None:
+        seen.append([group["lr"] for group in state.optimizer.param_groups])
+        train_step(state, *rest)
+
+    swept(small, state, [0.001, 0.05], step=step)
+    assert seen == [pytest.approx([0.001, 0.0002]), pytest.approx([0.05, 0.01])]
+    assert [group["lr"] for group in state.optimizer.param_groups] == [0.1, 0.02]
+
+
+def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
+    small = bench(build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 3)))
+    curve = swept(small, small.state(), exponential(1e-3, 1e6, 60))
+    assert "4 times its lowest" in curve.stopped
+    assert len(curve.rates) == len(curve.losses) == len(curve.smoothed) < 60
+    curve = swept(small, small.state(), [1e-3, 1e30, 1e30, 1e30])
+    assert "the loss is" in curve.stopped
+    assert np.isfinite(curve.losses).all()
+
+
+def test_a_step_that_the_guard_leaves_out_ends_it(bench: Callable[..., Any]) -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+            return logits.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("nan")
+
+    small = bench()
+    state = small.state()
+    guard = Guard(state.model, state.optimizer, "raise", scaled=False)
+    small.parts = {
+        "guard": guard,
+        "loss": lambda logits, targets: nn.functional.cross_entropy(Broken.apply(logits), targets),
+    }
+    curve = swept(small, state, [0.1, 0.2, 0.3])
+    assert curve.stopped == "the gradients are not finite at a rate of 0.1"
+    assert guard.found() == []
+
+
+def test_no_batch_is_asked_for_that_is_not_used(bench: Callable[..., Any]) -> None:
+    asked = []
+
+    class Source:
+        samples, batch_size = 10, 4
+
+        def batches(self, epoch: int, start: int, stop: int) -> Any:
+            asked.append((epoch, start, stop))
+            return small.source.batches(epoch, start, stop)
+
+    small = bench(accumulate=2)
+    range_test(small.state(), Source(), small.plan, small.step_parts(), [1e-4] * 5, 0.1)
+    assert asked == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
+
+
+def test_a_signal_ends_it(bench: Callable[..., Any]) -> None:
+    answers = iter(["", "SIGTERM"])
+    small = bench()
+    state = small.state()
+    with pytest.raises(Preempted, match="SIGTERM"), untouched_generators(state.model):
+        swept(small, state, [0.1] * 5, interrupted=lambda: next(answers))
+    assert torch.equal(state.model[1].weight, small.state().model[1].weight)
+
+
+def test_the_running_mean_begins_at_the_first_loss_and_has_no_bias(bench: Callable[..., Any]) -> None:
+    small = bench()
+    curve = swept(small, small.state(), [1e-12] * 6)
+    assert curve.smoothed[0] == pytest.approx(curve.losses[0])
+    flat = swept(bench(samples=4), bench(samples=4).state(), [1e-12] * 6)
+    assert flat.smoothed == pytest.approx([flat.losses[0]] * 6)
+
+
+def test_rates_are_evenly_spaced_on_a_logarithmic_scale() -> None:
+    assert exponential(1e-3, 1e1, 5) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10])
+
+
+def test_suggestions_are_where_the_curve_says() -> None:
+    rates = exponential(1e-4, 1, 9)
+    smoothed = [2.3, 2.3, 2.2, 1.9, 1.3, 0.9, 0.8, 1.0, 3.0]
+    found = suggest(Curve(rates, smoothed, smoothed))
+    assert (found.lowest, found.tenth, found.steepest) == (rates[6], pytest.approx(rates[6] / 10), rates[4])
+
+
+@pytest.mark.parametrize(
+    ("smoothed", "words"),
+    [
+        ([2.3, 2.3, 2.29, 2.4], "hardly falls at any rate"),
+        ([2.3, 2.6, 9.0], "hardly falls"),
+        ([2.3], "not finite from the first step"),
+    ],
+)
+def test_a_curve_that_says_nothing_is_a_sentence(smoothed: list[float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        suggest(Curve(exponential(1e-3, 1, 4)[: len(smoothed)], smoothed, smoothed))

@@ -1,0 +1,159 @@
+"""Schemes of initial weights: what each of them leaves in the weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.models.initial import draw_weights, set_prior, zero_last_norms
+from runner.models.resnet_cifar import ResNet18
+from runner.models.vit import ViT
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Layers(nn.Module):
+    """One of each kind, with biases that are not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(32, 64, 3)
+        self.linear = nn.Linear(300, 200)
+        self.attention = nn.MultiheadAttention(48, 2)
+        self.norm = nn.BatchNorm2d(64)
+
+
+def drawn(scheme: str, seed: int = 0) -> Layers:
+    torch.manual_seed(seed)
+    layers = Layers()
+    torch.manual_seed(seed)
+    draw_weights(layers, scheme)  # type: ignore[arg-type]
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("scheme", "conv", "linear", "attention"),
+    [
+        ("normal", 0.02, 0.02, 0.02),
+        ("trunc_normal", 0.0176, 0.0176, 0.0176),  # of a normal distribution cut at two deviations
+        ("xavier", math.sqrt(2 / (9 * (32 + 64))), math.sqrt(2 / 500), math.sqrt(2 / 96)),
+        ("kaiming", math.sqrt(2 / (9 * 32)), math.sqrt(2 / 300), math.sqrt(2 / 48)),
+    ],
+)
+def test_weights_have_the_spread_of_the_scheme_and_biases_are_zero(
+    scheme: str, conv: float, linear: float, attention: float
+) -> None:
+    layers = drawn(scheme)
+    for weight, std in (
+        (layers.conv.weight, conv),
+        (layers.linear.weight, linear),
+        *((part, attention) for part in layers.attention.in_proj_weight.chunk(3)),
+        (layers.attention.out_proj.weight, attention),
+    ):
+        assert weight.mean().item() == pytest.approx(0, abs=std / 10)
+        assert weight.std().item() == pytest.approx(std, rel=0.05)
+    for bias in (layers.conv.bias, layers.linear.bias, layers.attention.in_proj_bias, layers.attention.out_proj.bias):
+        assert not bias.any()
+    assert layers.norm.weight.eq(1).all()
+
+
+def test_the_cut_normal_has_nothing_beyond_two_deviations() -> None:
+    assert drawn("trunc_normal").linear.weight.abs().max() <= 0.04
+    assert drawn("normal").linear.weight.abs().max() > 0.06
+
+
+def test_orthogonal_weights_are() -> None:
+    layers = drawn("orthogonal")
+    rows = layers.linear.weight
+    torch.testing.assert_close(rows @ rows.T, torch.eye(200), atol=1e-4, rtol=0)
+    rows = layers.conv.weight.flatten(1)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(64), atol=1e-4, rtol=0)
+    part = layers.attention.in_proj_weight[:48]
+    torch.testing.assert_close(part @ part.T, torch.eye(48), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("scheme", ["normal", "xavier", "kaiming", "orthogonal", "trunc_normal"])
+def test_the_global_seed_alone_decides_what_is_drawn(scheme: str) -> None:
+    first, again, other = drawn(scheme, 1), drawn(scheme, 1), drawn(scheme, 2)
+    assert torch.equal(first.linear.weight, again.linear.weight)
+    assert not torch.equal(first.linear.weight, other.linear.weight)
+
+
+def test_a_model_without_layers_cannot_be_drawn() -> None:
+    with pytest.raises(ValueError, match="Flatten has no linear layer and no convolution"):
+        draw_weights(nn.Flatten(), "normal")
+
+
+def zeroed(model: nn.Module, side: int = 16) -> list[str]:
+    images = torch.randn(1, 3, side, side)
+    with torch.no_grad():
+        return zero_last_norms(model.eval(), lambda: model(images))
+
+
+def test_the_norm_that_ends_each_branch_is_zeroed_and_no_other() -> None:
+    model = ResNet18(3, 4, width=4)
+    names = [f"stages.{stage}.{block}.bn2" for stage in range(4) for block in range(2)]
+    assert zeroed(model) == names
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.weight.eq(0 if name in names else 1).all()
+
+
+def test_every_block_starts_as_its_shortcut() -> None:
+    model = ResNet18(3, 4, width=4).eval()
+    zeroed(model)
+    features = torch.rand(2, 4, 8, 8)
+    assert torch.equal(model.stages[0][0](features), features)
+    assert not model.stages[0][0].bn1.weight.eq(0).any()
+
+
+def test_bottlenecks_and_inverted_ones_are_known() -> None:
+    from torchvision.models.mobilenetv2 import InvertedResidual
+    from torchvision.models.resnet import Bottleneck, ResNet
+
+    model = ResNet(Bottleneck, [2, 1, 1, 1], num_classes=3, width_per_group=4)
+    assert zeroed(model, 32) == ["layer1.0.bn3", "layer1.1.bn3", "layer2.0.bn3", "layer3.0.bn3", "layer4.0.bn3"]
+    block = InvertedResidual(3, 3, 1, 2)
+    names = zeroed(block)
+    assert [type(block.get_submodule(name)) for name in names] == [nn.BatchNorm2d]
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(block(images), images)
+
+
+def test_branches_that_end_in_no_norm_are_said_to() -> None:
+    with pytest.raises(ValueError, match="ViT has no residual branch that ends in a norm"):
+        zeroed(ViT(3, (16, 16), 4, dim=12, depth=1))
+
+
+def test_with_the_priors_as_bias_the_first_loss_is_the_entropy() -> None:
+    counts = torch.tensor([70, 20, 10])
+    model = ResNet18(3, 3, width=4).eval()
+    set_prior(model.head, counts)
+    targets = torch.repeat_interleave(torch.arange(3), counts)
+    loss = F.cross_entropy(model(torch.randn(100, 3, 8, 8)), targets).item()
+    shares = counts / 100
+    entropy = -(shares * shares.log()).sum().item()
+    assert loss == pytest.approx(entropy, rel=0.02)
+    assert abs(loss - math.log(3)) > 0.2
+
+
+def test_a_class_without_samples_counts_as_one() -> None:
+    layer = nn.Linear(2, 3)
+    set_prior(layer, torch.tensor([9, 0, 0]))
+    torch.testing.assert_close(layer.bias.exp(), Tensor([9, 1, 1]) / 11)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [(nn.Linear(2, 3, bias=False), "the head has no bias"), (nn.Linear(2, 4), "has 4 outputs, and the data 3 classes")],
+)
+def test_a_head_that_cannot_hold_priors_is_said_to_be_so(layer: nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        set_prior(layer, torch.tensor([1, 2, 3]))

@@ -1,0 +1,78 @@
+"""`debug=pdb` opens the debugger in the frame that raised, when everything else is done."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, at):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+        self.calls, self.at = 0, at
+
+    def forward(self, images):
+        self.calls += 1
+        secret = 4321 + self.calls
+        if self.calls == self.at:
+            raise ValueError("as the test wants")
+        return self.layer(images.flatten(1))
+"""
+
+
+@pytest.fixture
+def scripted(workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Train a model that raises in its call number `at`, with these lines typed."""
+    (workdir / "my_nets.py").write_text(NET)
+    (workdir / "mine" / "model").mkdir(parents=True)
+    (workdir / "mine" / "model" / "net.yaml").write_text("_target_: my_nets.Net\nat: 0\n")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(at: int, typed: str, *words: str) -> Any:
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        model = ("--config-dir", "mine", "model=net", f"model.at={at}", "data.batch_size=512")
+        return run("train", *model, "threads=1", "logger=none", "epochs=1", "transform=none", *words)
+
+    return call
+
+
+def test_the_frame_that_raised_can_be_looked_at(scripted: Callable[..., Any]) -> None:
+    result = scripted(3, "p secret\nwhere\nq\n", "debug=pdb")
+    assert result.status == 1
+    assert "post_mortem: ValueError: as the test wants" in result.out
+    assert "4324" in result.out
+    assert result.summary["status"] == "failed", "the run is over before the debugger opens"
+    assert "as the test wants" in result.err
+
+
+def test_what_a_sentence_was_made_of_can_be_looked_at(scripted: Callable[..., Any]) -> None:
+    result = scripted(1, "p secret\nq\n", "debug=pdb")
+    assert result.status == 2
+    assert "model: cannot take images" in result.err
+    assert "4322" in result.out
+
+
+def test_without_it_nothing_is_read(scripted: Callable[..., Any]) -> None:
+    assert "4324" not in scripted(3, "p secret\nq\n").out
+
+
+def test_a_mistake_of_the_users_and_a_sound_run_open_nothing(scripted: Callable[..., Any]) -> None:
+    assert "post_mortem" not in scripted(0, "p 1\n", "debug=pdb", "data.batch_size=5000", "data.drop_last=true").out
+    assert "post_mortem" not in scripted(0, "p 1\n", "debug=pdb").out
+
+
+def test_only_the_first_process_of_several_opens_it(
+    scripted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert "post_mortem" not in scripted(3, "p secret\nq\n", "debug=pdb").out

@@ -1,0 +1,173 @@
+"""Averaged weights in runs: evaluated beside the weights, kept as the best, resumed exactly, and taken by `eval`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.file import read
+
+# 43 training samples: five batches of 8 and one of 3 an epoch, 12 steps in all.
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2",
+    "evaluate.test=false", "checkpoint.min_seconds=0",
+)  # fmt: skip
+MLP = (*SMALL, "model=mlp", "model.hidden=[16]", "model.dropout=0.3")
+CNN = (*SMALL, "model=small_cnn", "model.width=4", "model.dropout=0.3")
+PARTS = """
+import os, signal
+import torch
+from torch import nn
+
+class Bomb:
+    def __init__(self, step: int): self.step = step
+    def on_step(self, loop):
+        if loop.state.position.global_step == self.step: os.kill(os.getpid(), signal.SIGTERM)
+
+class Broken(nn.Module):
+    # A loss whose gradients are NaN in some steps.
+    def __init__(self, bad: list[int], label_smoothing: float = 0.0, class_weights: str | None = None):
+        super().__init__()
+        self.bad, self.calls = bad, 0
+    def forward(self, logits, targets):
+        loss = nn.functional.cross_entropy(logits, targets)
+        if not torch.is_grad_enabled(): return loss
+        self.calls += 1
+        return loss * float("nan") if self.calls in self.bad else loss
+"""
+
+
+@pytest.fixture(autouse=True)
+def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    (workdir / "my_parts.py").write_text(PARTS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "my_parts")
+
+
+def last(result: Any) -> dict[str, Any]:
+    return read(result.directory / "checkpoints" / "last.pt")
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (3, (*CNN, "ema=0.8", "accumulate=2", "amp=bf16", "clip.norm=0.5", "on_nonfinite=skip")),
+        (
+            7,
+            (*MLP, "ema=0.8", "optimizer=muon", "clip.agc=0.1", "optimizer.no_decay=auto", "optimizer.layer_decay=0.7"),
+        ),
+        (10, (*CNN, "swa=0.25", "averaging.lr=0.5", "optimizer=sgd", "optimizer.lr_mult={head: 3}")),
+    ],
+    ids=["ema accumulate bf16 clip skip", "ema muon agc groups", "swa groups"],
+)
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_average(
+    step: int, words: tuple[str, ...], train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    whole = train(*words)
+    bomb = ("+callbacks.bomb._target_=my_parts.Bomb", f"+callbacks.bomb.step={step}")
+    stopped = run("train", "threads=1", "logger=none", "log.progress=false", *words, *bomb)
+    assert stopped.status == 75, stopped.err
+    rest = train(f"ckpt_path={stopped.directory}")
+    for key in ("weights_sha256", "best", "last", "global_step"):
+        assert rest.summary[key] == whole.summary[key], key
+    averages = [last(result)["averaged"] for result in (whole, rest)]
+    assert averages[0]["updates"] == averages[1]["updates"] > 0
+    assert weights_sha256(averages[0]["weights"]) == weights_sha256(averages[1]["weights"])
+    assert weights_sha256(averages[0]["weights"]) != whole.summary["weights_sha256"]
+
+
+def test_averaging_changes_no_bit_of_the_weights(train: Callable[..., Any]) -> None:
+    found = [train(*CNN, *words).summary["weights_sha256"] for words in ((), ("ema=0.9",), ("swa=0.5",))]
+    assert len(set(found)) == 1
+
+
+def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherwise(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = (*MLP, "ema=0.8", "evaluate.test=true")
+    first, second = train(*words), train(*words, "checkpoint.monitor=accuracy")
+    for result in (first, second):
+        for record in (record for record in result.metrics if record["split"] == "val"):
+            assert {"loss", "accuracy", "ema_loss", "ema_accuracy"} <= set(record)
+            assert record["ema_loss"] != record["loss"]
+    assert first.summary["best"]["metric"] == "val/ema_accuracy"
+    assert second.summary["best"]["metric"] == "val/accuracy"
+    assert (first.summary["test_weights"], second.summary["test_weights"]) == ("ema", "raw")
+    # What eval finds on the same split is what the run found with the same weights.
+    losses: list[float] = []
+    for result, which in ((first, "ema"), (second, "raw")):
+        best = read(result.directory / "checkpoints" / "best.pt")
+        found = run("eval", f"ckpt_path={result.directory}", "threads=1", "json=true")
+        record = json.loads(found.out)
+        assert record["weights"] == which
+        assert record["metrics"]["accuracy"] == result.summary["test"]["accuracy"]
+        assert record["weights_sha256"] == weights_sha256(
+            best["averaged"]["weights"] if which == "ema" else best["model"]
+        )
+        losses.append(record["metrics"]["loss"])
+    assert losses[0] != losses[1]
+    other = json.loads(run("eval", f"ckpt_path={second.directory}", "threads=1", "json=true", "weights=averaged").out)
+    assert other["weights"] == "ema"
+
+
+def test_averages_that_are_not_there_cannot_be_evaluated(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+    plain = train(*MLP, "epochs=1")
+    found = run("eval", f"ckpt_path={plain.directory}", "threads=1", "weights=averaged")
+    assert found.status == 2
+    assert "weights: is averaged, but the checkpoint holds no average" in found.err
+
+
+def test_before_swa_begins_the_weights_stand_for_their_average(train: Callable[..., Any]) -> None:
+    result = train(*CNN, "epochs=3", "swa=1", "checkpoint.keep=9")
+    before, begun, then = [record for record in result.metrics if record["split"] == "val"]
+    assert (before["swa_loss"], before["swa_accuracy"]) == (before["loss"], before["accuracy"])
+    # The mean of one is itself; BatchNorm's statistics are new, so the outputs are not the same.
+    assert begun["swa_loss"] != begun["loss"]
+    assert then["swa_loss"] != then["loss"]
+    files = [read(result.directory / "checkpoints" / f"step_{step:010d}.pt") for step in (6, 12, 18)]
+    assert [file["averaged"]["updates"] for file in files] == [0, 1, 2]
+    assert files[0]["averaged"]["weights"] is None
+    mean = (files[1]["model"]["head.weight"] + files[2]["model"]["head.weight"]) / 2
+    assert (files[2]["averaged"]["weights"]["head.weight"] - mean).abs().max() < 1e-6
+
+
+def test_a_skipped_step_does_not_update_the_average(train: Callable[..., Any]) -> None:
+    words = (*MLP, "epochs=1", "ema=0.8", "on_nonfinite=skip", "optimizer=sgd")
+    updates = []
+    for bad in ("[]", "[2,5]"):
+        result = train(*words, "loss._target_=my_parts.Broken", f"+loss.bad={bad}")
+        found = last(result)["averaged"]
+        updates.append(found["updates"])
+        assert all(math.isfinite(float(value.sum())) for value in found["weights"].values())
+    assert updates == [6, 4]
+
+
+def test_swa_that_would_never_take_weights_is_a_mistake(run: Callable[..., Any]) -> None:
+    found = run("train", "threads=1", "logger=none", *MLP, "swa=0.9")
+    assert found.status == 2
+    assert "swa: 0.9 begins after step 11" in found.err
+    assert "a smaller swa, or more epochs" in found.err
+
+
+def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:
+    words = (*MLP, "swa=1", "averaging.lr=0.5", "scheduler=constant", "optimizer.lr=0.01", "log.every_steps=1")
+    rates = [record["lr"] for record in train(*words).metrics if record["split"] == "train"]
+    assert rates[:6] == [0.01] * 6
+    assert rates[11] == pytest.approx(0.005)
+    assert all(a > b for a, b in itertools.pairwise(rates[5:]))
+
+
+def test_groups_cannot_change_on_a_resume(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+    first = train(*MLP, "epochs=1")
+    for word in ("optimizer.no_decay=auto", "optimizer.lr_mult={head: 2}", "optimizer.layer_decay=0.5"):
+        found = run("train", f"ckpt_path={first.directory}", "epochs=2", "threads=1", word)
+        assert found.status == 2
+        assert f"{word.split('=')[0]}: cannot change when resuming" in found.err

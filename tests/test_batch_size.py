@@ -1,0 +1,97 @@
+"""`data.batch_size=auto`: the largest power of two that fits, found once and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from runner.assembly import batch_size
+from runner.assembly.batch_size import free_memory, largest_power
+
+RUN = (
+    "data=synthetic", "data.dataset.samples=300", "data.image_size=8", "epochs=1", "model=small_cnn", "model.width=4",
+    "evaluate.test=false", "data.batch_size=auto",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+
+
+def size_of(result: Any) -> int:
+    return yaml.safe_load((result.directory / "config.yaml").read_text())["data"]["batch_size"]
+
+
+def row_of(result: Any) -> str:
+    return next(line for line in result.out.splitlines() if line.strip().startswith("batch "))
+
+
+@pytest.mark.parametrize(("number", "power"), [(1, 1), (2, 2), (3, 2), (64, 64), (127, 64), (1000, 512)])
+def test_the_largest_power_of_two(number: int, power: int) -> None:
+    assert largest_power(number) == power
+
+
+def test_with_memory_enough_the_samples_are_the_limit(train: Callable[..., Any]) -> None:
+    result = train(*RUN)
+    assert size_of(result) == 256  # of 270 training samples
+    assert "256 samples" in row_of(result)
+    assert "training samples)" in row_of(result)
+
+
+def test_less_memory_means_a_smaller_batch_and_a_resume_keeps_the_number(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
+    first = train(*RUN)
+    size = size_of(first)
+    assert 2 <= size < 256
+    assert "free)" in row_of(first)
+    # The sum: what it takes fits, and twice of it would not.
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: 6_000_000)
+    resumed = train(f"ckpt_path={first.directory}", "epochs=2")
+    again = train(f"ckpt_path={first.directory}", *RUN, "epochs=2")
+    assert size_of(resumed) == size_of(again) == size
+    assert resumed.summary["weights_sha256"] == again.summary["weights_sha256"]
+    assert size_of(train(*RUN)) > size
+
+
+def test_a_sample_that_does_not_fit_is_a_sentence(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: 1000)
+    found = run("train", "threads=1", "logger=none", *RUN)
+    assert found.status == 2
+    assert "data.batch_size: a sample takes about" in found.err
+    assert "allowed: a smaller model or smaller images" in found.err
+
+
+def test_a_run_with_the_number_ends_with_the_same_bits(train: Callable[..., Any]) -> None:
+    found = train(*RUN)
+    assert train(*RUN, f"data.batch_size={size_of(found)}").summary["weights_sha256"] == found.summary["weights_sha256"]
+
+
+def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    cpu = torch.device("cpu")
+    (tmp_path / "max").write_text("5000000\n")
+    (tmp_path / "current").write_text("1000000\n")
+    monkeypatch.setattr(batch_size, "_CGROUPS", ((str(tmp_path / "max"), str(tmp_path / "current")),))
+    assert free_memory(cpu) == 4_000_000
+    (tmp_path / "max").write_text("max\n")
+    assert free_memory(cpu) > 4_000_000
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to fill")
+def test_on_cuda_the_batch_is_tried(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    fits = batch_size._fits
+
+    def at_most_32(training: Any, size: int) -> bool:
+        tried.append(size)
+        return size <= 32 and fits(training, size)
+
+    monkeypatch.setattr(batch_size, "_fits", at_most_32)
+    assert size_of(train(*RUN, "device=cuda")) == 32
+    assert tried == [256, 128, 64, 32]

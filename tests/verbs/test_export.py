@@ -1,0 +1,217 @@
+"""What is exported says what the model says, at any batch size, and describes itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.assembly.learner import build_model
+from runner.checkpoint.file import read, write
+from runner.cli import main
+from runner.config.app import Composition
+from runner.config.schema.export import Export
+from runner.data.digits import digits
+from runner.verbs import _checkpoint
+
+CALL = ("export", "threads=1")
+SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
+NEEDED = ("onnx", "onnxscript", "onnxruntime", "safetensors")
+with_packages = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra [export] is not installed"
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+    monkeypatch.setattr("runner.verbs._export.compare._SECONDS", 0.0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, trained once."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(tmp_path_factory.mktemp("made"))
+        patch.setattr("runner.train.learning_curves", lambda *_: None)
+        assert main(["train", "threads=1", "logger=none", "log.progress=false", *SMALL]) == 0
+        return Path(out.getvalue().splitlines()[-1]).resolve()
+
+
+@pytest.fixture
+def trained(made: Path, workdir: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made, workdir / "outputs" / "data" / made.name))
+
+
+@pytest.fixture
+def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
+    """The checkpoint's own model."""
+    settled = _checkpoint.settle(compose(f"ckpt_path={trained}", verb="export"), Export)
+    made = build_model(settled.values, settled.config, _checkpoint.known_data(settled))[1]
+    made.load_state_dict(read(trained / "checkpoints" / "best.pt")["model"])
+    return made.eval()
+
+
+@pytest.fixture
+def export(run: Callable[..., Any], trained: Path) -> Callable[..., dict[str, Any]]:
+    def call(*words: str) -> dict[str, Any]:
+        result = run(*CALL, f"ckpt_path={trained}", "json=true", *words)
+        assert result.status == 0, result.err
+        return json.loads(result.out)
+
+    return call
+
+
+def normalised(count: int) -> torch.Tensor:
+    return (digits()["train"].images[:count] / 255 - 0.3053) / 0.3761
+
+
+def test_torch_export_takes_any_batch_size(
+    export: Callable[..., Any], model: torch.nn.Module, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*_: Any, **__: Any) -> None:
+        raise AssertionError("the data is not to be read")
+
+    monkeypatch.setattr("runner.verbs._checkpoint.assemble", absent)
+    record = export()
+    loaded = torch.export.load(trained / "export" / "model.pt2").module()
+    for count in (1, 5, 33):
+        torch.testing.assert_close(loaded(normalised(count)), model(normalised(count)), rtol=1e-5, atol=1e-5)
+    assert [row["batch_size"] for row in record["comparison"]] == [1, 8]
+    assert all(row["max_rel"] <= 1e-5 and row["ms"] > 0 < row["model_ms"] for row in record["comparison"])
+
+
+@with_packages
+def test_every_format_agrees_and_is_described(
+    export: Callable[..., Any], model: torch.nn.Module, trained: Path
+) -> None:
+    import onnxruntime
+    from safetensors.torch import load_file
+
+    record = export("format=safetensors,onnx,torchscript", "batch_sizes=[2,7]")
+    folder = trained / "export"
+    images = normalised(11)
+    expected = model(images)
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+    (outputs,) = session.run(None, {"images": images.numpy()})
+    torch.testing.assert_close(torch.from_numpy(outputs), expected, rtol=1e-5, atol=1e-5)
+    weights = load_file(folder / "model.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert {(row["format"], row["batch_size"]) for row in record["comparison"]} == {
+        (name, size) for name in ("safetensors", "onnx", "torchscript") for size in (2, 7)
+    }
+    described = json.loads((folder / "model.json").read_text())
+    assert described["classes"] == [str(number) for number in range(10)]
+    assert described["input"]["shape"] == ["batch", 1, 8, 8]
+    assert described["input"]["dtype"] == "float32"
+    assert described["preprocessing"]["mean"] == [0.3053]
+    assert {name: each["bytes"] for name, each in described["files"].items()} == {
+        name: (folder / each["file"]).stat().st_size for name, each in described["files"].items()
+    }
+    assert sorted(path.name for path in folder.iterdir()) == sorted(Path(path).name for path in record["written"])
+
+
+def test_preprocessing_goes_into_the_model_where_asked(
+    export: Callable[..., Any], model: torch.nn.Module, trained: Path
+) -> None:
+    record = export("include_preprocessing=true")
+    assert record["input"]["dtype"] == "uint8"
+    assert record["preprocessing"]["normalization_in_the_model"] is True
+    loaded = torch.export.load(trained / "export" / "model.pt2").module()
+    torch.testing.assert_close(loaded(digits()["train"].images[:9]), model(normalised(9)), rtol=1e-4, atol=1e-5)
+
+
+@with_packages
+def test_eight_bits_are_compared_with_the_model_on_the_validation_split(
+    export: Callable[..., Any], trained: Path, run: Callable[..., Any]
+) -> None:
+    record = export("format=onnx", "int8=true")["int8"]
+    val = json.loads(run("eval", "threads=1", "json=true", "split=val", f"ckpt_path={trained}").out)
+    assert record["samples"] == val["samples"]
+    assert record["metrics"]["float"]["accuracy"] == pytest.approx(val["metrics"]["accuracy"])
+    assert record["metrics"]["int8"]["loss"] != record["metrics"]["float"]["loss"]
+    assert abs(record["metrics"]["int8"]["accuracy"] - val["metrics"]["accuracy"]) < 0.05
+    assert (trained / "export" / "model.int8.onnx").is_file()
+
+
+def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = ("epochs=1", "max_steps=2", "model=small_cnn", "model.width=4", "amp=bf16", "channels_last=true")
+    directory = train(*words).directory
+    result = run(*CALL, f"ckpt_path={directory}", "output=there")
+    assert result.status == 0, result.err
+    program = torch.export.load("there/model.pt2")
+    assert {value.dtype for value in program.state_dict.values()} <= {torch.float32, torch.int64}
+    assert program.module()(normalised(3)).dtype == torch.float32
+
+
+def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(model: Any, example: Any, path: Path) -> Any:
+        path.write_bytes(b"")
+        return lambda images: model(images) + 1e-3
+
+    monkeypatch.setattr("runner.verbs._export.formats._torch_export", wrong)
+    result = run(*CALL, f"ckpt_path={trained}")
+    assert result.status == 1
+    assert "torch_export differs from the model by 0.001" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_model_that_cannot_be_exported_is_a_sentence(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("data-dependent control flow\nand more")
+
+    monkeypatch.setattr("torch.export.export", refuse)
+    result = run(*CALL, f"ckpt_path={trained}")
+    assert result.status == 2
+    assert "torch_export cannot express this model: data-dependent control flow" in result.err
+    assert not list((trained / "export").iterdir())
+
+
+@pytest.mark.parametrize("name", ["onnx", "safetensors"])
+def test_a_package_that_is_missing_is_a_sentence(
+    name: str, run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == name else find(asked))
+    result = run(*CALL, f"ckpt_path={trained}", f"format={name}")
+    assert result.status == 2
+    assert "runner[export]" in result.err
+
+
+def test_torchscript_says_that_torch_deprecates_it(run: Callable[..., Any], trained: Path) -> None:
+    result = run(*CALL, f"ckpt_path={trained}", "format=torchscript")
+    assert result.status == 0, result.err
+    assert "torch deprecates TorchScript" in result.out
+
+
+def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) -> None:
+    assert set(problems("int8=true", "format=onnx", verb="export")) == set()
+    assert set(problems("int8=true", verb="export")) == {"int8"}
+    assert set(problems("int8=true", "format=onnx", "include_preprocessing=true", verb="export")) == {"int8"}
+    assert set(problems("format=[]", "batch_sizes=[]", verb="export")) == {"format", "batch_sizes"}
+    assert problems("format=onx", verb="export")["format"].nearest == "onnx"
+
+
+def test_what_a_stranger_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
+    contents = read(trained / "checkpoints" / "best.pt")
+    contents["config"] = contents["config"].replace("runner.models.mlp.MLP", "subprocess.run")
+    write(workdir / "stranger.pt", contents)
+    result = run(*CALL, "ckpt_path=stranger.pt")
+    assert result.status == 2
+    assert "its package is not trusted" in result.err

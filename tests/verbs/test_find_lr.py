@@ -1,0 +1,142 @@
+"""`find-lr` suggests a rate that trains well, and `lr=auto` trains with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from runner.checkpoint.file import read
+
+SMALL = ("threads=1", "model=mlp", "model.hidden=[32]", "transform=none", "scheduler=constant")
+QUICK = ("logger=none", "log.progress=false", "epochs=1", "evaluate.test=false")
+# Steeper than most: rates of a digit or two are enough to tell.
+STEPS = ("num_steps=40", "start=1e-4", "end=10")
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+
+
+@pytest.fixture
+def short_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `lr=auto` search as `STEPS` says."""
+    from runner.config.schema.find_lr import FindLr
+
+    for name, value in (("num_steps", 40), ("start", 1e-4), ("end", 10.0)):
+        monkeypatch.setattr(FindLr, name, value)
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return read(directory / "checkpoints" / "last.pt")["model"]
+
+
+def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(run: Callable[..., Any]) -> None:
+    result = run("find-lr", *SMALL, *STEPS)
+    assert result.status == 0, result.err
+    assert result.directory.parent == Path("outputs/find-lr")
+    assert (result.directory / "lr_range.png").read_bytes()[:4] == b"\x89PNG"
+    found = json.loads((result.directory / "lr_range.json").read_text())
+    line = next(line for line in result.out.splitlines() if line.startswith("use "))
+    assert line.split()[1] == found["overrides"] == f"optimizer.lr={found['recommended']:g}"
+    curve = found["curve"]
+    assert curve["rates"][0] == pytest.approx(1e-4)
+    assert len(curve["rates"]) == len(curve["losses"]) == len(curve["smoothed"]) <= 40
+    assert found["recommended"] == pytest.approx(found["suggestions"]["lowest"] / 10, rel=0.06)
+    assert min(curve["smoothed"]) < 0.7 * curve["smoothed"][0]
+    assert "recommended" in result.out
+
+
+def test_json_is_one_object_and_the_folder_is_ones_own(run: Callable[..., Any], workdir: Path) -> None:
+    result = run("find-lr", *SMALL, *STEPS, "json=true", "output=mine")
+    found = json.loads(result.out)
+    assert found["folder"] == "mine"
+    assert yaml.safe_load((workdir / "mine" / "config.yaml").read_text())["num_steps"] == 40
+    assert found["command"][-2:] == ["json=true", "output=mine"]
+
+
+def test_every_rate_of_an_optimizer_is_scaled_alike(run: Callable[..., Any]) -> None:
+    result = run("find-lr", *SMALL, *STEPS, "optimizer=muon", "optimizer.adamw_lr=0.01", "json=true")
+    settings = dict(word.split("=") for word in json.loads(result.out)["overrides"].split())
+    ratio = float(settings["optimizer.adamw_lr"]) / float(settings["optimizer.lr"])
+    assert ratio == pytest.approx(0.01 / 0.02, rel=0.1)
+
+
+def test_a_checkpoint_is_searched_from_its_weights(run: Callable[..., Any], train: Callable[..., Any]) -> None:
+    trained = train(*SMALL, "epochs=4", "evaluate.test=false")
+    result = run("find-lr", f"ckpt_path={trained.directory}", *STEPS, "json=true")
+    assert result.status in (0, 2)
+    fresh = json.loads(run("find-lr", *SMALL, *STEPS, "json=true").out)
+    if result.status == 0:
+        assert json.loads(result.out)["curve"]["losses"][0] < 0.5 * fresh["curve"]["losses"][0]
+    else:  # a model that is trained already may not get better at any rate
+        assert "the loss hardly falls" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("start=1", "end=0.1"), "start: is 1, and end is 0.1"),
+        (("num_steps=3",), "num_steps: cannot be 3"),
+        (("lr=auto",), "lr: is auto, which is for train"),
+        (("start=1e-9", "end=1e-7"), "lr: no rate was found, as the loss hardly falls at any rate from 1e-09 to 1e-07"),
+        (("optimizer.lr=0",), "optimizer.lr: is 0"),
+    ],
+)
+def test_what_cannot_be_searched_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...], message: str) -> None:
+    result = run("find-lr", *SMALL, "num_steps=10", *words)
+    assert result.status == 2
+    assert message in result.err
+
+
+@pytest.mark.usefixtures("short_test")
+def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    searched = train(*SMALL, *QUICK, "lr=auto")
+    config = yaml.safe_load((searched.directory / "config.yaml").read_text())
+    rate = config["optimizer"]["lr"]
+    assert config["lr"] is None
+    assert rate != 0.005
+    assert f"lr=auto: optimizer.lr={rate:g} (" in searched.out
+    assert (searched.directory / "plots" / "lr_range.png").is_file()
+    assert json.loads((searched.directory / "lr_range.json").read_text())["recommended"] == rate
+    assert float(json.loads(run("find-lr", *SMALL, *STEPS, "json=true").out)["recommended"]) == rate
+    for word in (f"optimizer.lr={rate}", f"lr={rate}"):
+        given = train(*SMALL, *QUICK, word)
+        assert given.summary["weights_sha256"] == searched.summary["weights_sha256"]
+        assert yaml.safe_load((given.directory / "config.yaml").read_text()) == config
+
+
+@pytest.mark.usefixtures("short_test")
+def test_a_run_that_goes_on_does_not_search_again(train: Callable[..., Any]) -> None:
+    first = train(*SMALL, *QUICK, "lr=auto")
+    rate = yaml.safe_load((first.directory / "config.yaml").read_text())["optimizer"]["lr"]
+    second = train(f"ckpt_path={first.directory}", "lr=auto", "epochs=2")
+    assert "range test" not in second.out
+    assert f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={rate}" in second.out
+    assert yaml.safe_load((second.directory / "config.yaml").read_text())["optimizer"]["lr"] == rate
+    changed = train(f"ckpt_path={first.directory}", "lr=0.001", "epochs=2")
+    config = yaml.safe_load((changed.directory / "config.yaml").read_text())
+    assert (config["lr"], config["optimizer"]["lr"]) == (None, 0.001)
+
+
+def test_two_rates_on_a_line_are_a_mistake(problems: Callable[..., Any]) -> None:
+    assert problems("lr=0.1", "optimizer.lr=0.2")["lr"].message == "is 0.1, and optimizer.lr is given too"
+    assert problems("lr=auto", "optimizer.lr=0.2")["lr"].message == "is auto, and optimizer.lr is given too"
+    assert not problems("lr=null", "optimizer.lr=0.2")
+    assert problems("lr=-1")["lr"].allowed == "auto, a number above 0 or null"
+    assert problems("lr=auto", verb="profile")["lr"].allowed == "a number, or null"
+
+
+def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Callable[..., Any]) -> None:
+    words = ("epochs=8", "data=digits", "model=small_cnn")
+    preset, found = (train(*words, *more).summary["test"]["accuracy"] for more in ((), ("lr=auto",)))
+    assert found > preset - 0.01
+    assert found > 0.97

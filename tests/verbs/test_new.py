@@ -1,0 +1,176 @@
+"""`new` writes parts that train at once and pass their own tests, and never writes over anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.verbs._new.plan import _camel, _snake
+
+SMOKE = ("threads=1", "logger=none", "log.progress=false", "debug=smoke", "device=cpu")
+PARTS = {
+    "model": ("MyNet", "model=my_net", "MyNet, "),
+    "data": ("MyImages", "data=my_images", "my_images, 1x16x16, 4 classes"),
+    "task": ("MyTask", "task=my_task", "balanced_accuracy"),
+    "callback": ("MyCallback", "callbacks=my_callback", "weight_norm"),
+}
+
+
+@pytest.fixture
+def own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scratch folder, importable as `python -m` has it."""
+    monkeypatch.syspath_prepend(str(workdir))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_package", "mine")]:
+        monkeypatch.delitem(sys.modules, name)
+    return workdir
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def own_tests(folder: Path) -> None:
+    """Run the tests that were written."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "warning" not in done.stdout
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Path, run: Callable[..., Any]) -> None:
+    name, option, sign = PARTS[kind]
+    written = run("new", kind, name)
+    assert written.status == 0, written.err
+    told, _, commands = written.out.partition("\n\ntry:\n")
+    files = [line.strip() for line in told.splitlines()[1:]]
+    assert set(content(own)) == set(files)
+    first = commands.splitlines()[0].split()
+    assert first[:4] == ["python", "-m", "runner", "train"]
+    assert first[-1] == option
+    result = run(*first[3:], *SMOKE, "log.every_steps=1")
+    assert result.status == 0, result.err
+    assert sign in result.out + (result.directory / "metrics.jsonl").read_text()
+
+
+def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
+    for kind, (name, _, _) in PARTS.items():
+        assert run("new", kind, name).status == 0
+    own_tests(own)
+
+
+def test_a_project_trains_and_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
+    written = run("new", "project", "mine")
+    assert written.status == 0, written.err
+    assert "cd mine" in written.out
+    assert "python -m runner train --config-dir conf experiment=mine" in written.out
+    assert {path.split("/")[0] for path in content(own)} == {"mine"}
+    own_tests(own / "mine")
+
+
+def test_a_project_grows_with_its_own_package_and_options(
+    own: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run("new", "project", "mine").status == 0
+    monkeypatch.chdir(own / "mine")
+    monkeypatch.syspath_prepend(str(own / "mine"))
+    before = content(own / "mine")
+    assert run("new", "model", "Another").status == 0
+    added = set(content(own / "mine")) - set(before)
+    assert added == {"mine/another.py", "conf/model/another.yaml", "tests/test_another.py"}
+    listed = run("list", "--config-dir", "conf", "model")
+    assert "another" in listed.out
+    assert "Another: two convolutions" in listed.out
+
+
+def test_package_and_folder_can_be_named(own: Path, run: Callable[..., Any]) -> None:
+    assert run("new", "model", "wide_net", "--package", "mine", "--config-dir=options/here").status == 0
+    assert set(content(own)) == {
+        "mine/__init__.py", "mine/wide_net.py", "options/here/model/wide_net.yaml", "tests/test_wide_net.py",
+    }  # fmt: skip
+    option = yaml.safe_load((own / "options/here/model/wide_net.yaml").read_text())
+    assert option["_target_"] == "mine.wide_net.WideNet"
+    assert "class WideNet(nn.Module)" in (own / "mine/wide_net.py").read_text()
+
+
+@pytest.mark.parametrize("path", ["my_package/my_net.py", "my_conf/model/my_net.yaml", "tests/test_my_net.py"])
+def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path, run: Callable[..., Any]) -> None:
+    (own / path).parent.mkdir(parents=True)
+    (own / path).write_text("mine\n")
+    result = run("new", "model", "MyNet")
+    assert result.status == 2
+    assert f"new: {path} is there, and nothing is overwritten" in result.err
+    assert content(own) == {path: b"mine\n"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("modle", "MyNet"), "there is no 'modle' to write; did you mean 'model'?"),
+        (("model",), "takes what to write and its name, got 1 word\n    allowed: model NAME"),
+        (("model", "A", "B"), "got 3 words"),
+        (("model", "3d"), "'3d' cannot be the name of a class"),
+        (("model", "my-net"), "'my-net' cannot be the name of a class"),
+        (("model", "class"), "'class' cannot be the name of a class"),
+        (("model", "../x"), "'../x' cannot be the name of a class"),
+        (("data", "on"), "'on' cannot be the name of a class"),
+        (("model", "Mlp"), "model=mlp is there already, in "),
+        (("callback", "early_stopping"), "callbacks=early_stopping is there already"),
+        (("project", "torch"), "there is another package 'torch', which it would hide"),
+        (("project", "json"), "there is another package 'json'"),
+        (("project", "my-project"), "'my-project' cannot be the name of a package"),
+        (("project", "mine", "--package", "x"), "a project has a package and a folder of options of its own"),
+        (("model", "A", "--package", "numpy"), "there is another package 'numpy'"),
+        (("model", "A", "--config-dir", "../x"), "--config-dir cannot be '../x'"),
+        (("model", "A", "--config-dir"), "--config-dir needs a folder"),
+        (("model", "A", "--pakage=x"), "unknown flag '--pakage'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_name_that_cannot_be_used_is_told(
+    words: tuple[str, ...], message: str, own: Path, run: Callable[..., Any]
+) -> None:
+    result = run("new", *words)
+    assert result.status == 2
+    assert f"error: new: {message}" in result.err or message in result.err
+    assert content(own) == {}
+
+
+def test_a_folder_that_is_there_is_no_place_for_a_project(own: Path, run: Callable[..., Any]) -> None:
+    (own / "mine").mkdir()
+    result = run("new", "project", "mine")
+    assert result.status == 2
+    assert "mine is there" in result.err
+    assert content(own) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "written"),
+    [
+        ("MyNet", "my_net", "MyNet"),
+        ("my_net", "my_net", "MyNet"),
+        ("ResNet18", "res_net18", "ResNet18"),
+        ("VGG", "vgg", "VGG"),
+        ("MyCNNModel", "my_cnn_model", "MyCNNModel"),
+        ("net", "net", "Net"),
+    ],
+)
+def test_both_spellings_of_a_name_are_understood(name: str, option: str, written: str) -> None:
+    assert (_snake(name), _camel(name)) == (option, written)
+
+
+def test_torch_is_not_imported(workdir: Path) -> None:
+    code = "import sys, runner.cli; runner.cli.main(['new', 'model', 'MyNet']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=workdir)
+    assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy"} & set(done.stdout.split())

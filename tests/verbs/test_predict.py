@@ -1,0 +1,366 @@
+"""`predict` says of images what the checkpoint's model says of them, whatever the files are like."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from runner.checkpoint.file import read, write
+from runner.cli import main
+from runner.data.files import fitted
+from runner.data.pictures import read_image
+from runner.data.synthetic import synthetic
+
+DATA = (
+    "data=synthetic", "data.dataset.samples=60", "data.dataset.classes=4", "data.image_size=8", "data.split.val=0.3",
+)  # fmt: skip
+SMALL = (*DATA, "data.batch_size=8", "epochs=1", "model=small_cnn", "model.width=4", "optimizer.lr=0.02")
+CALL = ("predict", "threads=1")
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, trained once."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.chdir(tmp_path_factory.mktemp("made"))
+        patch.setattr("runner.train.learning_curves", lambda *_: None)
+        assert main(["train", "threads=1", "logger=none", "log.progress=false", *SMALL]) == 0
+        return Path(out.getvalue().splitlines()[-1]).resolve()
+
+
+@pytest.fixture
+def trained(made: Path, workdir: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made, workdir / "outputs" / "data" / made.name))
+
+
+@pytest.fixture
+def predict(run: Callable[..., Any], trained: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Rows of a prediction that must succeed."""
+
+    def call(*words: str) -> list[dict[str, Any]]:
+        result = run(*CALL, f"ckpt_path={trained}", "output=rows.jsonl", *words)
+        assert result.status == 0, result.err
+        return [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+
+    return call
+
+
+def save(path: Path, image: torch.Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    planes = image[0] if len(image) == 1 else image.permute(1, 2, 0)
+    Image.fromarray(planes.numpy()).save(path)
+
+
+@pytest.fixture
+def photos(workdir: Path) -> Path:
+    """The images of the test split as files, by their number."""
+    images = synthetic(samples=60, classes=4, image_size=8)["test"].images
+    for number, image in enumerate(images):
+        save(workdir / "photos" / f"{number:02d}.png", image)
+    return workdir / "photos"
+
+
+def cells() -> list[dict[str, str]]:
+    """What `rows.csv` holds."""
+    with Path("rows.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def noise(*size: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+
+
+def test_a_file_gets_the_logits_that_its_sample_gets(predict: Callable[..., Any], photos: Path) -> None:
+    by_split = {row["sample"]: row for row in predict("input=test", "logits=true")}
+    by_file = {int(Path(row["path"]).stem): row for row in predict("input=photos", "logits=true")}
+    assert sorted(by_file) == sorted(by_split) == list(range(15))
+    for number, row in by_split.items():
+        torch.testing.assert_close(
+            torch.tensor(by_file[number]["logits"]), torch.tensor(row["logits"]), rtol=1e-6, atol=1e-6
+        )
+        assert by_file[number]["prediction"] == row["prediction"]
+
+
+def test_predictions_of_a_split_are_as_often_right_as_eval_says(
+    predict: Callable[..., Any], run: Callable[..., Any], trained: Path
+) -> None:
+    rows = predict("input=test")
+    right = sum(row["prediction"] == row["target"] for row in rows) / len(rows)
+    found = json.loads(run("eval", "threads=1", "json=true", f"ckpt_path={trained}").out)
+    assert right == pytest.approx(found["metrics"]["accuracy"])
+
+
+def test_three_broken_images_are_named_and_the_rest_predicted(
+    run: Callable[..., Any], trained: Path, photos: Path
+) -> None:
+    (photos / "03.png").write_bytes(b"not an image")
+    (photos / "07.png").write_bytes((photos / "08.png").read_bytes()[:40])
+    (photos / "11.png").write_bytes(b"")
+    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "evaluate.batch_size=7")
+    assert result.status == 0, result.err
+    assert "3 images were not predicted" in result.out
+    for name in ("03.png", "07.png", "11.png"):
+        assert f"photos/{name}" in result.out
+    rows = cells()
+    assert [row["path"] for row in rows] == [f"photos/{n:02d}.png" for n in range(15) if n not in (3, 7, 11)]
+    listed = Path("rows_unreadable.txt").read_text()
+    assert listed.count("\n") == 3
+    assert "photos/07.png" in listed
+
+
+def test_a_broken_image_among_workers_changes_no_other_row(predict: Callable[..., Any], photos: Path) -> None:
+    whole = predict("input=photos", "logits=true")
+    (photos / "09.png").write_bytes(b"not an image")
+    rows = predict("input=photos", "logits=true", "data.num_workers=1", "evaluate.batch_size=15")
+    assert [row["path"] for row in rows] == [row["path"] for row in whole if "09" not in row["path"]]
+    kept = [row["logits"] for row in whole if "09" not in row["path"]]
+    torch.testing.assert_close(torch.tensor([row["logits"] for row in rows]), torch.tensor(kept))
+
+
+def test_strict_ends_the_call_and_leaves_no_file(run: Callable[..., Any], trained: Path, photos: Path) -> None:
+    (photos / "03.png").write_bytes(b"not an image")
+    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "strict=true")
+    assert result.status == 2
+    assert "03.png" in result.err
+    assert "strict=false" in result.err
+    assert not list(Path().glob("*rows*"))
+
+
+def test_files_folders_patterns_and_several_of_them_come_in_order_and_once(
+    predict: Callable[..., Any], photos: Path
+) -> None:
+    save(photos / "more" / "x.jpg", torch.zeros((3, 8, 8), dtype=torch.uint8))
+    (photos / "notes.txt").write_text("no image")
+    (photos / ".hidden.png").write_bytes((photos / "00.png").read_bytes())
+    shutil.copy(photos / "00.png", photos / "without_ending")
+
+    def paths(*words: str) -> list[str]:
+        return [row["path"].removeprefix("photos/") for row in predict(*words)]
+
+    assert paths("input=photos/05.png,photos/without_ending") == ["05.png", "without_ending"]
+    assert paths("input=photos/0?.png") == [f"0{n}.png" for n in range(10)]
+    assert paths('input="photos/**/x.*"') == ["more/x.jpg"]
+    everything = paths("input=[photos/14.png,photos]")
+    assert everything[:2] == ["14.png", "00.png"]
+    assert everything[-1] == "more/x.jpg"
+    assert len(everything) == 16
+
+
+def test_links_are_followed_once_and_pipes_never_opened(predict: Callable[..., Any], photos: Path) -> None:
+    folder = photos.parent / "linked"
+    folder.mkdir()
+    (folder / "again").symlink_to(folder)
+    (folder / "a.png").symlink_to(photos / "00.png")
+    (folder / "gone.png").symlink_to(photos / "none.png")
+    os.mkfifo(folder / "pipe.png")
+    rows = predict("input=linked")
+    assert [row["path"] for row in rows] == ["linked/a.png"]
+    listed = Path("rows_unreadable.txt").read_text()
+    assert "linked/gone.png: no such file" in listed
+    assert "linked/pipe.png: it is no regular file" in listed
+
+
+def test_an_image_larger_than_pillow_allows_is_listed_and_not_decoded(
+    predict: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("1", (300, 300)).save(photos / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 300 // 2 - 1)
+    assert len(predict("input=photos")) == 15
+    assert "bomb.png" in Path("rows_unreadable.txt").read_text()
+
+
+def test_other_sizes_and_modes_become_what_the_model_takes(predict: Callable[..., Any], workdir: Path) -> None:
+    folder = workdir / "odd"
+    folder.mkdir()
+    noise(40, 90).save(folder / "grey.png")
+    noise(50, 20, 4).save(folder / "transparent.png")
+    noise(30, 30, 3).convert("CMYK").save(folder / "print.jpg")
+    noise(9, 9, 3).convert("P").save(folder / "palette.gif")
+    assert len(predict("input=odd")) == 4
+    assert not Path("rows_unreadable.txt").exists()
+
+
+def test_the_middle_is_fitted_to_images_that_are_not_square() -> None:
+    image = torch.arange(3 * 20 * 40, dtype=torch.float32).view(3, 20, 40)
+    assert fitted(image, 20, 40) is image
+    assert torch.equal(fitted(image, 20, 20), image[:, :, 10:30])
+    assert fitted(image, 5, 10).shape == (3, 5, 10)
+
+
+def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(
+    train: Callable[..., Any], run: Callable[..., Any], workdir: Path
+) -> None:
+    for split, name, seed in [(s, c, n) for s in ("train", "test") for c in "ab" for n in range(3)]:
+        path = workdir / "set" / split / name / f"{seed}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(seed).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    words = ("data=image_folder", "data.root=set", "data.image_size=8", "data.dataset.crop_share=0.5", "model=mlp")
+    directory = train(*words, "epochs=1", "data.num_workers=0", "transform=none", "data.split.val=0.4").directory
+    call = (*CALL, f"ckpt_path={directory}", "logits=true", "data.num_workers=0", "output=rows.jsonl")
+
+    def logits(word: str) -> torch.Tensor:
+        result = run(*call, word)
+        assert result.status == 0, result.err
+        return torch.tensor([json.loads(line)["logits"] for line in Path("rows.jsonl").read_text().splitlines()])
+
+    by_split = logits("input=test")
+    shutil.move("set", "elsewhere")
+    torch.testing.assert_close(logits("input=elsewhere/test"), by_split, rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_predicts_without_its_data_and_one_of_old_looks_at_them(
+    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trained / "checkpoints" / "last.pt"
+    assert read(path)["metrics"]["images"] == [3, 8, 8]
+
+    def absent(*_: Any, **__: Any) -> None:
+        raise AssertionError("the data is not to be read")
+
+    words = (*CALL, f"ckpt_path={path}", "input=photos/00.png", "output=rows.csv")
+    with monkeypatch.context() as patch:
+        patch.setattr("runner.verbs._checkpoint.assemble", absent)
+        assert run(*words).status == 0
+    contents = read(path)
+    del contents["metrics"]["images"]
+    write(path, contents)
+    assert run(*words).status == 0, "the data is there"
+
+
+def test_csv_cells_are_no_formulas_and_names_are_clean(
+    run: Callable[..., Any], trained: Path, photos: Path, workdir: Path
+) -> None:
+    for name in ("=cmd.png", "new\nline.png", "bell\a\x1b[31m.png"):
+        shutil.copy(photos / "00.png", workdir / name)
+    (workdir / os.fsdecode(b"latin\xe9.png")).write_bytes(b"broken")
+    result = run(*CALL, f"ckpt_path={trained}", 'input="*.png"', "output=rows.csv")
+    assert result.status == 0, result.err
+    assert "\a" not in result.out
+    assert "\x1b" not in result.out
+    rows = [row["path"] for row in cells()]
+    assert rows == ["'=cmd.png", "bell\a\x1b[31m.png", "new\nline.png"]
+    assert "latin\\udce9.png" in Path("rows_unreadable.txt").read_text()
+
+
+def test_the_likeliest_classes_come_first_and_probabilities_add_up(predict: Callable[..., Any], photos: Path) -> None:
+    (row,) = predict("input=photos/00.png", "top_k=3", "probabilities=true", "logits=true")
+    torch.testing.assert_close(torch.tensor(row["logits"]).softmax(0), torch.tensor(row["probabilities"]))
+    best = sorted(row["probabilities"], reverse=True)[:3]
+    assert [row["probability"], row["probability_2"], row["probability_3"]] == pytest.approx(best)
+    assert row["prediction"] == str(row["probabilities"].index(best[0]))
+    assert sum(row["probabilities"]) == pytest.approx(1)
+
+
+def test_the_three_formats_hold_the_same_rows(run: Callable[..., Any], trained: Path, photos: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    words = (*CALL, f"ckpt_path={trained}", "input=photos", "probabilities=true", "evaluate.batch_size=10")
+    for name in ("rows.csv", "rows.jsonl", "rows.parquet"):
+        assert run(*words, f"output={name}").status == 0
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert parquet.read_table("rows.parquet").to_pylist() == rows
+    for line, row in zip(cells(), rows, strict=True):
+        assert line["prediction"] == row["prediction"]
+        assert [float(line[f"probabilities:{n}"]) for n in range(4)] == row["probabilities"]
+
+
+def test_parquet_without_pyarrow_is_a_sentence(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = run(*CALL, f"ckpt_path={trained}", "input=test", "output=rows.parquet")
+    assert result.status == 2
+    assert "runner[parquet]" in result.err
+
+
+def test_numbers_are_predicted_as_they_were_learned(
+    train: Callable[..., Any], run: Callable[..., Any], workdir: Path
+) -> None:
+    directory = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
+    result = run(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.jsonl")
+    assert result.status == 0, result.err
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    error = sum(abs(row["prediction"] - row["target"]) for row in rows) / len(rows)
+    found = json.loads(run("eval", "threads=1", "json=true", f"ckpt_path={directory}").out)
+    assert error == pytest.approx(found["metrics"]["mae"], rel=1e-5)
+    refused = run(*CALL, f"ckpt_path={directory}", "input=test", "probabilities=true")
+    assert refused.status == 2
+    assert "probabilities: this model was trained for numbers" in refused.err
+
+
+def test_features_of_a_layer_are_in_the_order_of_the_rows_and_lead_to_the_logits(
+    predict: Callable[..., Any], photos: Path, trained: Path
+) -> None:
+    (photos / "03.png").write_bytes(b"not an image")
+    rows = predict("input=photos", "logits=true", "features=stages.2,dropout", "evaluate.batch_size=4")
+    with np.load("rows_features.npz") as arrays:
+        features = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    assert features["stages.2"].shape[:2] == (14, 16)
+    torch.testing.assert_close(features["stages.2"].amax(dim=(2, 3)), features["dropout"])
+    weights = read(trained / "checkpoints" / "best.pt")["model"]
+    logits = features["dropout"] @ weights["head.weight"].T + weights["head.bias"]
+    torch.testing.assert_close(logits, torch.tensor([row["logits"] for row in rows]), rtol=1e-4, atol=1e-5)
+
+
+def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photos: Path) -> None:
+    plain = predict("input=photos/00.png", "logits=true")[0]["logits"]
+    image = read_image(photos / "00.png", None, 3)
+    save(photos / "mirrored.png", image.flip(-1))
+    mirrored = predict("input=photos/mirrored.png", "logits=true")[0]["logits"]
+    both = predict("input=photos/00.png", "logits=true", "tta=flip")[0]["logits"]
+    mean = (torch.tensor(plain) + torch.tensor(mirrored)) / 2
+    torch.testing.assert_close(torch.tensor(both), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_without_an_output_a_new_folder_is_made_and_programs_get_one_object(
+    run: Callable[..., Any], trained: Path, photos: Path
+) -> None:
+    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "json=true")
+    found = json.loads(result.out)
+    assert found["predicted"] == 15
+    assert found["unreadable"] == []
+    assert found["images_per_s"] > 0
+    assert Path(found["output"]).parent.parent == Path("outputs/predictions")
+    assert Path(found["output"]).read_text().count("\n") == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "input: is missing"),
+        (("input=photo",), "did you mean 'photos'?"),
+        (("input=photos/*.gif",), "there is no image in photos/*.gif"),
+        (("input=[test,photos]",), "'test' is a split of the data"),
+        (("input=photos", "output=rows.xlsx"), "output: cannot be 'rows.xlsx'"),
+        (("input=photos", "top_k=9"), "there are 4 classes"),
+        (("input=photos", "tta=flop"), "did you mean 'flip'?"),
+        (("input=photos", "features=stage.2"), "did you mean 'stages.2'?"),
+        (("input=photos", "model.width=8"), "of another shape"),
+    ],
+)
+def test_a_mistake_is_a_sentence(
+    words: tuple[str, ...], message: str, run: Callable[..., Any], trained: Path, photos: Path
+) -> None:
+    result = run(*CALL, f"ckpt_path={trained}", *words)
+    assert result.status == 2, result.out + result.err
+    assert message in result.err
+    assert "Traceback" not in result.err
