@@ -33,7 +33,7 @@ class Listed(Dataset[Any]):
         return image, self.targets[index]
 
 
-def shapes(fault: str = "", kind: str = "classification", samples: int = 400) -> dict[str, Any]:
+def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **unused: Any) -> dict[str, Any]:
     """400 images of 8x8 pixels in three colours, and 100 to test on, with one fault."""
     made = synthetic(samples, 8, 3, CLASSES, kind, noise=0.3)  # type: ignore[arg-type]
     train, test = made["train"], made["test"]

@@ -83,6 +83,7 @@ def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[...,
 
 
 def test_short_words_stand_for_keys() -> None:
+    assert spelled_out(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=modes"]
     assert spelled_out(["--json", "--strict", "--train", "seed=1"]) == [
         "json=true",
         "strict=true",

@@ -26,9 +26,9 @@ def frozen_parameters(subject: Subject) -> Verdict:
     if not frozen:
         return passed(f"all {total} require gradients")
     evidence = f"{len(frozen)} of {total} parameters do not require gradients: {listed(frozen)}"
-    if subject.config.model.get("freeze") or subject.config.model.get("train_only"):
-        return passed(f"{evidence}, as model.freeze says")
-    return warned(evidence, "requires_grad=True, unless this is meant")
+    if subject.config.freeze is not None:
+        return passed(f"{evidence}, as `freeze` says")
+    return warned(evidence, "requires_grad=True; if it is meant, freeze=... says so")
 
 
 @check

@@ -226,7 +226,7 @@ class Subject:
         training.state.meter.reset()
         if training.parts.guard is not None:
             training.parts.guard.start()
-        training.model.train()
+        training.state.train()
         rng.restore(self._start["rng"])
 
 
