@@ -73,7 +73,8 @@ def _inspect(composition: Composition) -> float:
         kind = ""
         if settled is not None:
             check_classes(settled.classes, training.splits.classes)
-            kind = fill(training.model, settled, config.weights)[1]
+            fill(training.model, settled)
+            kind = settled.weights[1]
         where = (
             "untrained" if found is None else f"{found.path}{'' if kind == 'raw' else f', averaged weights ({kind})'}"
         )
