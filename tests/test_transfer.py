@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 RESNET = ("model=torchvision", "model.name=resnet18", "transform=none", "evaluate.every_epochs=null")
-EVEN, ODD = "data.dataset.classes=[0,2,4,6,8]", "data.dataset.classes=[1,3,5,7,9]"
+EVEN, ODD = "+data.dataset.classes=[0,2,4,6,8]", "+data.dataset.classes=[1,3,5,7,9]"
 
 
 def test_a_head_on_a_frozen_trunk_that_knows_other_digits_beats_the_same_steps_from_scratch(
