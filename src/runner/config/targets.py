@@ -37,6 +37,7 @@ _COMPONENT_ROOMS = (
     "runner.data.crops",
     "runner.data.colour",
     "runner.data.mixing",
+    "runner.data.policies",
     "runner.data.resized_crop",
     "runner.engine.callbacks",
     "runner.engine.tasks",

@@ -117,7 +117,7 @@ def zero_input(subject: Subject) -> Verdict:
     evidence = (
         f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
     )
-    if course.losses[len(empty) - 1] < 0.9 * empty[-1]:
+    if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
     if len(empty) < steps or (not course.learned and steps < _MOST_STEPS):
         return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
@@ -251,6 +251,8 @@ def repeatability(subject: Subject) -> Verdict:
 @check
 def learning_rate(subject: Subject) -> Verdict:
     """A learning rate that makes the loss explode within a few steps, or changes nothing."""
+    if subject.config.lr == "auto":
+        return skipped("lr=auto finds it when the run begins")
     training = subject.training
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
