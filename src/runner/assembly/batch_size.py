@@ -169,7 +169,7 @@ def _forward(training: Training, size: int) -> tuple[Tensor, Tensor]:
     splits = training.splits
     images = as_given(splits, size)
     targets = training.task.targets(splits.example[1].expand(size, *splits.example[1].shape[1:]))
-    training.model.train()
+    training.state.train()
     with training.precision.autocast():
         return images, training.loss(training.model(images), targets)
 
