@@ -33,7 +33,7 @@ class Listed(Dataset[Any]):
         return image, self.targets[index]
 
 
-def shapes(fault: str = "", kind: str = "classification", samples: int = 400) -> dict[str, Any]:
+def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **unused: Any) -> dict[str, Any]:
     """400 images of 8x8 pixels in three colours, and 100 to test on, with one fault."""
     made = synthetic(samples, 8, 3, CLASSES, kind, noise=0.3)  # type: ignore[arg-type]
     train, test = made["train"], made["test"]
@@ -309,6 +309,8 @@ CASES = [
     _model("shared", "shared-weights", "warn", "blocks.0.weight = blocks.1.weight = blocks.2.weight"),
     _model("vanishing", "activation-scale", "fail", "blocks.7"),
     _model("exploding", "activation-scale", "fail", "after blocks"),
+    _model("exploding", "gradient-scale", "fail", "root mean square"),
+    _model("blind", "overfit", "fail", "loss"),
     _model("large head", "initial-loss", "warn", "equal outputs give 1.386 = ln 4"),
     _model("blind", "zero-input", "fail", "with zeros"),
     _model("noise", "repeatability", "warn", "tensors differ"),
@@ -323,6 +325,8 @@ CASES = [
          "target-scale", "fail", "deviation 0"),
     Case("learning rate 1e3", ("optimizer=sgd", "optimizer.lr=1000"), "learning-rate", "fail", "up to 1000"),
     Case("learning rate 1e-12", ("optimizer.lr=1e-12",), "learning-rate", "warn", "up to 1e-12"),
+    Case("a loss that does not fall", ("optimizer.lr=1e-12", "train=true", "train_steps=20"),
+         "training", "fail", "mean loss"),
     Case("forgotten zero_grad", ("callbacks={keep: {_target_: check_zoo.KeepsGradients}}",),
          "stale-gradients", "fail", "are not zero when a step begins"),
     Case("evaluation mode in training", ("callbacks={leave: {_target_: check_zoo.LeavesEvaluation}}",),

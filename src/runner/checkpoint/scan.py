@@ -152,6 +152,8 @@ def _wrong_type(contents: dict[str, Any]) -> str:
     if images is not None and not _is_image_shape(images):
         return "metrics.images is not channels, height and width"
     best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
+    if contents["position"].get("pieces") == 0:
+        return "position.pieces is 0"
     if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
         return "position.left_out is not a list of steps"
     return (

@@ -145,14 +145,19 @@ def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
     parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
     splits = assemble(*parts, make_cache=False)
     try:
-        _check_classes(settled.classes, splits.classes)
+        check_classes(settled.classes, splits.classes)
     except UserError:
         splits.close()
         raise
     return splits
 
 
-def _check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
+def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse data with other classes than those that a model was trained on, or the same in another order.
+
+    Raises:
+        UserError: if they are.
+    """
     if len(trained) != len(given):
         raise UserError(
             f"data: has {len(given)} classes, but the checkpoint was trained on {len(trained)}\n"

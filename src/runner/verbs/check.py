@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.verbs._help import asks_for_help, print_help
-from runner.verbs._launch import claimed, complete_verb, launch_verb
+from runner.verbs._launch import claimed, complete_verb, launch_verb, with_lists
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `json=true` in place of `--json`, and so on."""
-    return [_SHORT.get(word, word) for word in argv]
+    """The words after the verb with `json=true` in place of `--json`, and `only=[a,b]` in place of `only=a,b`."""
+    return with_lists([_SHORT.get(word, word) for word in argv], ["only", "skip"])
 
 
 def job(cfg: DictConfig) -> float | None:

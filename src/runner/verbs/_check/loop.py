@@ -43,7 +43,7 @@ def _learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: fl
     """Train on one batch from the start with AdamW and without dropout, until it is learned or for `most` steps."""
     subject.restart()
     model, parts, targets = subject.model, subject.training.parts, _batch(subject)[1]
-    model.train()
+    subject.training.state.train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # learning by heart needs every unit
@@ -117,7 +117,7 @@ def zero_input(subject: Subject) -> Verdict:
     evidence = (
         f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
     )
-    if course.losses[len(empty) - 1] < 0.9 * empty[-1]:
+    if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
     if len(empty) < steps or (not course.learned and steps < _MOST_STEPS):
         return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
@@ -152,7 +152,7 @@ class _Watch:
 def _run_loop(subject: Subject) -> _Watch:
     """Three steps through the loop of the run with its callbacks, and an evaluation after each."""
     training, config = subject.training, subject.config
-    subject.model.train()
+    subject.training.state.train()
     watch = _Watch(subject)
     callbacks = build_callbacks(config, training.task, training.monitor, training.mode)
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * config.accumulate))
@@ -251,6 +251,8 @@ def repeatability(subject: Subject) -> Verdict:
 @check
 def learning_rate(subject: Subject) -> Verdict:
     """A learning rate that makes the loss explode within a few steps, or changes nothing."""
+    if subject.config.lr == "auto":
+        return skipped("lr=auto finds it when the run begins")
     training = subject.training
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
@@ -318,7 +320,7 @@ def training(subject: Subject) -> Verdict:
 
     steps = min(config.train_steps, parts.total_steps)
     every = max(1, steps // 10)
-    subject.model.train()
+    subject.training.state.train()
     callbacks = build_callbacks(config, parts.task, parts.monitor, parts.mode)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
     source, watched = parts.splits.train.loader, [*callbacks.values(), Note()]

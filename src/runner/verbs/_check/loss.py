@@ -46,11 +46,11 @@ def initial_loss(subject: Subject) -> Verdict:
     """A first loss that is not that of a guess: ln C for C equally likely classes, the variance for numbers."""
     if subject.found is not None:
         return skipped("the weights are those of a checkpoint")
-    if subject.config.model.get("weights"):
+    if subject.config.init_from is not None or subject.config.model.get("weights") is not None:
         return skipped("the weights are trained ones")
     batch, parts = subject.batch, subject.training.parts
     targets = subject.targets(batch)
-    subject.model.train()
+    subject.training.state.train()
     with torch.no_grad():
         outputs = subject.model(batch.images)
         value = float(parts.loss(outputs, targets))

@@ -25,7 +25,9 @@ from runner.engine.state import load_weights
 from runner.verbs._check.look import Look, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
+_FEWEST = 16  # of it for large images and models
 _PIXELS = 2**21  # that such a batch may have
+_PARAMETERS = 2**29  # that the model may have, times the samples
 _SHARE_OF_LOOKING = 0.25  # of the time, that reading images from disk may take
 
 T = TypeVar("T")
@@ -149,7 +151,9 @@ class Subject:
             NotBuilt: if there is no image to be looked at.
         """
         size = self.splits.channels * self.splits.image_size[0] * self.splits.image_size[1]
-        indices = self.readable("train", max(4, min(_SAMPLES, _PIXELS // size)))
+        parameters = sum(p.numel() for p in self._training.model.parameters()) if self._training is not None else 1
+        most = max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters)))
+        indices = self.readable("train", most)
         if len(indices) < 2:
             raise NotBuilt("there are not two readable training images without NaN")
         return self.read("train", indices)
@@ -222,7 +226,7 @@ class Subject:
         training.state.meter.reset()
         if training.parts.guard is not None:
             training.parts.guard.start()
-        training.model.train()
+        training.state.train()
         rng.restore(self._start["rng"])
 
 

@@ -23,7 +23,7 @@ class Watched:
 
     Attributes:
         calls: how often each module was called.
-        scales: (name, deviation of its outputs from sample to sample) of each module with weights of its own, in the order of the calls.
+        scales: (name, deviation of its outputs from sample to sample) of each module with weights of its own, as called.
         follows: (module, norm) where a norm takes what the module gives, and nothing comes in between.
         units: (name, units, of which never fired) of each rectifier.
         loss: of the batch.

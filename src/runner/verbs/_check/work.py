@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -15,8 +16,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.assembly.batch_size import settle_batch_size
 from runner.assembly.describe import describe
-from runner.assembly.training import set_switches
+from runner.assembly.training import build_training, set_switches
 from runner.checkpoint import find
 from runner.config import keys
 from runner.config.app import Composition
@@ -125,6 +127,8 @@ def examine(
     set_switches(config, _device(config))
     start = time.monotonic()
     try:
+        if config.data.batch_size == "auto":
+            settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
         splits = _assembled(config)
     except UserError as error:
         return [_built(start, str(error)), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)]

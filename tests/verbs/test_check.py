@@ -1,0 +1,125 @@
+"""`check` as it is called: what it prints, its exit status, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.verbs._check.work import CHECKS
+from runner.verbs.check import spelled_out
+
+QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
+
+
+def test_a_default_run_passes_and_every_check_has_a_line(run: Callable[..., Any], workdir: Path) -> None:
+    result = run("check", "threads=1", "device=cpu", "budget_s=300")
+    assert result.status == 0, result.out
+    for each in CHECKS:
+        assert re.search(rf"^{each.group} +{each.name} +(pass|skip) +\S", result.out, re.MULTILINE), each.name
+    assert re.search(r"^\d+ passed, \d+ skipped in \d+\.\d s$", result.out.strip().splitlines()[-1])
+    assert not list(workdir.iterdir()), "nothing is written"
+
+
+def test_a_warning_fails_only_where_that_is_asked_for(run: Callable[..., Any]) -> None:
+    words = (*QUICK, "optimizer.lr=1e-12", "only=[learning-rate,image-range]")
+    assert run(*words).status == 0
+    strict = run(*words, "--strict")
+    assert strict.status == 1
+    assert "1 warned, 2 passed" in strict.out
+    assert "fix: a larger optimizer.lr" in strict.out
+
+
+def test_checks_are_chosen_by_name_and_by_group(run: Callable[..., Any]) -> None:
+    result = run(*QUICK, "only=[labels,logits]", "skip=[near-duplicates]", "--json")
+    names = [each["name"] for each in json.loads(result.out)["checks"]]
+    groups = {each.name for each in CHECKS if each.group == "labels"} - {"near-duplicates"}
+    assert set(names) == {"build", "logits", *groups}
+    assert "check of digits" in result.err, "what is no JSON goes to standard error"
+
+
+@pytest.mark.parametrize("key", ["only", "skip"])
+def test_a_check_that_there_is_not_is_a_mistake(run: Callable[..., Any], key: str) -> None:
+    result = run(*QUICK, f"{key}=[overfitt]")
+    assert result.status == 2
+    assert f"{key}: there is no check or group 'overfitt'; did you mean 'overfit'?" in result.err
+    assert "allowed: config, data, labels" in result.err
+
+
+def test_a_config_that_train_refuses_is_refused_likewise(run: Callable[..., Any]) -> None:
+    told = [run(verb, "epoch=3", "threads=1") for verb in ("train", "check")]
+    assert [each.status for each in told] == [2, 2]
+    assert told[0].err == told[1].err
+
+
+def test_what_cannot_be_built_fails_and_the_data_are_checked_nevertheless(run: Callable[..., Any]) -> None:
+    result = run(*QUICK, "task=regression", "loss=cross_entropy", "json=true", "skip=[baselines]")
+    assert result.status == 1
+    checks = {each["name"]: each for each in json.loads(result.out)["checks"]}
+    assert checks["build"]["status"] == "fail"
+    assert "loss" in checks["build"]["evidence"]
+    assert checks["readable"]["status"] == "pass"
+    assert checks["overfit"]["status"] == "skip"
+
+
+def test_data_that_are_not_there_fail(run: Callable[..., Any]) -> None:
+    result = run("check", "threads=1", "data=image_folder", "data.root=nowhere", "only=[data]")
+    assert result.status == 1
+    assert "nowhere" in result.out
+    assert "the data was not built" in result.out
+
+
+def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[..., Any]) -> None:
+    result = run(*QUICK, "budget_s=0.001", "json=true")
+    assert result.status == 0
+    checks = json.loads(result.out)["checks"]
+    late = [each for each in checks if each["evidence"] == "budget_s=0.001 is used up"]
+    assert len(late) == len(CHECKS)
+
+
+def test_short_words_stand_for_keys() -> None:
+    assert spelled_out(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=modes"]
+    assert spelled_out(["--json", "--strict", "--train", "seed=1"]) == [
+        "json=true",
+        "strict=true",
+        "train=true",
+        "seed=1",
+    ]
+
+
+def test_each_check_in_the_docs_says_what_it_finds() -> None:
+    cells = re.findall(r"^\| (\w+) \| `([\w-]+)` \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
+
+
+def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any], train: Callable[..., Any]) -> None:
+    words = ("model=mlp", "model.hidden=[16]", "model.dropout=0.1", "epochs=1")
+    before = train(*words).summary["weights_sha256"]
+    assert run("check", "threads=1", *words).status == 0
+    assert train(*words).summary["weights_sha256"] == before
+
+
+def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.checkpoint.digest import weights_sha256
+    from runner.verbs._check import work
+
+    seen: set[str] = set()
+    real = work.made
+
+    def spying(each: Any, subject: Any, broken: dict[str, str]) -> Any:
+        verdict = real(each, subject, broken)
+        seen.add(
+            weights_sha256(subject.model.state_dict())
+            + str(subject.training.state.optimizer.state_dict()["state"].keys())
+        )
+        return verdict
+
+    monkeypatch.setattr(work, "made", spying)
+    words = ("skip=[zero-input,baselines]", "train=true", "train_steps=20", "scheduler=constant", "budget_s=300")
+    assert run(*QUICK, *words).status == 0
+    assert len(seen) == 1
