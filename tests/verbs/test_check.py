@@ -31,7 +31,7 @@ def test_a_warning_fails_only_where_that_is_asked_for(run: Callable[..., Any]) -
     assert run(*words).status == 0
     strict = run(*words, "--strict")
     assert strict.status == 1
-    assert "1 warned, 2 passed" in strict.out
+    assert "1 warned (learning-rate), 2 passed in" in strict.out
     assert "fix: a larger optimizer.lr" in strict.out
 
 
