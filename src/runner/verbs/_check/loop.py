@@ -24,7 +24,7 @@ _SAMPLES, _MOST_STEPS = 16, 150
 _RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
 _LEARNED = 0.1  # share of the first loss that is left of it
 _RAMP = 10  # steps up to the learning rate, and as many at it
-_SHARE = 0.2  # of what is left of the time, that one check may take
+_SHARE = 0.3  # of what is left of the time, that one check may take
 
 
 class _Course(NamedTuple):
