@@ -36,6 +36,7 @@ from runner.data.augment import (
 from runner.data.colour import ColorJitter
 from runner.data.keyed import Draws
 from runner.data.mixing import CutMix, Mixing, Mixup, OneOf
+from runner.data.policies import RandAugment, TrivialAugment
 from runner.data.resized_crop import RandomResizedCrop
 
 CPU = torch.device("cpu")
@@ -56,6 +57,8 @@ def transforms(images: Tensor, indices: Tensor) -> dict[str, Call]:
         "RandomResizedCrop": RandomResizedCrop(),
         "ColorJitter": ColorJitter(),
         "ColorJitter hue=0.1": ColorJitter(hue=0.1),
+        "RandAugment": RandAugment(),
+        "TrivialAugment": TrivialAugment(),
     }
     together: dict[str, list[Any]] = {
         "none": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -187,6 +188,26 @@ def test_the_package_of_ones_own_trains_and_resumes(workplaces: dict[str, Path])
         status, out, err = call("train", f"ckpt_path={directory}", "epochs=3", "threads=1", "trust=[my_package]")
         assert status == 0, err
         assert "at step 16" in out
+
+
+def test_the_optimizer_of_ones_own_resumes_to_the_bit_and_does_what_it_says(workplaces: dict[str, Path]) -> None:
+    def weights(*words: str) -> tuple[str, Path]:
+        settings = ("threads=1", "logger=none", "evaluate.test=false")
+        status, out, err = call("train", *settings, *words)
+        assert status == 0, err
+        directory = Path(out.strip().splitlines()[-1])
+        return json.loads((directory / "summary.json").read_text())["weights_sha256"], directory
+
+    own = ("--config-dir", "my_conf", "model=net", "data=bars", "scheduler=constant", "epochs=2")
+    with inside(workplaces["docs"]):
+        whole, _ = weights(*own, "optimizer=lookahead")
+        # Step 8 is the third of the second five.
+        _, directory = weights(*own, "optimizer=lookahead", "epochs=1")
+        resumed, _ = weights(f"ckpt_path={directory}", "epochs=2", "trust=[my_package]")
+        assert resumed == whole
+        plain, _ = weights(*own, "optimizer.fused=false", "optimizer.foreach=false")
+        always, _ = weights(*own, "optimizer=lookahead", "optimizer.every=1", "optimizer.share=1")
+        assert always == plain != whole
 
 
 class Row(NamedTuple):

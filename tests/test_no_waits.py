@@ -40,6 +40,8 @@ STEPS = [
     ("optimizer=sgd", "clip.norm=1.0"),
     ("optimizer=sgd", "amp=bf16", "clip.value=0.1"),
     (*FUSED, "clip.norm=1.0"),
+    (*FUSED, "clip.agc=0.01", "ema=0.9", "optimizer.no_decay=auto"),
+    (*FUSED, "ema=0.9", "on_oom=split"),
     (*FUSED, "amp=fp16"),
 ]
 

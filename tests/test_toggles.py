@@ -71,6 +71,7 @@ TOGGLES: dict[str, dict[str, Any]] = {
     "deterministic=true": {"deterministic": True},
     "model.dropout=0.3": {"model.dropout": 0.3},
     "data.residency=disk": {"data.residency": "disk"},
+    "freeze=blocks.0@3": {"freeze": "blocks.0@3"},  # trained from a step on that comes after the stop
 }
 EXCLUSIVE = [{"amp=bf16", "amp=fp16"}, {"optimizer.fused=true", "optimizer.foreach=true"}]
 # What changes where and how things are kept and computed, but nothing about what is computed.

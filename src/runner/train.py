@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from runner.assembly.averaging import evaluate_both, load_best
-from runner.assembly.batch_size import memory_told
+from runner.assembly.batch_size import memory_for_evaluation, memory_for_training
 from runner.assembly.data_check import compare_data, way_on
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
@@ -237,16 +237,17 @@ def train(
     def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
         split = splits.named(name)
         assert split is not None, f"there is no split {name}"
-        found = evaluate(
-            model,
-            split.loader,
-            task.targets,
-            training.loss,
-            metrics(),
-            training.precision.autocast,
-            config.limit.eval_batches,
-            interrupted,
-        )
+        with memory_for_evaluation(config):
+            found = evaluate(
+                model,
+                split.loader,
+                task.targets,
+                training.loss,
+                metrics(),
+                training.precision.autocast,
+                config.limit.eval_batches,
+                interrupted,
+            )
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
     loop = Loop(
@@ -313,7 +314,7 @@ def train(
             console.warn(warning)
         if config.on_nonfinite == "rollback" and not keeper.last.is_file():
             saving.save(loop, False)  # something to go back to
-        with memory_told(config):
+        with memory_for_training(config):
             loop.run()
         saving.wait()
         if not keeper.last.is_file():

@@ -213,3 +213,35 @@ def test_contents_of_other_types_are_named(
     write(path, contents(**{key: value}))
     with pytest.raises(DamagedCheckpoint, match=key):
         read(path)
+
+
+@pytest.mark.parametrize(
+    "averaged",
+    [
+        [],
+        {"kind": "ema"},
+        {"kind": "other", "updates": 1, "weights": None},
+        {"kind": "ema", "updates": -1, "weights": None},
+        {"kind": "ema", "updates": 1.5, "weights": None},
+        {"kind": "swa", "updates": 1, "weights": {"layer.weight": "text"}},
+        {"kind": "swa", "updates": 1, "weights": [torch.zeros(1)]},
+    ],
+    ids=str,
+)
+def test_averages_that_are_none_are_refused(averaged: Any, tmp_path: Path, contents: Make) -> None:
+    path = tmp_path / "odd.pt"
+    write(path, contents(averaged=averaged))
+    with pytest.raises(DamagedCheckpoint, match="averaged is not a kind, a number of updates and tensors by name"):
+        read(path)
+
+
+def test_averages_and_pieces_as_a_run_saves_them_are_read(tmp_path: Path, contents: Make) -> None:
+    made = contents()
+    made["averaged"] = {"kind": "ema", "updates": 3, "weights": made["model"]}
+    made["position"]["pieces"] = 4
+    write(tmp_path / "good.pt", made)
+    assert read(tmp_path / "good.pt")["averaged"]["updates"] == 3
+    made["position"]["pieces"] = 0
+    write(tmp_path / "odd.pt", made)
+    with pytest.raises(DamagedCheckpoint, match=r"position\.pieces is 0"):
+        read(tmp_path / "odd.pt")

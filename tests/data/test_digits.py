@@ -58,3 +58,17 @@ def test_a_release_without_the_file_is_read_through_scikit_learn(monkeypatch, tm
     assert np.array_equal(module._rows_by_sklearn()[:, -1], reference[1].numpy())
     monkeypatch.setattr(module, "_packaged_rows", lambda: None)
     assert torch.equal(digits()["train"].images, reference[0])
+
+
+def test_classes_may_be_kept_in_any_order():
+    whole, some = digits()["train"], digits([7, 2, 5])["train"]
+    assert some.classes == ("7", "2", "5")
+    for number, digit in enumerate((7, 2, 5)):
+        assert torch.equal(some.images[some.targets == number], whole.images[whole.targets == digit])
+    assert len(some) == sum(int((whole.targets == digit).sum()) for digit in (7, 2, 5))
+
+
+@pytest.mark.parametrize("classes", [[], [3], [1, 1], [3, 10], [-1, 2]])
+def test_classes_that_there_are_not_are_refused(classes):
+    with pytest.raises(ValueError, match="two or more different digits from 0 to 9"):
+        digits(classes)

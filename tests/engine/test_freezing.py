@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.engine.averaging import Averaged
 from runner.engine.freezing import Freezing, Frozen, Thaw
 from runner.engine.state import Position
 
@@ -107,3 +108,12 @@ def test_frozen_weights_get_no_gradient():
     Freezing(model, [part(model, "stem", steps=1)]).train(Position())
     model.body(model.stem(torch.randn(4, 2))).sum().backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == BODY
+
+
+def test_the_statistics_of_frozen_norms_stay_in_an_average_too():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    Freezing(model, [part(model, "0")]).train(Position())
+    averaged = Averaged("swa", model, list(model[1].parameters()), start=0, every=1)
+    averaged.recalibrate(lambda: model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])))
+    assert model[0].running_mean.tolist() == [0.0, 0.0]
+    assert model[1].running_mean.tolist() != [0.0, 0.0]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from runner.engine.averaging import Averaged
 from runner.engine.errors import Preempted
+from runner.engine.freezing import Freezing, Frozen
 from runner.engine.generators import untouched_generators
 from runner.engine.guard import Guard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
@@ -57,6 +59,26 @@ def test_everything_is_put_back_bit_for_bit(bench: Callable[..., Any], taken: in
     assert [module.training for module in state.model.modules()] == modes
     assert generators() == drawn
     assert all(parameter.grad is None for parameter in state.model.parameters())
+
+
+def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Callable[..., Any]) -> None:
+    small = bench(build=network, lr=0.1)
+    state = small.state()
+    frozen = list(state.model[0].parameters())
+    state.freezing = Freezing(state.model, [Frozen("stem", tuple(frozen), (state.model[1],))])
+    averaged = state.averaged = Averaged("ema", state.model, list(state.model.parameters()), decay=0.5)
+    before = copy.deepcopy(averaged.state_dict())
+    seen = []
+
+    def step(state: Any, *rest: Any) -> None:
+        seen.append((state.averaged, state.model[1].training, state.model[0].weight.requires_grad))
+        train_step(state, *rest)
+
+    swept(small, state, exponential(1e-3, 1e-1, 4), step=step)
+    assert seen == [(None, False, False)] * 4
+    assert state.averaged is averaged
+    assert str(averaged.state_dict()) == str(before)
+    assert all(parameter.requires_grad for parameter in frozen), "as before: the loop freezes them when it begins"
 
 
 def test_training_after_it_is_training_without_it(bench: Callable[..., Any]) -> None:

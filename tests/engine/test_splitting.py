@@ -22,13 +22,16 @@ from torch import nn
 
 class Greedy(nn.Module):
     # Runs out of memory above a number of samples, in training, from a call on, as a device would.
-    def __init__(self, in_channels: int, image_size: tuple[int, int], num_classes: int, most: int = 4, since: int = 0):
+    def __init__(self, in_channels: int, image_size: tuple[int, int], num_classes: int, most: int = 4, since: int = 0,
+                 evaluated: int = 999):
         super().__init__()
-        self.most, self.since, self.calls = most, since, 0
+        self.most, self.since, self.evaluated, self.calls = most, since, evaluated, 0
         self.first = nn.Linear(in_channels * image_size[0] * image_size[1], 8)
         self.dropout, self.head = nn.Dropout(0.5), nn.Linear(8, num_classes)
     def forward(self, images):
         features = self.dropout(self.first(images.flatten(1)).relu())
+        if not self.training and len(images) > self.evaluated:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
         if self.training and torch.is_grad_enabled():
             self.calls += 1
             if len(images) > self.most and self.calls > self.since:
@@ -167,9 +170,16 @@ def greedy(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_that_does_not_fit_is_a_sentence_that_says_what_to_set(run: Callable[..., Any]) -> None:
     found = run("train", "threads=1", "logger=none", *RUN)
     assert found.status == 2
-    assert "data.batch_size: memory does not suffice for a step with batches of 8: CUDA out of memory" in found.err
+    assert "data.batch_size: memory does not suffice for batches of 8: CUDA out of memory" in found.err
     assert "or on_oom=split" in found.err
     assert "Traceback" not in found.err
+
+
+@pytest.mark.usefixtures("greedy")
+def test_an_evaluation_that_does_not_fit_names_its_own_key(run: Callable[..., Any]) -> None:
+    found = run("train", "threads=1", "logger=none", *RUN, "model.most=99", "model.evaluated=2")
+    assert found.status == 2
+    assert "evaluate.batch_size: memory does not suffice for batches of 512: CUDA out of memory" in found.err
 
 
 @pytest.mark.usefixtures("greedy")

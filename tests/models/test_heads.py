@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -99,7 +98,8 @@ def test_a_head_has_as_many_layers_as_are_asked_for(
     layers = [module for module in model.get_submodule(path).modules() if isinstance(module, nn.Linear)]
     assert [layer.out_features for layer in layers] == ([] if hidden is None else [*hidden, 7])
     if hidden is not None:
-        assert F.cross_entropy(logits, torch.tensor([0, 1])).item() == pytest.approx(math.log(7), rel=0.05)
+        assert layers[-1].weight.abs().max() < 0.06, "a small head guesses evenly at first"
+        assert not any(layer.bias.any() for layer in layers)
 
 
 class Odd(nn.Module):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.assembly.training import build_training
+from runner.checkpoint.file import read
 from runner.config.errors import UserError
+from runner.config.resolve import checked
+from runner.config.schema import Train
 from runner.models.torchvision_zoo import classifier
 
 NAME = "shufflenet_v2_x0_5"
@@ -179,3 +187,65 @@ def test_torchvision_is_imported_only_when_a_model_is_built() -> None:
         "import runner.models.resnet_cifar; assert 'torchvision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+def settled(compose: Callable[..., Any], *words: str) -> Any:
+    composition = compose("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", *words)
+    config = checked(composition.values, composition, Train)
+    assert composition.values["data"]["image_size"] == config.data.image_size
+    return config.data
+
+
+def test_images_are_prepared_as_the_weights_want_them(compose: Callable[..., Any]) -> None:
+    data = settled(compose, "data=cifar10")
+    assert data.image_size == 224
+    assert dataclasses.asdict(data.normalize) == IMAGENET
+
+
+def test_what_the_command_line_says_about_images_comes_first(compose: Callable[..., Any]) -> None:
+    data = settled(compose, "data=cifar10", "data.image_size=64")
+    assert (data.image_size, data.normalize.mean) == (64, IMAGENET["mean"])
+    data = settled(compose, "data=cifar10", "data.normalize.mean=[0.5,0.5,0.5]", "data.normalize.std=[0.2,0.2,0.2]")
+    assert (data.image_size, data.normalize.mean, data.normalize.std) == (224, [0.5] * 3, [0.2] * 3)
+
+
+def test_grey_images_get_the_averages_over_the_colours(compose: Callable[..., Any]) -> None:
+    normalize = settled(compose, "data=mnist").normalize
+    assert normalize.mean == [pytest.approx(0.449)]
+    assert normalize.std == [pytest.approx(0.226)]
+
+
+def test_random_weights_want_nothing(compose: Callable[..., Any]) -> None:
+    composition = compose("model=torchvision", "data=cifar10")
+    before = copy.deepcopy(composition.values["data"])
+    checked(composition.values, composition, Train)
+    assert composition.values["data"] == before
+
+
+def test_trained_weights_are_fitted_frozen_and_said_to_be(
+    stored: dict[str, Tensor], train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = ("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", "freeze=all-but-head")
+    data = ("data=synthetic", "data.dataset.samples=24", "data.image_size=32", "data.batch_size=4")
+    result = train(*words, *data, "max_steps=2", "evaluate.test=false")
+    last = read(result.directory / "checkpoints" / "last.pt")["model"]
+    trunk = [name for name in stored if not name.startswith("fc.")]
+    assert all(torch.equal(last[name], stored[name]) for name in trunk), "weights and statistics are those of the file"
+    row = next(line for line in result.out.splitlines() if line.startswith("  images"))
+    assert "224 pixels, mean 0.485, 0.456, 0.406" in row
+    assert "(as the trained weights of the model want them, but for data.image_size)" in row
+    evaluated = run("eval", f"ckpt_path={result.directory}", "split=val", "threads=1")
+    assert evaluated.status == 0, evaluated.err
+
+
+def test_weights_for_other_classes_can_be_given_a_deep_head(
+    stored: dict[str, Tensor], compose: Callable[..., Any]
+) -> None:
+    words = ("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", "model.head=[8]")
+    composition = compose(*words, "data=synthetic", "data.dataset.samples=24", "data.image_size=32")
+    model = build_training(checked(composition.values, composition, Train), composition.values).model
+    assert [model.fc[0].in_features, model.fc[0].out_features, model.fc[2].in_features] == [1024, 8, 8]
+    assert torch.equal(model.conv1[0].weight, stored["conv1.0.weight"])

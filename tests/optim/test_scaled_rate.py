@@ -25,3 +25,12 @@ def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, com
     optimizer, _ = build_optimizer(config, torch.nn.Linear(2, 2))
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
     assert [group["initial_lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
+
+
+def test_both_rates_of_muon_follow(compose):
+    composition = compose("optimizer=muon", "optimizer.scale_lr=32", "data.batch_size=64")
+    config = checked(composition.values, composition, Train)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer, _ = build_optimizer(config, model)
+    rates = {group["algorithm"]: group["initial_lr"] for group in optimizer.param_groups}
+    assert rates == {"muon": pytest.approx(2 * 0.02), "adamw": pytest.approx(2 * 0.003)}

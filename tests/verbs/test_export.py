@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from runner.assembly.learner import build_model
 from runner.checkpoint.file import read, write
 from runner.cli import main
 from runner.config.app import Composition
@@ -24,7 +24,7 @@ from runner.verbs import _checkpoint
 
 CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
-NEEDED = ("onnx", "onnxscript", "onnxruntime", "safetensors")
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
 with_packages = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in NEEDED), reason="the extra [export] is not installed"
 )
@@ -57,9 +57,7 @@ def trained(made: Path, workdir: Path) -> Path:
 def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
     """The checkpoint's own model."""
     settled = _checkpoint.settle(compose(f"ckpt_path={trained}", verb="export"), Export)
-    made = build_model(settled.values, settled.config, _checkpoint.known_data(settled))[1]
-    made.load_state_dict(read(trained / "checkpoints" / "best.pt")["model"])
-    return made.eval()
+    return _checkpoint.restored(settled, _checkpoint.known_data(settled), torch.device("cpu"))[1]
 
 
 @pytest.fixture
@@ -96,7 +94,6 @@ def test_every_format_agrees_and_is_described(
     export: Callable[..., Any], model: torch.nn.Module, trained: Path
 ) -> None:
     import onnxruntime
-    from safetensors.torch import load_file
 
     record = export("format=safetensors,onnx,torchscript", "batch_sizes=[2,7]")
     folder = trained / "export"
@@ -183,14 +180,15 @@ def test_a_model_that_cannot_be_exported_is_a_sentence(
     assert not list((trained / "export").iterdir())
 
 
-@pytest.mark.parametrize("name", ["onnx", "safetensors"])
+@pytest.mark.parametrize("name", ["onnx", "onnxscript", "onnxruntime"])
 def test_a_package_that_is_missing_is_a_sentence(
     name: str, run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked == name else find(asked))
-    result = run(*CALL, f"ckpt_path={trained}", f"format={name}")
+    result = run(*CALL, f"ckpt_path={trained}", "format=onnx")
     assert result.status == 2
+    assert f"onnx needs {name}, which is not installed" in result.err
     assert "runner[export]" in result.err
 
 
@@ -198,6 +196,23 @@ def test_torchscript_says_that_torch_deprecates_it(run: Callable[..., Any], trai
     result = run(*CALL, f"ckpt_path={trained}", "format=torchscript")
     assert result.status == 0, result.err
     assert "torch deprecates TorchScript" in result.out
+
+
+def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    directory = train(*SMALL, "ema=0.9").directory
+    averaged = read(directory / "checkpoints" / "last.pt")["averaged"]["weights"]
+    for which, expected in (
+        ("averaged", averaged),
+        ("raw", read(directory / "checkpoints" / "last.pt")["model"]),
+    ):
+        words = ("format=safetensors", f"weights={which}", f"output={which}", "json=true")
+        result = run(*CALL, f"ckpt_path={directory}/checkpoints/last.pt", *words)
+        assert result.status == 0, result.err
+        assert json.loads(result.out)["weights"] == ("ema" if which == "averaged" else "raw")
+        found = load_file(Path(which) / "model.safetensors")
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) -> None:

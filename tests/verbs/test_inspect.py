@@ -182,14 +182,13 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
 
 
 def test_every_part_gives_its_pictures_and_one_page_has_them_all(inspect: Callable[..., Any], workdir: Path) -> None:
-    found = inspect(*SMALL, "samples=5")
+    found = inspect(*DATA, "model=mlp", "model.hidden=[8]", "samples=2")
     folder = Path(found["folder"])
     assert folder.parent == Path("outputs/inspections")
     assert tuple(found["what"]) == PARTS
     assert {path.name for path in folder.iterdir()} == {*found["files"], "inspect.json"}
     pictures = [folder / name for name in found["files"] if name.endswith(".png")]
     assert {"inputs.png", "filters.png", "weights.png", "activations.png", "gradients.png"} <= set(found["files"])
-    assert "features_stages.2.png" in found["files"]
     for path in pictures:
         with Image.open(path) as image:
             assert min(image.size) > 50
@@ -199,9 +198,29 @@ def test_every_part_gives_its_pictures_and_one_page_has_them_all(inspect: Callab
     assert [base64.b64decode(text) for text in embedded] == [path.read_bytes() for path in pictures]
     assert not re.search(r'(?:src|href)="(?!data:)', page), "nothing is fetched"
     assert "<script" not in page
-    assert "stages.1.0.weight" in page
+    assert "layers.0.weight" in page
+    assert "features: no layer gives maps" in page
     written = json.loads((folder / "inspect.json").read_text())
     assert {name: found[name] for name in written} == written
+
+
+def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
+    from runner.verbs._inspecting.layers import Layer, outer_maps
+
+    assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png", "report.html"]
+    shapes = {
+        "a": (8, 4, 4),
+        "b": (8, 4, 4),
+        "b.0": (8, 4, 4),
+        "b.0.x": (8, 4, 4),
+        "b.1": (8, 2, 2),
+        "c": (8, 1, 1),
+        "d": (8,),
+    }
+    layers = [Layer(name, "Module", False, 0, 0, output) for name, output in shapes.items()]
+    assert outer_maps(layers) == ["a", "b.0", "b.1"]
+    many = [Layer(f"l{number}", "Module", False, 0, 0, (8, 4, 4)) for number in range(20)]
+    assert [len(outer_maps(many)), outer_maps(many)[0], outer_maps(many)[-1]] == [6, "l0", "l19"]
 
 
 def test_only_what_is_asked_for_is_done(inspect: Callable[..., Any]) -> None:
@@ -379,3 +398,68 @@ def test_lists_can_be_typed_without_brackets() -> None:
         "seed=1,2",
         "output=a,b",
     ]
+
+
+def test_averaged_weights_are_looked_at_where_they_are_meant(
+    train: Callable[..., Any], inspect: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    from runner.checkpoint.file import read
+
+    trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
+    contents = read(trained.directory / "checkpoints" / "last.pt")
+    for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
+        found = inspect(f"ckpt_path={trained.directory}/checkpoints/last.pt", "what=weights", f"weights={which}")
+        norms = {each["name"]: each["norm"] for each in found["weights"]}
+        assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
+        assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
+
+
+def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, run: Callable[..., Any]) -> None:
+    result = run(
+        "inspect", f"ckpt_path={trained.directory}", "data.dataset.classes=3", "task.num_classes=null", "what=errors"
+    )
+    assert result.status == 2
+    assert "classes" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    from runner.tracking.console import Console
+    from runner.verbs._inspecting.page import Table
+    from runner.verbs._inspecting.work import _show
+
+    rows = [[f"layer {number}", str(number)] for number in range(99)]
+    _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
+    out = capsys.readouterr().out
+    assert "total" in out
+    assert "layer 58" in out
+    assert "layer 59" not in out
+    assert "40 more rows are in report.html" in out
+
+
+def test_a_page_runs_nothing_whatever_things_are_called(tmp_path: Path) -> None:
+    from runner.verbs._inspecting.page import Table, page
+
+    picture = tmp_path / "a<b.png"
+    picture.write_bytes(b"png")
+    evil = "<script>alert(1)</script>"
+    text = page(evil, [evil], [Table(evil, [evil], [[evil]], [evil]), (picture, f'{evil}" onload="x')])
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") == 9
+    assert '" onload="x' not in text
+
+
+def test_a_module_called_like_a_path_writes_into_the_folder_alone(
+    built: Callable[..., Training], tmp_path: Path
+) -> None:
+    from runner.verbs._inspecting.pictures import draw_maps
+
+    training = built(*SMALL)
+    model = nn.Sequential()
+    model.add_module("away/x", nn.Conv2d(3, 2, 3))
+    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
+    folder = tmp_path / "in" / "side"
+    folder.mkdir(parents=True)
+    written = draw_maps(model, batch.images, batch.targets, ["away/x"], training.splits, folder)
+    assert [path.parent for path, _ in written] == [folder]
+    assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}

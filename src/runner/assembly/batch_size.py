@@ -109,8 +109,13 @@ def free_memory(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def memory_told(config: Train) -> Iterator[None]:
-    """Say in a sentence that memory does not suffice for a step, and what to set.
+def memory_told(key: str, size: int, fix: str) -> Iterator[None]:
+    """Say in a sentence that memory does not suffice, and what to set.
+
+    Args:
+        key: that says how large batches are.
+        size: samples of a batch.
+        fix: what helps.
 
     Raises:
         UserError: in place of torch's error.
@@ -120,13 +125,21 @@ def memory_told(config: Train) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        size = config.data.samples_a_batch
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        fix = "a smaller data.batch_size with a larger accumulate, amp=true, activation_checkpointing=true"
-        split = ", or on_oom=split" if config.on_oom == "raise" else ""
-        raise UserError(
-            f"data.batch_size: memory does not suffice for a step with batches of {size}: {reason}\n    allowed: {fix}{split}"
-        ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = f"{key}: memory does not suffice for batches of {size}: {reason}"
+        raise UserError(f"{message}\n    allowed: {fix}") from error
+
+
+def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None]:
+    """See `memory_told`: for steps of training."""
+    split = ", or on_oom=split" if config.on_oom == "raise" else ""
+    fix = "a smaller data.batch_size with a larger accumulate, amp=true, activation_checkpointing=true" + split
+    return memory_told("data.batch_size", config.data.samples_a_batch, fix)
+
+
+def memory_for_evaluation(config: Train) -> contextlib.AbstractContextManager[None]:
+    """See `memory_told`: for evaluations."""
+    return memory_told("evaluate.batch_size", config.evaluate.batch_size, "a smaller evaluate.batch_size, or amp=true")
 
 
 def _of_a_sample(training: Training) -> int:
@@ -156,7 +169,7 @@ def _forward(training: Training, size: int) -> tuple[Tensor, Tensor]:
     splits = training.splits
     images = as_given(splits, size)
     targets = training.task.targets(splits.example[1].expand(size, *splits.example[1].shape[1:]))
-    training.model.train()
+    training.state.train()
     with training.precision.autocast():
         return images, training.loss(training.model(images), targets)
 

@@ -36,7 +36,7 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
             training.device_reason,
         ),
         ("precision", precision.name, precision.reason),
-        *_preferred(config),
+        *_preferred(config, splits.channels),
         *training.rows,
         *([training.started.row()] if training.started else []),
         *_frozen(training),
@@ -58,18 +58,19 @@ def describe(config: Train, training: Training) -> list[tuple[str, str, str]]:
     return rows + (_repeating(config, training.device) if config.deterministic else [])
 
 
-def _preferred(config: Train) -> list[tuple[str, str, str]]:
+def _preferred(config: Train, channels: int) -> list[tuple[str, str, str]]:
     """Whether images are prepared as the trained weights of the model want them."""
-    wanted = preferred_data(config.model)
+    wanted = preferred_data(config.model, grey=channels == 1)
     if not wanted:
         return []
     normalize = config.data.normalize
     given = {"image_size": config.data.image_size, "normalize": {"mean": normalize.mean, "std": normalize.std}}
     own = [f"data.{name}" for name in wanted if given[name] != wanted[name]]
-    size, mean, std = wanted["image_size"], wanted["normalize"]["mean"], wanted["normalize"]["std"]
-    text = f"{size} pixels, mean {', '.join(map(str, mean))}, std {', '.join(map(str, std))}"
-    weights = f"as model.weights={config.model['weights']} had them"
-    return [("images", text, f"{weights}, but for {' and '.join(own)}, which the data decides" if own else weights)]
+    statistics = wanted.get("normalize", {}).items()
+    parts = [f"{wanted['image_size']} pixels"] if "image_size" in wanted else []
+    parts += [f"{name} {', '.join(f'{value:.4g}' for value in values)}" for name, values in statistics]
+    reason = "as the trained weights of the model want them"
+    return [("images", ", ".join(parts), f"{reason}, but for {' and '.join(own)}" if own else reason)]
 
 
 def _frozen(training: Training) -> list[tuple[str, str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,14 +40,22 @@ def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tupl
     Raises:
         UserError: if what the config says does not fit the data.
     """
-    task, model = build_model(values, config, splits)
+    task, model = build_model(values, config, splits, lambda: as_given(splits).cpu())
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
     loss: nn.Module = build("loss", config.loss, facts=facts)
     return task, model, loss
 
 
-def build_model(values: dict[str, Any], config: Train, data: KnownData) -> tuple[Task, nn.Module]:
+def build_model(
+    values: dict[str, Any], config: Train, data: KnownData, image: Callable[[], Tensor]
+) -> tuple[Task, nn.Module]:
     """Build task and model, for which the data need not be there; what they took from it is written into `values`.
+
+    Args:
+        values: the config as plain containers.
+        config: the same, validated.
+        data: what the model has to know of it.
+        image: gives an image as the model is given it, (1, C, H, W) on the CPU.
 
     Raises:
         UserError: if what the config says does not fit the data.
@@ -71,7 +79,7 @@ def build_model(values: dict[str, Any], config: Train, data: KnownData) -> tuple
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
     model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
     if head is not None:
-        give_head(model, head, facts["num_classes"], torch.zeros(1, data.channels, *data.image_size))
+        give_head(model, head, facts["num_classes"], image())
     return task, model
 
 

@@ -84,7 +84,8 @@ class Saving:
         }
         weights = size_of(state.model.state_dict())
         require_space(self._directory.checkpoints, weights)
-        return scarce(self._directory.checkpoints, weights * (1 + _MOMENTS), self.keeper.keep)
+        tensors = 1 + _MOMENTS + (state.averaged is not None)
+        return scarce(self._directory.checkpoints, weights * tensors, self.keeper.keep)
 
     def save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         """Write the state, and before it the best one if that was put off.

@@ -189,7 +189,7 @@ def build_training(
         kernels=kernels,
         started=started,
         rows=rows,
-        warnings=[*warnings, *late, *toggled.warnings, *splits.warnings],
+        warnings=[*warnings, *(started.warnings if started else []), *late, *toggled.warnings, *splits.warnings],
     )
 
 

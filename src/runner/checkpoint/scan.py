@@ -103,6 +103,13 @@ def _is_identity(item: tuple[Any, Any]) -> bool:
     )
 
 
+def _is_image_shape(shape: Any) -> bool:
+    """Whether these are channels, height and width of an image that fits into memory."""
+    if not isinstance(shape, list) or len(shape) != 3 or not all(type(size) is int and size > 0 for size in shape):
+        return False
+    return math.prod(shape) <= _LARGEST_IMAGE
+
+
 def _is_average(averaged: Any) -> bool:
     """Whether this is what a run saves of averaged weights: nothing, or a kind, a count, and tensors by name or None."""
     if averaged is None:
@@ -117,13 +124,6 @@ def _is_average(averaged: Any) -> bool:
         and all(isinstance(value, torch.Tensor) or name.endswith("_extra_state") for name, value in weights.items())
         and all(isinstance(name, str) for name in weights)
     )
-
-
-def _is_image_shape(shape: Any) -> bool:
-    """Whether these are channels, height and width of an image that fits into memory."""
-    if not isinstance(shape, list) or len(shape) != 3 or not all(type(size) is int and size > 0 for size in shape):
-        return False
-    return math.prod(shape) <= _LARGEST_IMAGE
 
 
 def _wrong_type(contents: dict[str, Any]) -> str:
@@ -152,6 +152,8 @@ def _wrong_type(contents: dict[str, Any]) -> str:
     if images is not None and not _is_image_shape(images):
         return "metrics.images is not channels, height and width"
     best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
+    if contents["position"].get("pieces") == 0:
+        return "position.pieces is 0"
     if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
         return "position.left_out is not a list of steps"
     return (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from runner.config.errors import UserError
-from runner.config.schema.views import Which
+from runner.config.schema.checkpoints import Weights
 
 
-def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:
+def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[str, Any], str]:
     """Weights as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
 
     Args:

@@ -87,16 +87,14 @@ def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
     Returns:
         Whether anything in `values` was changed.
     """
-    wanted = preferred_data(values["model"])
     data, before = values["data"], copy.deepcopy(values["data"])
+    mean = before["normalize"]["mean"]
+    wanted = preferred_data(values["model"], grey=mean is not None and len(mean) == 1)
     given = {word.partition("=")[0] for word in words}
     for key in ("data.image_size", "data.normalize"):
         name = key.partition(".")[2]
         if name in wanted and not any(word == key or word.startswith(f"{key}.") for word in given):
             data[name] = wanted[name]
-    mean = before["normalize"]["mean"]
-    if data != before and mean is not None and len(mean) == 1:  # grey images: the colours share one
-        data["normalize"] = {name: [sum(each) / len(each)] for name, each in data["normalize"].items()}
     return bool(data != before)
 
 

@@ -37,6 +37,7 @@ _COMPONENT_ROOMS = (
     "runner.data.crops",
     "runner.data.colour",
     "runner.data.mixing",
+    "runner.data.policies",
     "runner.data.resized_crop",
     "runner.engine.callbacks",
     "runner.engine.tasks",
@@ -313,10 +314,11 @@ def names_argument(node: Mapping[str, Any], name: str) -> bool:
     return signature is not None and name in signature.parameters
 
 
-def preferred_data(node: Mapping[str, Any]) -> dict[str, Any]:
+def preferred_data(node: Mapping[str, Any], grey: bool) -> dict[str, Any]:
     """How a component wants the images, by names of keys of `data`: what its `preferred_data` gives for its arguments.
 
-    Only a target that has such a function says so, see `runner.models.torchvision_zoo.classifier`.
+    Only a target that has such a function says so, see `runner.models.torchvision_zoo.classifier`. Grey images get the
+    averages of the statistics over the colours.
     """
     target = resolve(str(node["_target_"]))
     wanted = getattr(target, "preferred_data", None)
@@ -324,6 +326,8 @@ def preferred_data(node: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     plain = without_extras("model", node, signature_of(target))
     found: dict[str, Any] = wanted(**{name: value for name, value in plain.items() if not name.startswith("_")})
+    if grey and "normalize" in found:
+        found["normalize"] = {name: [sum(each) / len(each)] for name, each in found["normalize"].items()}
     return found
 
 

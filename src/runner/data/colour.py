@@ -57,10 +57,10 @@ class ColorJitter:
         if self.brightness:
             pixels.mul_(_factor(self.brightness, draws)).clamp_(0, white)
         if self.contrast:
-            mean = _mean_lightness(pixels, white)
+            mean = mean_lightness(pixels, white)
             pixels.sub_(mean).mul_(_factor(self.contrast, draws)).add_(mean).clamp_(0, white)
         if self.saturation:
-            grey = _lightness(pixels)
+            grey = lightness(pixels)
             pixels.sub_(grey).mul_(_factor(self.saturation, draws)).add_(grey).clamp_(0, white)
         if self.hue:
             turn = (2 * draws.uniform() - 1) * (6 * self.hue)
@@ -73,20 +73,20 @@ def _factor(most: float, draws: Draws) -> Tensor:
     return (low + (1 + most - low) * draws.uniform()).view(-1, 1, 1, 1)
 
 
-def _lightness(pixels: Tensor) -> Tensor:
+def lightness(pixels: Tensor) -> Tensor:
     """(B, 1, H, W) of (B, C, H, W): the weighted mean of three channels, or the mean of any other number."""
     channels = pixels.shape[1]
     weights = _LIGHTNESS if channels == 3 else (1 / channels,) * channels
-    lightness = pixels[:, :1] * weights[0]
+    weighted = pixels[:, :1] * weights[0]
     for channel in range(1, channels):
-        lightness += pixels[:, channel : channel + 1] * weights[channel]
-    return lightness
+        weighted += pixels[:, channel : channel + 1] * weights[channel]
+    return weighted
 
 
-def _mean_lightness(pixels: Tensor, white: float) -> Tensor:
+def mean_lightness(pixels: Tensor, white: float) -> Tensor:
     """(B, 1, 1, 1). Summed as integers: a sum of floats depends on its order, and that on the batch and the threads."""
     unit = _FIXED_POINT / white
-    whole = _lightness(pixels).mul_(unit).round_().to(torch.int32)
+    whole = lightness(pixels).mul_(unit).round_().to(torch.int32)
     return whole.sum((2, 3), keepdim=True).float() / (unit * whole[0].numel())
 
 

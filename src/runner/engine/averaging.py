@@ -134,7 +134,11 @@ class Averaged:
             feed: sends training images through the model, without gradients; the statistics are the mean over its batches.
         """
         norms = [
-            module for module in self._model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats
+            module
+            for module in self._model.modules()
+            if isinstance(module, _BatchNorm)
+            and module.track_running_stats
+            and (module.training or not self._model.training)  # in a model that is trained, others are frozen
         ]
         if not norms:
             return

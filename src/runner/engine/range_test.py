@@ -94,7 +94,8 @@ def range_test(
     windows = _windows(source, plan, len(rates))
     with unchanged(state):
         meter = state.meter = Meter(next(state.model.parameters()).device)
-        state.model.train()
+        state.averaged = None  # weights on the way through all rates are worth no average
+        state.train()
         guard = parts.guard
         if guard is not None:
             guard.start()
@@ -183,10 +184,14 @@ def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[A
 
 @contextlib.contextmanager
 def unchanged(state: TrainState) -> Iterator[None]:
-    """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the meter and the random generators."""
-    model, optimizer, scaler, meter = state.model, state.optimizer, state.scaler, state.meter
+    """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the random generators and all else."""
+    model, optimizer, scaler = state.model, state.optimizer, state.scaler
+    meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
     modes = [(module, module.training) for module in model.modules()]
-    weights = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
+    weights = [
+        (parameter, parameter.detach().clone(), parameter.grad, parameter.requires_grad)
+        for parameter in model.parameters()
+    ]
     # By name, as some models assign their buffers anew.
     buffers = [
         (module, name, buffer, buffer.clone())
@@ -204,9 +209,9 @@ def unchanged(state: TrainState) -> Iterator[None]:
         with untouched_generators(model):
             yield
     finally:
-        for parameter, values, gradient in weights:
+        for parameter, values, gradient, trained in weights:
             parameter.data.copy_(values)
-            parameter.grad = gradient
+            parameter.grad, parameter.requires_grad = gradient, trained
         for module, name, buffer, values in buffers:
             module._buffers[name] = buffer.copy_(values)
         optimizer.state.clear()
@@ -215,6 +220,6 @@ def unchanged(state: TrainState) -> Iterator[None]:
             group.update(own)
         if scaler is not None and scale:
             scaler.load_state_dict(scale)
-        state.meter = meter
+        state.meter, state.averaged, state.position = meter, averaged, position
         for module, mode in modes:
             module.training = mode

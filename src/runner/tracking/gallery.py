@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 Pixels = np.ndarray[Any, Any]
 """An image: float (H, W) grey or (H, W, 3) colour, values 0 to 1; or one map (H, W) of any values."""
 
+MOST_PANELS = 24
+"""Histograms in a picture."""
+
 _TILE = 1.55  # inches
 _CAPTION_LETTERS = 20
 _COLUMNS = 8
-_MOST_PANELS = 24
+_LOG_SCALE_FROM = 100  # elements in a bin
 _GREY = "#777777"
 _BLUE = "#4477aa"
 
@@ -179,14 +182,16 @@ def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: 
         quantity: what the values are.
         target: where to write; the suffix decides the format.
         title: shown above.
-        logarithmic: whether counts are on a logarithmic axis.
+        logarithmic: whether counts are on a logarithmic axis, where there are many.
 
     Raises:
         UserError: `target` cannot be written.
     """
+    from matplotlib.ticker import MaxNLocator, NullFormatter
+
     chosen = panels
-    if len(panels) > _MOST_PANELS:
-        places = np.linspace(0, len(panels) - 1, _MOST_PANELS).round().astype(int)
+    if len(panels) > MOST_PANELS:
+        places = np.linspace(0, len(panels) - 1, MOST_PANELS).round().astype(int)
         chosen = [panels[place] for place in places]
         title = f"{title} ({len(chosen)} of {len(panels)})"
     columns = min(4, len(chosen))
@@ -197,9 +202,12 @@ def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: 
         if panel.counts:
             edges = np.linspace(panel.low, panel.high, len(panel.counts) + 1)
             axes.stairs(panel.counts, edges, fill=True, color=_BLUE)
-            if logarithmic:
+            if logarithmic and max(panel.counts) >= _LOG_SCALE_FROM:
                 axes.set_yscale("log")
                 axes.set_ylim(bottom=0.7)
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            else:
+                axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         else:
             axes.text(0.5, 0.5, "nothing finite", ha="center", va="center", color=_GREY, transform=axes.transAxes)
         axes.set_title(_fit(panel.name, 34, keep_end=True), fontsize=8.5, parse_math=False)

@@ -187,7 +187,7 @@ def rate_curve(
         axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=label)
     # What the loss does once it diverges would press everything else onto one line.
     low, high = min(losses), max(smoothed[0], min(smoothed))
-    axes.set_ylim(low - 0.15 * (high - low), high + 0.5 * (high - low))
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))
     axes.set_xscale("log")
     axes.set_xlabel("learning rate (optimizer.lr, log scale)")
     axes.set_ylabel("training loss")

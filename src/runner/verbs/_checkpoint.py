@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runner.assembly.learner import KnownData, build_model
 from runner.checkpoint import find
@@ -19,8 +19,8 @@ from runner.config import keys, stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
+from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.config.schema.views import Which
 from runner.data.assembly import Splits, assemble, callables
 from runner.data.augment import Pipeline
 from runner.engine.state import load_weights
@@ -43,12 +43,19 @@ class Settled(Generic[T]):
         config: its config with the command line on top, validated.
         values: the same as plain containers.
         words: the overrides of the command line.
+        which: the weights that are meant, the key `weights` of the verb.
     """
 
     found: find.Found
     config: T
     values: dict[str, Any]
     words: list[str]
+    which: Weights
+
+    @property
+    def weights(self) -> tuple[dict[str, Any], str]:
+        """The weights that `weights` means, and what they are: see `runner.checkpoint.weights.weights_of`."""
+        return weights_of(self.found.contents, self.which)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -94,7 +101,8 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     if not statistics_given and isinstance(combined.get("data"), dict):
         # Other data still has to look to the model like the data that it was trained on.
         combined["data"]["normalize"] = copy.deepcopy(stored_data(found).get("normalize") or {})
-    return Settled(found, checked(combined, composition, schema), combined, composition.words)
+    config = checked(combined, composition, schema)
+    return Settled(found, config, combined, composition.words, combined["weights"])
 
 
 def stored_data(found: find.Found) -> dict[str, Any]:
@@ -137,14 +145,19 @@ def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
     parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
     splits = assemble(*parts, make_cache=False)
     try:
-        _check_classes(settled.classes, splits.classes)
+        check_classes(settled.classes, splits.classes)
     except UserError:
         splits.close()
         raise
     return splits
 
 
-def _check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
+def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse data with other classes than those that a model was trained on, or the same in another order.
+
+    Raises:
+        UserError: if they are.
+    """
     if len(trained) != len(given):
         raise UserError(
             f"data: has {len(given)} classes, but the checkpoint was trained on {len(trained)}\n"
@@ -193,32 +206,40 @@ def given_to_model(settled: Settled[Any], device: torch.device) -> Pipeline:
     return Pipeline(steps, mean, std, config.seed, device, config.channels_last)
 
 
-def restored(settled: Settled[Any], data: KnownData, device: torch.device, which: Which) -> tuple[Task, nn.Module]:
+def restored(settled: Settled[Any], data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
     """The task, and the model with the checkpoint's weights on the device, in evaluation mode.
 
     Raises:
         UserError: if the config does not fit the data, or the weights do not fit the model.
     """
-    task, model = build_model(settled.values, settled.config, data)
-    fill(model, settled, which)
+    task, model = built(settled, data)
+    fill(model, settled)
     model.to(device)
     if settled.config.channels_last:
         model.to(memory_format=torch.channels_last)
     return task, model.eval()
 
 
-def fill(model: nn.Module, settled: Settled[Any], which: Which) -> tuple[dict[str, Any], str]:
-    """Load the checkpoint's weights into the model; gives them, and what they are: `raw`, `ema` or `swa`.
+def built(settled: Settled[Any], data: KnownData) -> tuple[Task, nn.Module]:
+    """The task, and a model with initial weights, on the CPU."""
+
+    def image() -> Tensor:
+        pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
+        return given_to_model(settled, torch.device("cpu"))(pixels, torch.zeros(1, dtype=torch.int64), 0)
+
+    return build_model(settled.values, settled.config, data, image)
+
+
+def fill(model: nn.Module, settled: Settled[Any]) -> None:
+    """Load the checkpoint's weights, those that `weights` means, into the model.
 
     Raises:
-        UserError: if there are no such weights, or they do not fit.
+        UserError: if they do not fit, or are not there.
     """
-    weights, kind = weights_of(settled.found.contents, which)
     try:
-        load_weights(model, weights)
+        load_weights(model, settled.weights[0])
     except ValueError as error:
         raise UserError(f"{settled.found.path}: {error}") from error
-    return weights, kind
 
 
 def augmented(

@@ -63,7 +63,7 @@ def _evaluate(composition: Composition) -> float:
         task, model, loss = build_learner(settled.values, config, splits)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
-        weights, kind = fill(model, settled, config.weights)
+        fill(model, settled)
         parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
@@ -81,6 +81,7 @@ def _evaluate(composition: Composition) -> float:
     samples = split.samples if limit is None else min(split.samples, limit * split.loader.batch_size)
     trained_on = stored_data(found).get("name")
     name = config.split if config.data.name == trained_on else f"{config.data.name}_{config.split}"
+    weights, kind = settled.weights
     record: dict[str, Any] = {
         "checkpoint": str(found.path),
         "global_step": found.contents["position"]["global_step"],

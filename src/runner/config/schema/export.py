@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Gt
 
+from runner.config.schema.checkpoints import Weights
 from runner.config.schema.sections import Count
 from runner.config.schema.train import Train
-from runner.config.schema.views import Which
 
 Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
 
@@ -19,7 +19,7 @@ class Export(Train):
     """What `export` adds: the formats, what goes into them, and how closely they have to agree with the model."""
 
     format: Format | list[Format] = "torch_export"
-    weights: Which = "auto"
+    weights: Weights = "auto"
     include_preprocessing: bool = False
     int8: bool = False
     batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
+from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
 
 Part = Literal["layers", "weights", "activations", "gradients", "inputs", "filters", "features", "errors"]
@@ -23,6 +24,7 @@ class Inspect(Train):
     tensors: list[str] = field(default_factory=list)
     features: list[str] = field(default_factory=list)
     split: Literal["train", "val", "test"] = "val"
+    weights: Weights = "auto"
     samples: Annotated[int, Ge(1), Le(100)] = 16
     output: str | None = None
     json: bool = False

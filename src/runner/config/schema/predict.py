@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runner.config.schema.checkpoints import TtaMean, View, Weights
 from runner.config.schema.sections import Count
 from runner.config.schema.train import Train
-from runner.config.schema.views import TtaMean, View, Which
 
 
 @dataclass
@@ -14,7 +14,7 @@ class Predict(Train):
     """What `predict` adds: the images, what is said of each, and where it is written."""
 
     input: str | list[str] | None = None
-    weights: Which = "auto"
+    weights: Weights = "auto"
     output: str | None = None
     top_k: Count = 1
     probabilities: bool = False

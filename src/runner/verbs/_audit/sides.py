@@ -58,7 +58,6 @@ class Side:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.
             resume.restore(found._replace(contents=copy.deepcopy(found.contents)), self.training.state, {})
         state = self.training.state
-        state.train()
         state.set_learning_rate()
         if self.training.parts.guard is not None:
             self.training.parts.guard.start()
@@ -77,6 +76,7 @@ class Side:
         for parameter, name in self.names.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient(name))  # type: ignore[no-untyped-call]
+        state.train()  # what is frozen for a while takes no hooks
         self._generators = rng.capture()
 
     @property

@@ -29,7 +29,7 @@ SUFFIXES = {
     "torchscript": "model.torchscript",
 }
 INT8 = "model.int8.onnx"
-_PACKAGES = {"safetensors": ("safetensors",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+_PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
 _EXAMPLES = 2  # samples that are traced: one would be taken for a size that never changes
 

@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from runner.assembly.learner import build_learner, build_model
+from runner.assembly.learner import build_learner
 from runner.assembly.metrics import build_metrics
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
@@ -33,6 +33,7 @@ from runner.train import FAILED
 from runner.verbs._checkpoint import (
     FromCheckpoint,
     Settled,
+    built,
     distinct,
     folder_for,
     given_to_model,
@@ -77,7 +78,7 @@ def _export(composition: Composition) -> float:
     for warning in settled.found.warnings:
         console.warn(warning)
     data = known_data(settled)
-    task, model = restored(settled, data, _CPU, settled.config.weights)
+    task, model = restored(settled, data, _CPU)
     model.requires_grad_(False)
     images = _examples(settled, data, max(config.batch_sizes))
     exported: nn.Module = _with_preprocessing(settled, data, model) if config.include_preprocessing else model
@@ -87,7 +88,7 @@ def _export(composition: Composition) -> float:
         console.warn("transform.eval is not part of what is exported: images go through it before")
 
     def fresh() -> nn.Module:
-        again: nn.Module = build_model(settled.values, config, data)[1]
+        again: nn.Module = built(settled, data)[1]
         return _with_preprocessing(settled, data, again) if config.include_preprocessing else again
 
     folder = folder_for(config.output, _beside(settled.found.path), config.output_root, "exports")
@@ -198,10 +199,12 @@ def _record(
     """What programs that use the files need to know."""
     config, contents = settled.config, settled.found.contents
     included = config.include_preprocessing
+    weights, kind = settled.weights
     return {
         "checkpoint": str(settled.found.path),
         "global_step": contents["position"]["global_step"],
-        "weights_sha256": weights_sha256(contents["model"]),
+        "weights": kind,
+        "weights_sha256": weights_sha256(weights),
         "model": str(config.model["_target_"]),
         "task": str(config.task["_target_"]),
         "classes": distinct(settled.classes),

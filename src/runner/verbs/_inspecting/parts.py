@@ -19,6 +19,7 @@ from runner.data.loaders import Batch
 from runner.runtime.flops import Flops
 from runner.tracking.formats import percent
 from runner.tracking.plots import confusion_matrix
+from runner.verbs._checkpoint import distinct
 from runner.verbs._inspecting import pictures, tables
 from runner.verbs._inspecting.errors import mistakes_in
 from runner.verbs._inspecting.layers import Anatomy, anatomy, outer_maps
@@ -35,7 +36,6 @@ class Found:
         config: what to do.
         training: what is looked at.
         folder: where pictures go.
-        epoch: whose first batch is sent through.
         lines: said first.
         parts: tables, and pictures as (file, title), in order.
         record: for JSON.
@@ -45,7 +45,6 @@ class Found:
     config: Inspect
     training: Training
     folder: Path
-    epoch: int
     lines: list[str] = field(default_factory=list)
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
@@ -70,8 +69,8 @@ class Found:
 
     @cached_property
     def batch(self) -> Batch:
-        """The first batch of the epoch, as a training step is given it."""
-        return next(iter(self.training.splits.train.loader.batches(self.epoch, 0, 1)))
+        """The first batch of the epoch that the state stands in, as a training step is given it."""
+        return next(iter(self.training.splits.train.loader.batches(self.training.state.position.epoch, 0, 1)))
 
     @cached_property
     def passed(self) -> Passed:
@@ -197,7 +196,7 @@ def features(found: Found) -> None:
 def errors(found: Found) -> None:
     """Where the model is wrong."""
     config, training = found.config, found.training
-    classes = list(training.splits.classes)
+    classes = distinct(training.splits.classes)
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,17 @@ from runner.data.assembly import Splits
 from runner.engine.evaluation import untouched
 from runner.models.features import extractor
 from runner.tracking.formats import compact, percent
-from runner.tracking.gallery import Histogram, Maps, Pixels, Tile, filter_grid, histograms, image_grid, map_grid
+from runner.tracking.gallery import (
+    MOST_PANELS,
+    Histogram,
+    Maps,
+    Pixels,
+    Tile,
+    filter_grid,
+    histograms,
+    image_grid,
+    map_grid,
+)
 from runner.verbs._inspecting.layers import is_picture, shape_text
 from runner.verbs._inspecting.statistics import Summary
 
@@ -57,7 +68,8 @@ def draw_inputs(images: Tensor, targets: Tensor, splits: Splits, target: Path) -
     """Draw the first images of a batch as the model is given them, with their targets; gives a title."""
     count, channels = len(images), images.shape[1]
     first = "" if channels in (1, 3) else f", first of {channels} channels"
-    title = f"{count} training samples as the model is given them, normalisation undone ({shape_text(images.shape[1:])}{first})"
+    what = "1 training sample" if count == 1 else f"{count} training samples"
+    title = f"{what} as the model is given, normalisation undone ({shape_text(images.shape[1:])}{first})"
     tiles = [
         Tile(pixels, lines)
         for pixels, lines in zip(pixels_of(images, splits), words_of(targets, splits.classes), strict=True)
@@ -119,7 +131,9 @@ def draw_maps(
             Maps(image, lines[0], values[channels].numpy())
             for image, lines, values in zip(pixels, words, maps, strict=True)
         ]
-        path = folder / f"features_{name}.png"
+        # Names of modules may hold anything, and a file of a stranger's names them.
+        file = re.sub(r"[^\w.-]", "_", name)
+        path = folder / f"features_{file}.png"
         map_grid(rows, channels, path, title)
         written.append((path, title))
     return written
@@ -150,7 +164,11 @@ def _liveliest(maps: Tensor) -> list[int]:
 def draw_histograms(
     summaries: Sequence[Summary], notes: dict[str, str], quantity: str, target: Path, title: str, logarithmic: bool
 ) -> None:
-    """Draw the histograms of tensors."""
+    """Draw the histograms of tensors; where there are too many, those of vectors (biases, norms) are left out first."""
+    if len(summaries) > MOST_PANELS:
+        larger = [summary for summary in summaries if len(summary.shape) > 1]
+        if 0 < len(larger) < len(summaries):
+            summaries, title = larger, f"{title}, without vectors"
     panels = [Histogram(s.name, s.counts, s.low, s.high, notes.get(s.name, "")) for s in summaries]
     histograms(panels, quantity, target, title, logarithmic)
 

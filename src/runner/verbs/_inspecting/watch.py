@@ -57,7 +57,7 @@ def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Pa
     """
     model, seen = training.model, _Seen()
     modes = [(module, module.training) for module in model.modules()]
-    model.train()
+    training.state.train()
     try:
         if not tensors:
             modules = {name: module for name, module in model.named_modules() if name}

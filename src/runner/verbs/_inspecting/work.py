@@ -16,26 +16,27 @@ from torch import Tensor
 
 from runner.assembly.describe import describe
 from runner.assembly.training import Training, build_training
-from runner.checkpoint import find
-from runner.config import keys
+from runner.checkpoint import find, resume
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.resolve import checked, merged
+from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
-from runner.config.schema.train import Train
 from runner.engine.evaluation import untouched
-from runner.engine.state import load_weights
+from runner.engine.state import Position
 from runner.models.features import extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
 from runner.verbs._inspecting.errors import batches_of
 from runner.verbs._inspecting.features_file import write_features
 from runner.verbs._inspecting.layers import shape_text
 from runner.verbs._inspecting.page import Table, page
 from runner.verbs._inspecting.parts import PARTS, Found, split_of
 from runner.verbs._work import guarded
+
+_MOST_ROWS = 60
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -50,42 +51,40 @@ def run(cfg: DictConfig) -> float | None:
     return guarded(_inspect, cfg)
 
 
-def settle(composition: Composition) -> tuple[find.Found | None, Inspect, dict[str, Any]]:
-    """The config: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values, found = composition.values, None
-    if values.get("ckpt_path") is not None:
-        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "best")
-        own = {key: values[key] for key in keys.hints(Inspect) if key not in keys.hints(Train)}
-        values, _ = merged(found.contents["config"], str(found.path), composition)
-        values |= own
-    return found, checked(values, composition, Inspect), values
-
-
 def _inspect(composition: Composition) -> float:
-    found, config, values = settle(composition)
+    settled: Settled[Inspect] | None = None
+    if composition.values.get("ckpt_path") is None:
+        values = composition.values
+        config = checked(values, composition, Inspect)
+    else:
+        settled = settle(composition, Inspect)
+        values, config = settled.values, settled.config
+    found = settled.found if settled else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     # What is compiled cannot be looked into, and what is computed again in backward would be seen twice.
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
-    training = build_training(plain, values, make_cache=False)
+    # Batches are those of the epoch that the checkpoint stands in, from its beginning.
+    start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
+    training = build_training(plain, values, start, make_cache=False)
+    training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
         training.splits.skipped.open(None, console.warn)
-        if found is not None:
-            try:
-                load_weights(training.model, found.contents["model"])
-            except ValueError as error:
-                raise UserError(f"{found.path}: {error}") from error
-        where = str(found.path) if found is not None else "untrained"
+        kind = ""
+        if settled is not None:
+            check_classes(settled.classes, training.splits.classes)
+            fill(training.model, settled)
+            kind = settled.weights[1]
+        where = (
+            "untrained" if found is None else f"{found.path}{'' if kind == 'raw' else f', averaged weights ({kind})'}"
+        )
         console.header(f"{config.name}  seed {config.seed}  {where}", describe(plain, training)[:2])
         for warning in [*(found.warnings if found else []), *training.warnings]:
             console.warn(warning)
         record: dict[str, Any] = {
             "checkpoint": str(found.path) if found else None,
             "global_step": found.contents["position"]["global_step"] if found else 0,
+            "weights_are": kind or None,
             "overrides": composition.words,
         }
         if config.features:
@@ -107,8 +106,7 @@ def _looked_at(
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
     folder = _folder(config, found, composition)
-    epoch = int(found.contents["position"]["epoch"]) if found is not None else 0
-    seen = Found(config, training, folder, epoch)
+    seen = Found(config, training, folder)
     for name in PARTS:
         if name in parts:
             PARTS[name](seen)
@@ -116,9 +114,7 @@ def _looked_at(
     for line in seen.lines:
         console.line(line)
     for table in tables:
-        for note in table.notes:
-            console.line(note)
-        console.table(table.title, list(table.columns), [list(row) for row in table.rows])
+        _show(console, table)
     for note in seen.left_out:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
@@ -134,22 +130,24 @@ def _looked_at(
     return record
 
 
+def _show(console: Console, table: Table) -> None:
+    """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
+    for note in table.notes:
+        console.line(note)
+    rows = [list(row) for row in table.rows]
+    shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
+    console.table(table.title, list(table.columns), shown)
+    if len(shown) < len(rows):
+        console.line(f"{len(rows) - len(shown):,} more rows are in report.html")
+
+
 def _folder(config: Inspect, found: find.Found | None, composition: Composition) -> Path:
-    chosen = Path(config.output) if config.output is not None and not config.features else None
-    chosen = chosen or composition.job_dir or composition.run_dir
-    if chosen is not None:
-        return _made(chosen)
-    if found is not None and found.path.parent.name == "checkpoints":
-        return claim(found.path.parent.parent / "inspect", timestamp())
-    return claim(Path(config.output_root) / "inspections", timestamp())
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: cannot make the folder {folder}: {error.strerror}") from error
-    return folder
+    chosen = config.output if not config.features else None
+    run = run_directory_of(found.path) if found is not None else None
+    given = composition.job_dir or composition.run_dir
+    if chosen is None and given is None and run is not None:
+        return claim(run / "inspect", timestamp())
+    return folder_for(chosen, given, config.output_root, "inspections")
 
 
 def _written_features(
@@ -160,10 +158,9 @@ def _written_features(
     features = extractor(training.model, config.features)
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
-        path = output
-        _made(path.parent)
+        path = folder_for(str(output.parent), None, "", "") / output.name
     else:
-        folder = _made(output) if output is not None else _folder(config, found, composition)
+        folder = _folder(config, found, composition) if output is None else folder_for(config.output, None, "", "")
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:

@@ -52,6 +52,7 @@ from runner.verbs._predict.rows import Teller
 from runner.verbs._predict.tables import Row, Sink, check_ending, table
 from runner.verbs._work import guarded
 
+_BATCH = 64  # files of a batch: each worker decodes one at a time, and all should have some to do
 _SHOWN = 10  # rows, and unreadable images, that are shown
 
 
@@ -101,7 +102,7 @@ def _predict(composition: Composition) -> float:
     if split is None:
         data = known_data(settled)
         source = _of_files(settled, files_in(words), (data.channels, *data.image_size), device)
-        task, model = restored(settled, data, device, settled.config.weights)
+        task, model = restored(settled, data, device)
         size = data.image_size
     else:
         if Path(split).is_dir():
@@ -130,6 +131,7 @@ def _predict(composition: Composition) -> float:
     record = {
         "checkpoint": str(settled.found.path),
         "global_step": settled.found.contents["position"]["global_step"],
+        "weights": settled.weights[1],
         "predicted": written.count,
         "unreadable": unreadable,
         "unreadable_list": str(listed_in) if unreadable else None,
@@ -163,6 +165,7 @@ def _of_files(
     settled: Settled[Predict], paths: list[Path], shape: tuple[int, int, int], device: torch.device
 ) -> Source:
     config, unreadable = settled.config, dict[int, str]()
+    given = any(word.startswith("evaluate.batch_size=") for word in settled.words)
 
     def note(found: Sequence[Unreadable]) -> None:
         for index, reason in found:
@@ -176,7 +179,7 @@ def _of_files(
         shape,
         given_to_model(settled, device),
         device,
-        config.evaluate.batch_size,
+        config.evaluate.batch_size if given else min(_BATCH, config.evaluate.batch_size),
         note,
     )
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable, loader.close)
@@ -193,7 +196,7 @@ def _of_split(
         splits.close()
         names = ", ".join(other for other in SPLITS if splits.named(other) is not None)
         raise UserError(f"input: this data has no '{name}' split\n    allowed: {names}, or images")
-    task, model = restored(settled, splits, device, settled.config.weights)
+    task, model = restored(settled, splits, device)
     classes = distinct(settled.classes)
 
     def subject(index: int, target: Any) -> Row:

@@ -1,0 +1,83 @@
+"""The presets of `debug` do what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from runner.config.resolve import problems_in
+from runner.config.schema.train import Train
+
+TINY = ("model=mlp", "model.hidden=[32]")
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+
+
+def test_smoke_does_everything_once(train: Callable[..., Any]) -> None:
+    """Also where a run would do without."""
+    result = train(*TINY, "debug=smoke", "log.every_steps=1", "accumulate=2")
+    assert result.summary["status"] == "finished"
+    assert result.summary["global_step"] == 1
+    assert [record["split"] for record in result.metrics] == ["train", "val", "test"]
+    files = {path.name for path in (result.directory / "checkpoints").iterdir()}
+    assert {"last.pt", "best.pt"} <= files
+
+
+def test_smoke_evaluates_what_an_experiment_leaves_out(compose: Callable[..., Any], workdir: Any) -> None:
+    (workdir / "mine" / "experiment").mkdir(parents=True)
+    (workdir / "mine" / "experiment" / "quiet.yaml").write_text(
+        "# @package _global_\nepochs: null\nmax_steps: 10000\nevaluate:\n  every_epochs: null\n  test: false\n"
+    )
+    values = compose("--config-dir", str(workdir / "mine"), "experiment=quiet", "debug=smoke").values
+    assert (values["epochs"], values["limit"]["train_batches"]) == (1, 2)
+    assert (values["evaluate"]["every_epochs"], values["evaluate"]["test"]) == (1, True)
+
+
+def test_limit_trains_and_evaluates_on_few_batches(train: Callable[..., Any]) -> None:
+    result = train(*TINY, "debug=limit", "evaluate.batch_size=10")
+    assert result.summary["global_step"] == 30
+    accuracies = [record["accuracy"] for record in result.metrics if record["split"] == "val"]
+    assert len(accuracies) == 3
+    assert all(abs(accuracy * 50 - round(accuracy * 50)) < 1e-4 for accuracy in accuracies), "5 batches of 10"
+
+
+def test_overfit_brings_the_loss_of_one_batch_close_to_zero(train: Callable[..., Any]) -> None:
+    result = train(*TINY, "debug=overfit", "data.batch_size=16", "epochs=120")
+    losses = [record["loss"] for record in result.metrics if record["split"] == "train"]
+    assert losses[-1] < 0.02 < losses[0]
+    assert result.summary["global_step"] == 120
+
+
+def test_anomaly_names_the_operation_behind_a_gradient_that_is_not_a_number(
+    run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "my_root.py").write_text(
+        "from torch import nn\n\nclass Root(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layer = nn.Linear(64, 10)\n\n    def forward(self, images):\n"
+        "        return (self.layer(images.flatten(1)) * 0).sqrt() * 0\n"
+    )
+    (workdir / "mine" / "model").mkdir(parents=True)
+    (workdir / "mine" / "model" / "root.yaml").write_text("_target_: my_root.Root\n")
+    monkeypatch.syspath_prepend(str(workdir))
+    result = run("train", "--config-dir", "mine", "model=root", "debug=anomaly", "threads=1", "logger=none", "epochs=1")
+    assert result.status == 1
+    assert "SqrtBackward0" in result.err
+
+
+@pytest.mark.parametrize("option", ["pdb", "shapes", "nan"])
+def test_presets_turn_on_one_key_and_leave_the_training_alone(option: str, compose: Callable[..., Any]) -> None:
+    plain, chosen = compose(), compose(f"debug={option}")
+    assert chosen.choices["debug"] == option
+    config, problems = problems_in(chosen.values, chosen, Train)
+    assert not problems
+    assert config is not None
+    assert [config.post_mortem, config.watch.shapes, config.watch.finite].count(True) == 1
+    values = chosen.values
+    for key in ("post_mortem", "watch", "data"):
+        plain.values.pop(key), values.pop(key)
+    assert values == plain.values
