@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 RESNET = ("model=torchvision", "model.name=resnet18", "transform=none", "evaluate.every_epochs=null")
-EVEN, ODD = "data.dataset.classes=[0,2,4,6,8]", "data.dataset.classes=[1,3,5,7,9]"
+EVEN, ODD = "+data.dataset.classes=[0,2,4,6,8]", "+data.dataset.classes=[1,3,5,7,9]"
 
 
+@pytest.mark.slow
 def test_a_head_on_a_frozen_trunk_that_knows_other_digits_beats_the_same_steps_from_scratch(
     train: Callable[..., Any],
 ) -> None:

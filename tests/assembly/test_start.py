@@ -133,7 +133,7 @@ def test_long_lists_are_cut_in_the_table(start: Callable[..., Started]) -> None:
 
 
 SMALL = ("model=resnet18_cifar", "model.width=4", "limit.train_batches=2", "epochs=1", "evaluate.test=false")
-FIRST, SECOND = "data.dataset.classes=[0,1,2]", "data.dataset.classes=[3,4,5]"
+FIRST, SECOND = "+data.dataset.classes=[0,1,2]", "+data.dataset.classes=[3,4,5]"
 
 
 def test_a_run_starts_from_the_best_of_another_and_says_so(train: Callable[..., Any]) -> None:

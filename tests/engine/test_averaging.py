@@ -133,6 +133,23 @@ def test_statistics_are_computed_anew_as_torch_does_and_dropout_adds_no_noise() 
     assert all(module.training for module in model.modules())
 
 
+def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3))
+    averaged = Averaged("swa", model, list(model.parameters()))
+    walk(model, averaged, range(1, 4))
+    model[0].eval()
+
+    def feed() -> None:
+        model(torch.randn(4, 1, 3, 3))
+
+    with averaged.applied(), torch.no_grad():
+        averaged.recalibrate(feed)
+    weights, own = averaged.weights(), model.state_dict()
+    assert torch.equal(weights["0.running_mean"], own["0.running_mean"])
+    assert not torch.equal(weights["2.running_mean"], own["2.running_mean"])
+    assert [module.training for module in model] == [False, True, True]
+
+
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_a_restored_average_continues_bit_for_bit(kind: Any, leaves_out: bool) -> None:

@@ -249,3 +249,24 @@ def test_weights_for_other_classes_can_be_given_a_deep_head(
     model = build_training(checked(composition.values, composition, Train), composition.values).model
     assert [model.fc[0].in_features, model.fc[0].out_features, model.fc[2].in_features] == [1024, 8, 8]
     assert torch.equal(model.conv1[0].weight, stored["conv1.0.weight"])
+
+
+@pytest.mark.parametrize("name", [NAME, "squeezenet1_1"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_without_fetching_the_model_is_the_one_that_its_weights_are_of(
+    name: str, channels: int, stored: dict[str, Tensor]
+) -> None:
+    fetched = classifier(name, 7, channels, weights="DEFAULT").state_dict()
+    shaped = classifier(name, 7, channels, weights="DEFAULT", fetch_weights=False).state_dict()
+    assert {key: value.shape for key, value in shaped.items()} == {key: value.shape for key, value in fetched.items()}
+
+
+def test_a_model_that_recolours_its_input_for_its_weights_does_so_without_fetching_them(
+    stored: dict[str, Tensor],
+) -> None:
+    model = classifier("googlenet", 7, weights="DEFAULT", fetch_weights=False)
+    assert model.transform_input is True
+    assert isinstance(model.fc, nn.Linear)
+    assert model.fc.out_features == 7
+    vit = classifier("vit_b_16", 7, weights="IMAGENET1K_SWAG_E2E_V1", image_size=(384, 384), fetch_weights=False)
+    assert vit.image_size == 384

@@ -129,6 +129,9 @@ class Net(nn.Module):
                 nn.init.normal_(block.weight, std=0.01 if fault == "vanishing" else 4.0)
         elif fault == "large head":
             nn.init.normal_(self.head.weight, std=3.0)
+        elif fault == "hook that adds up":
+            kept = torch.zeros_like(self.conv.weight)
+            self.conv.weight.register_hook(lambda gradient: kept.add_(gradient).clone())
         elif fault == "counts evaluations":
             self.register_buffer("calls", torch.zeros(()))
         elif fault == "centred":
@@ -329,6 +332,7 @@ CASES = [
          "training", "fail", "mean loss"),
     Case("forgotten zero_grad", ("callbacks={keep: {_target_: check_zoo.KeepsGradients}}",),
          "stale-gradients", "fail", "are not zero when a step begins"),
+    _model("hook that adds up", "stale-gradients", "fail", "conv.weight"),
     Case("evaluation mode in training", ("callbacks={leave: {_target_: check_zoo.LeavesEvaluation}}",),
          "mode-in-training", "fail", "6 modules are in evaluation mode when a step begins"),
     Case("parameters left out", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),

@@ -34,20 +34,28 @@ class KnownData(Protocol):
         """Height and width."""
 
 
-def build_learner(values: dict[str, Any], config: Train, splits: Splits) -> tuple[Task, nn.Module, nn.Module]:
+def build_learner(
+    values: dict[str, Any], config: Train, splits: Splits, fetch_weights: bool = True
+) -> tuple[Task, nn.Module, nn.Module]:
     """Build task, model and loss; what they took from the data is written into `values`.
+
+    Args:
+        values: the config as plain containers.
+        config: the same, validated.
+        splits: the data.
+        fetch_weights: see `build_model`.
 
     Raises:
         UserError: if what the config says does not fit the data.
     """
-    task, model = build_model(values, config, splits, lambda: as_given(splits).cpu())
+    task, model = build_model(values, config, splits, lambda: as_given(splits).cpu(), fetch_weights)
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
     loss: nn.Module = build("loss", config.loss, facts=facts)
     return task, model, loss
 
 
 def build_model(
-    values: dict[str, Any], config: Train, data: KnownData, image: Callable[[], Tensor]
+    values: dict[str, Any], config: Train, data: KnownData, image: Callable[[], Tensor], fetch_weights: bool = True
 ) -> tuple[Task, nn.Module]:
     """Build task and model, for which the data need not be there; what they took from it is written into `values`.
 
@@ -56,6 +64,7 @@ def build_model(
         config: the same, validated.
         data: what the model has to know of it.
         image: gives an image as the model is given it, (1, C, H, W) on the CPU.
+        fetch_weights: False for a model that takes its weights from a checkpoint: no trained ones are fetched for it.
 
     Raises:
         UserError: if what the config says does not fit the data.
@@ -77,7 +86,8 @@ def build_model(
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
-    model: nn.Module = build("model", _with_facts(values, "model", facts), facts=facts)
+    node = _with_facts(values, "model", facts)
+    model: nn.Module = build("model", node, facts=facts if fetch_weights else facts | {"fetch_weights": False})
     if head is not None:
         give_head(model, head, facts["num_classes"], image())
     return task, model

@@ -133,13 +133,9 @@ class Averaged:
         Args:
             feed: sends training images through the model, without gradients; the statistics are the mean over its batches.
         """
-        norms = [
-            module
-            for module in self._model.modules()
-            if isinstance(module, _BatchNorm)
-            and module.track_running_stats
-            and (module.training or not self._model.training)  # in a model that is trained, others are frozen
-        ]
+        # A layer in evaluation mode while training goes on is frozen, and its statistics with it.
+        layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm) and module.training]
+        norms = [layer for layer in layers if layer.track_running_stats]
         if not norms:
             return
         modes = [(module, module.training) for module in self._model.modules()]

@@ -27,6 +27,7 @@ def classifier(
     in_channels: int = 3,
     weights: str | None = None,
     image_size: tuple[int, int] | None = None,
+    fetch_weights: bool = True,
 ) -> nn.Module:
     """Build a torchvision classification model that takes images (B, in_channels, H, W) and gives raw logits.
 
@@ -41,6 +42,7 @@ def classifier(
         weights: None (random), "DEFAULT" (the best ones) or a name such as "IMAGENET1K_V1".
         image_size: (height, width) of the images, in pixels. If given, a model that cannot take this size is refused
             here, and the `vit_*` models are built for it when they start from random weights.
+        fetch_weights: False builds the same model without its trained weights, for those of a checkpoint to be put into it.
 
     Raises:
         UserError: the name or the weights do not exist, the weights cannot be fetched, or the images are of a size
@@ -65,7 +67,7 @@ def classifier(
         except AssertionError as error:
             raise _wrong_size(name, image_size, error) from error
     else:
-        model = _with_weights(name, entry, options)
+        model = _with_weights(name, entry, options) if fetch_weights else _shaped_like(name, entry, options)
         _replace_head(model, num_classes)
     if in_channels != 3:
         _replace_stem(model, in_channels, pretrained=entry is not None)
@@ -140,6 +142,19 @@ def _with_weights(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
             f"model.weights: {entry} could not be loaded ({type(error).__name__}: {error}); "
             f"download {entry.url} yourself and put it at {folder / filename}, or set model.weights=null"
         ) from error
+    return model
+
+
+def _shaped_like(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
+    """The model that trained weights are of, with random ones: it has what its builder takes from the weights' description."""
+    from torchvision import models
+
+    described = {"num_classes": len(entry.meta["categories"])}
+    if name.startswith("vit_"):
+        described["image_size"] = entry.meta["min_size"][0]
+    model: nn.Module = models.get_model(name, weights=None, **options, **described)
+    if hasattr(model, "transform_input"):
+        model.transform_input = True  # type: ignore[assignment]
     return model
 
 

@@ -227,7 +227,7 @@ def built(settled: Settled[Any], data: KnownData) -> tuple[Task, nn.Module]:
         pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
         return given_to_model(settled, torch.device("cpu"))(pixels, torch.zeros(1, dtype=torch.int64), 0)
 
-    return build_model(settled.values, settled.config, data, image)
+    return build_model(settled.values, settled.config, data, image, fetch_weights=False)
 
 
 def fill(model: nn.Module, settled: Settled[Any]) -> None:

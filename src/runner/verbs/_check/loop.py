@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runner.assembly.averaging import evaluate_both
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Limits, Loop
@@ -23,7 +24,7 @@ _SAMPLES, _MOST_STEPS = 16, 150
 _RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
 _LEARNED = 0.1  # share of the first loss that is left of it
 _RAMP = 10  # steps up to the learning rate, and as many at it
-_SHARE = 0.2  # of what is left of the time, that one check may take
+_SHARE = 0.3  # of what is left of the time, that one check may take
 
 
 class _Course(NamedTuple):
@@ -133,6 +134,7 @@ class _Watch:
         self.usual = {name for name, module in self.modes if not module.training}
         self.stale: dict[str, int] = {}
         self.still: set[str] = set()
+        self.kept: list[str] = []
         self.begins = True
         self.steps = 0
 
@@ -149,7 +151,28 @@ class _Watch:
         self.steps += update
 
 
+def _added_by_hooks(subject: Subject) -> list[str]:
+    """Parameters with a gradient other than zero of a loss times zero: something adds to it."""
+    subject.restart()
+    model, (images, targets) = subject.model, _batch(subject)
+    model.eval()
+    loss = subject.training.parts.loss(model(images), targets)
+    if not loss.requires_grad or not bool(loss.isfinite()):
+        return []
+    (loss * 0).backward()  # type: ignore[no-untyped-call]
+    found = [name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())]
+    subject.restart()
+    return found
+
+
 def _run_loop(subject: Subject) -> _Watch:
+    """Three steps through the loop of the run, and what hooks add to gradients after them."""
+    watch = _looped(subject)
+    watch.kept = _added_by_hooks(subject)
+    return watch
+
+
+def _looped(subject: Subject) -> _Watch:
     """Three steps through the loop of the run with its callbacks, and an evaluation after each."""
     training, config = subject.training, subject.config
     subject.training.state.train()
@@ -159,7 +182,7 @@ def _run_loop(subject: Subject) -> _Watch:
     split = training.splits.val or training.splits.train_for_eval
     metrics = fresh_metrics(config, training.task, training.device)
 
-    def evaluate_once(_: Any) -> dict[str, float]:
+    def evaluate_once() -> dict[str, float]:
         arguments = (training.model, split.loader, training.task.targets, training.loss, metrics())
         found = evaluate(*arguments, training.precision.autocast, 1)
         return {f"val/{name}": value for name, value in found.items()}
@@ -170,7 +193,7 @@ def _run_loop(subject: Subject) -> _Watch:
         plan,
         training.parts,
         Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
-        evaluate_once,
+        lambda _: evaluate_both(training, config, evaluate_once),
         list(callbacks.values()),
         (training.monitor, training.mode),
         step=watch,
@@ -187,6 +210,9 @@ def stale_gradients(subject: Subject) -> Verdict:
         name, step = next(iter(watch.stale.items()))
         evidence = f"{len(watch.stale)} gradients are not zero when a step begins: {name} after step {step}"
         return failed(evidence, "let no callback, hook or optimizer keep .grad; give the optimizer all parameters")
+    if watch.kept:
+        evidence = f"{len(watch.kept)} gradients of a loss times zero are not zero: {listed(watch.kept)}"
+        return failed(evidence, "let no hook add up gradients")
     return passed(f"gone at the start of each of {watch.steps} steps")
 
 
@@ -251,8 +277,6 @@ def repeatability(subject: Subject) -> Verdict:
 @check
 def learning_rate(subject: Subject) -> Verdict:
     """A learning rate that makes the loss explode within a few steps, or changes nothing."""
-    if subject.config.lr == "auto":
-        return skipped("lr=auto finds it when the run begins")
     training = subject.training
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]

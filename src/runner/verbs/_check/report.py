@@ -26,7 +26,7 @@ def rows(results: list[Result]) -> list[list[str]]:
         verdict = result.verdict
         lines.append([result.check.group, result.check.name, verdict.status, verdict.evidence])
         if verdict.fix:
-            lines.append(["", "", "", f"  {result.check.finds}"])
+            lines.append(["", "", "", f"  looks for: {result.check.finds[0].lower()}{result.check.finds[1:]}"])
             lines.append(["", "", "", f"  fix: {verdict.fix}"])
     return lines
 
@@ -38,12 +38,17 @@ def show(console: Console, results: list[Result], seconds: float) -> None:
 
 
 def counted(results: list[Result]) -> str:
-    """How many checks of each kind, in words."""
-    counts = Counter(result.verdict.status for result in results)
+    """How many checks of each kind, in words, and the names of those that did not pass."""
     words: dict[Status, str] = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
-    return (
-        ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status]) or "nothing checked"
-    )
+    names: dict[Status, list[str]] = {status: [] for status in words}
+    for result in results:
+        names[result.verdict.status].append(result.check.name)
+    told = [
+        f"{len(found)} {words[status]}" + (f" ({', '.join(found)})" if status in ("fail", "warn") else "")
+        for status, found in names.items()
+        if found
+    ]
+    return ", ".join(told)
 
 
 def record(results: list[Result], bad: bool, seconds: float) -> dict[str, Any]:

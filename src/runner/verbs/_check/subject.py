@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from runner.assembly.averaging import load_best
 from runner.assembly.training import Training, build_training
 from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
@@ -21,7 +22,6 @@ from runner.data.assembly import Splits
 from runner.data.loaders import Batch
 from runner.data.samples import Keyed, SampleTransform, collate
 from runner.data.splits import targets_of
-from runner.engine.state import load_weights
 from runner.verbs._check.look import Look, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
@@ -181,7 +181,7 @@ class Subject:
         training = build_training(dataclasses.replace(self.config, compile=False), self.values, splits=self.splits)
         if self.found is not None:
             try:
-                load_weights(training.model, self.found.contents["model"])
+                load_best(training, self.found.contents)
             except ValueError as error:
                 raise UserError(f"{self.found.path}: {error}") from error
         self._training = training
