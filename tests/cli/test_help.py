@@ -203,9 +203,9 @@ def test_list_and_show_see_the_users_own_folder(capsys, workdir):
     assert capsys.readouterr().out == f"# {own}\n{own.read_text()}\n"
 
 
-@pytest.mark.parametrize("word", ["model=mlp", "model/mlp"])
+@pytest.mark.parametrize("word", ["loss=focal", "loss/focal"])
 def test_show_prints_the_file_of_an_option(word, capsys):
-    path = shipped() / "model" / "mlp.yaml"
+    path = shipped() / "loss" / "focal.yaml"
     assert main(["show", word]) == 0
     assert capsys.readouterr().out == f"# {path}\n{path.read_text()}\n"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.tracking.plots import _figure, _save
+from runner.tracking.plots import new_figure, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
     rows = math.ceil(len(tiles) / columns)
     text = max(len(tile.lines) for tile in tiles)
     aspect = max(tile.pixels.shape[0] / tile.pixels.shape[1] for tile in tiles)
-    figure = _figure(columns * _TILE, rows * (_TILE * min(2.0, aspect) + 0.17 * text) + 0.5)
+    figure = new_figure(columns * _TILE, rows * (_TILE * min(2.0, aspect) + 0.17 * text) + 0.5)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, tile in zip(panels, tiles, strict=False):
         _show(axes, tile.pixels)
@@ -74,7 +74,7 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
     for axes in panels[len(tiles) :]:
         axes.set_axis_off()
     _title(figure, title, columns * _TILE)
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 def filter_grid(filters: Pixels, target: Path, title: str) -> None:
@@ -102,7 +102,7 @@ def filter_grid(filters: Pixels, target: Path, title: str) -> None:
             kernel = 0.5 + 0.5 * kernel / max(float(np.abs(kernel).max()), 1e-12)
         mosaic[top : top + height, left : left + width] = kernel
     side = min(8.0, max(3.0, 0.45 * columns))
-    figure = _figure(side + (0.0 if colour else 0.9), min(12.0, side * shape[0] / shape[1]) + 0.7)
+    figure = new_figure(side + (0.0 if colour else 0.9), min(12.0, side * shape[0] / shape[1]) + 0.7)
     axes = figure.subplots()
     axes.set_axis_off()
     if colour:
@@ -114,7 +114,7 @@ def filter_grid(filters: Pixels, target: Path, title: str) -> None:
         bar.set_label("weight")
         bar.outline.set_visible(False)
     _title(figure, title, side)
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def map_grid(rows: Sequence[Maps], channels: Sequence[int], target: Path, title:
     """
     size = 1.15
     columns = 1 + len(channels)
-    figure = _figure(columns * size + 0.9, len(rows) * (size + 0.2) + 0.7)
+    figure = new_figure(columns * size + 0.9, len(rows) * (size + 0.2) + 0.7)
     panels = figure.subplots(len(rows), columns, squeeze=False)
     every = np.concatenate([row.maps.ravel() for row in rows])
     every = every[np.isfinite(every)]
@@ -160,7 +160,7 @@ def map_grid(rows: Sequence[Maps], channels: Sequence[int], target: Path, title:
         bar.set_label("activation")
         bar.outline.set_visible(False)
     _title(figure, title, columns * size)
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: 
         title = f"{title} ({len(chosen)} of {len(panels)})"
     columns = min(4, len(chosen))
     rows = math.ceil(len(chosen) / columns)
-    figure = _figure(3.0 * columns, 2.1 * rows + 0.5)
+    figure = new_figure(3.0 * columns, 2.1 * rows + 0.5)
     axes_list = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, panel in zip(axes_list, chosen, strict=False):
         if panel.counts:
@@ -228,7 +228,7 @@ def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: 
     for axes in axes_list[len(chosen) :]:
         axes.set_axis_off()
     _title(figure, title, 3.0 * columns)
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 def _show(axes: Axes, pixels: Pixels) -> None:

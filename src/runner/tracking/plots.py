@@ -49,7 +49,7 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
     colours = _colours(splits)
     columns = max(1, min(_PANELS_A_ROW, len(names)))
     rows = max(1, math.ceil(len(names) / columns))
-    figure = _figure(5.0 * columns, 3.4 * rows)
+    figure = new_figure(5.0 * columns, 3.4 * rows)
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, name in zip(panels, names, strict=False):
         _draw_metric(axes, name, curves[name], colours)
@@ -57,7 +57,7 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
         axes.set_axis_off()
     if not names:
         panels[0].text(0.5, 0.5, "no metrics have been logged", ha="center", va="center", color="#555555")
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
@@ -84,7 +84,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     shares = [[value / max(1, sum(row)) for value in row] for row in matrix]
     side = _matrix_side(count)
     margin = 0.09 * max(len(name) for name in names)
-    figure = _figure(side + margin + 2.0, side + margin + 1.0)
+    figure = new_figure(side + margin + 2.0, side + margin + 1.0)
     axes = figure.subplots()
     # The root makes rare confusions visible beside a diagonal of nearly one.
     norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
@@ -111,7 +111,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
         spine.set_color("#bbbbbb")
     if count <= _NUMBERS_UP_TO:
         _write_counts(axes, matrix, shares, side / count)
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 def bars(
@@ -135,7 +135,7 @@ def bars(
     Raises:
         UserError: `target` cannot be written.
     """
-    figure = _figure(8.0, 1.2 + 0.34 * len(names))
+    figure = new_figure(8.0, 1.2 + 0.34 * len(names))
     axes = figure.subplots()
     places = range(len(names))
     middles = [median for median, _, _ in values]
@@ -152,7 +152,7 @@ def bars(
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 def rate_curve(
@@ -176,7 +176,7 @@ def rate_curve(
     Raises:
         UserError: `target` cannot be written.
     """
-    figure = _figure(8.0, 4.6)
+    figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
     axes.plot(rates, losses, color=_COLOURS["train"], alpha=0.35, linewidth=0.9, label="loss of a step")
     axes.plot(rates, smoothed, color=_COLOURS["train"], linewidth=1.8, label="running mean")
@@ -196,7 +196,7 @@ def rate_curve(
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower left")
-    _save(figure, target)
+    save_picture(figure, target)
 
 
 def _curves(metrics_file: Path) -> Curves:
@@ -279,14 +279,16 @@ def _colours(splits: Sequence[str]) -> dict[str, str]:
     return _COLOURS | {split: _MORE_COLOURS[i % len(_MORE_COLOURS)] for i, split in enumerate(others)}
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, width and height in inches."""
     # A figure of its own, not pyplot's: no display is looked for and the user's choice of backend stays.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="compressed")
 
 
-def _save(figure: Any, target: Path) -> None:
+def save_picture(figure: Any, target: Path) -> None:
+    """Write a figure, whole or not at all, in the format that the name ends in; PNG if it has no ending."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # Names of classes may be in any script; a box in place of a letter is better than no picture.
