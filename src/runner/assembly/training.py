@@ -74,6 +74,7 @@ def build_training(
     start: Position | None = None,
     splits: Splits | None = None,
     make_cache: bool = True,
+    fresh: bool = True,
 ) -> Training:
     """Build what a run trains, in the order in which one thing needs another.
 
@@ -83,13 +84,16 @@ def build_training(
         start: where training starts, if not at its beginning.
         splits: the data, where it was assembled before from the same settings.
         make_cache: whether a cache of `data.cache` that is not there may be made.
+        fresh: whether weights begin here; where a checkpoint brings them, here or at `start`, no others are read or drawn.
 
     Raises:
         UserError: if settings, data, model, loss and optimizer do not fit together.
     """
     fitting = None
     if config.data.batch_size == "auto":
-        fitting = settle_batch_size(config, values, functools.partial(build_training, make_cache=make_cache))
+        fitting = settle_batch_size(
+            config, values, functools.partial(build_training, make_cache=make_cache, fresh=fresh)
+        )
 
     # Device and precision
     prepare_repeating(config.deterministic)
@@ -120,7 +124,8 @@ def build_training(
 
     # Task, model, loss
     seed_everything(config.seed)
-    task, model, loss = build_learner(values, config, splits)
+    fresh = fresh and start is None
+    task, model, loss = build_learner(values, config, splits, fetch_weights=fresh)
     place(model, loss, device, config.channels_last)
     probe(task, model, loss, splits)
     image = as_given(splits)
@@ -131,7 +136,7 @@ def build_training(
     # Initial weights, which a checkpoint to resume brings along, and what is not trained
     rows: list[tuple[str, str, str]] = []
     started: Started | None = None
-    if start is None:
+    if fresh:
         rows += initialise(config, model, image, splits.class_counts)
         if config.init_from is not None:
             started = start_from(config, model, known_head(model, image), splits.classes)

@@ -54,6 +54,7 @@ class Workbench:
     def __init__(self, composition: Composition) -> None:
         self._composition = composition
         self._values = composition.values
+        self._own = composition.values["ckpt_path"] is None  # and no config from a file says where to read and write
         self._splits: dict[str, Splits] = {}
 
     def config(self, settings: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
@@ -87,7 +88,9 @@ class Workbench:
         key = _about_data(values)
         if config.compile:
             _allow_recompiling()
-        training = build_training(config, values, splits=splits or self._splits.get(key))
+        training = build_training(
+            config, values, splits=splits or self._splits.get(key), make_cache=self._own, fresh=self._own
+        )
         if splits is None:
             self._splits[key] = training.splits
         return training

@@ -178,7 +178,8 @@ class Subject:
             UserError: as `train` would.
         """
         # Compiled code cannot be looked into.
-        training = build_training(dataclasses.replace(self.config, compile=False), self.values, splits=self.splits)
+        plain = dataclasses.replace(self.config, compile=False)
+        training = build_training(plain, self.values, splits=self.splits, fresh=self.found is None)
         if self.found is not None:
             try:
                 load_best(training, self.found.contents)

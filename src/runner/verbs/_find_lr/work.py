@@ -59,7 +59,10 @@ def _find(composition: Composition) -> float:
     config, values, found = settle(composition)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    training = build_training(dataclasses.replace(config, epochs=None, max_steps=config.num_steps), values)
+    # Averages have no part in the test, and could begin after it.
+    tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps, ema=None, swa=None)
+    own = found is None
+    training = build_training(tested, values, make_cache=own, fresh=own)
     with contextlib.closing(training.splits):
         if found is not None:
             try:
