@@ -62,9 +62,9 @@ def _profile(composition: Composition) -> float:
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
-    measured = dataclasses.replace(config, epochs=None, max_steps=steps, swa=None)
+    shortened = dataclasses.replace(config, epochs=None, max_steps=steps, swa=None)
     own = composition.values["ckpt_path"] is None
-    training = build_training(measured, values, make_cache=own, fresh=own)
+    training = build_training(shortened, values, make_cache=own, fresh=own)
     with contextlib.closing(training.splits):
         folder = _folder(composition, config)
         console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
