@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peers.cases import CASES, MOMENTUM, NOISE, WEIGHT_DECAY, Case, Job
+from runner.config.schema.sections import Split
 from runner.data.arrays import ImageArrays
 from runner.data.digits import digits
 from runner.data.indices import Indices
@@ -114,7 +115,7 @@ _MODELS = {
 def work_of(job: Job) -> Work:
     """Read the data of a job: the samples that `runner` trains on, from the same functions."""
     if job.case == "digits":
-        parts = carve(digits(), 0.0, _TEST_SHARE, 0, True)
+        parts = carve(digits(), Split(val=0.0, test=_TEST_SHARE))
         train, test = (_taken(*parts[name]) for name in ("train", "test"))
     elif job.case == "fashion":
         assert job.fashion_root is not None

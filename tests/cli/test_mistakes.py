@@ -139,7 +139,11 @@ ROWS = [
         ("train", "sede=1"),
         ("sede: is not a key", "did you mean 'seed'?", "allowed: a key of the schema", "from: the override sede=1"),
     ),
-    Mistake("key without its section", ("train", "lr=1"), ("lr: is not a key", "did you mean 'optimizer.lr'?")),
+    Mistake(
+        "key without its section",
+        ("train", "weight_decay=1"),
+        ("weight_decay: is not a key", "did you mean 'optimizer.weight_decay'?"),
+    ),
     Mistake("+key", ("train", "+aump=true"), ("aump: is not a key", "did you mean 'amp'?", "the override +aump=true")),
     Mistake("++key", ("train", "++data.batchsize=3"), ("data.batchsize: is not a key", "'data.batch_size'?")),
     Mistake("key of eval", (*EVAL, "splt=val"), ("splt: is not a key", "did you mean 'split'?")),

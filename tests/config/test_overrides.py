@@ -122,9 +122,9 @@ def test_the_first_job_of_a_sweep_has_the_first_of_all_values():
 @pytest.mark.parametrize(
     ("key", "close"),
     [
-        ("lr", "optimizer.lr"),
+        ("weight_decay", "optimizer.weight_decay"),
         ("batch_size", "data.batch_size"),
-        ("train.lr", "optimizer.lr"),
+        ("train.betas", "optimizer.betas"),
         ("modle", "model"),
         ("data.bathc_size", "data.batch_size"),
         ("checkpoints.keep", "checkpoint.keep"),

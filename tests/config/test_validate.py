@@ -90,7 +90,7 @@ WRONG = [
     ("seed", -1, "cannot be -1", "a whole number of at least 0"),
     ("seed", True, "cannot be true", "a whole number of at least 0"),
     ("seed", None, "cannot be null", "a whole number of at least 0"),
-    ("data.batch_size", True, "cannot be true", "a whole number of at least 1"),
+    ("data.batch_size", True, "cannot be true", "auto or a whole number of at least 1"),
     ("data.split.val", 1.0, "cannot be 1.0", "a number of at least 0 and below 1"),
     ("data.split.val", False, "cannot be false", "a number of at least 0 and below 1"),
     ("clip.norm", 0, "cannot be 0", "a number above 0 or null"),

@@ -311,10 +311,10 @@ def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Bench, run: Callable[.
             ("togles: is not a key; did you mean 'toggles'?", "toggles: cannot be ampp", "repeats: cannot be 1"),
         ),
         (
-            ("vary.data.batchsize=[1]", "vary.lr=[1]", "vary.optimizer=[sgd]", "vary.evaluate=[1]"),
+            ("vary.data.batchsize=[1]", "vary.rate=[1]", "vary.optimizer=[sgd]", "vary.evaluate=[1]"),
             (
                 "vary.data.batchsize: varies what is not a key; did you mean 'vary.data.batch_size'?",
-                "vary.lr: varies what is not a key",
+                "vary.rate: varies what is not a key",
                 "vary.optimizer: varies a whole section",
                 "vary.evaluate: varies a whole section",
             ),

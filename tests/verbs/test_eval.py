@@ -203,7 +203,7 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
     assert found["tta"]["views"] == ["flip", "vflip"]
     settled = _checkpoint.settle(compose(f"ckpt_path={trained.directory}", verb="eval"), Eval)
     splits = _checkpoint.splits_of(settled, torch.device("cpu"))
-    _, model = _checkpoint.restored(settled, splits, torch.device("cpu"), "raw")
+    _, model = _checkpoint.restored(settled, splits, torch.device("cpu"))
     with torch.inference_mode():
         (batch,) = splits.test.loader.batches(0, 0, 1)
         views = torch.stack([model(batch.images), model(batch.images.flip(-1)), model(batch.images.flip(-2))])

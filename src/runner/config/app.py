@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -183,8 +184,15 @@ def launch(
 
 
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
-    """Let Hydra answer a query of tab completion."""
-    return _call_hydra(task, primary, list(argv))
+    """Let Hydra answer a query of tab completion; what options have in common is no option."""
+    answer = io.StringIO()
+    with contextlib.redirect_stdout(answer):
+        status = _call_hydra(task, primary, list(argv))
+    text = answer.getvalue()
+    if any(word.startswith("query=") for word in argv):
+        text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
+    sys.stdout.write(text)
+    return status
 
 
 def _folders(request: Request) -> list[Path]:
