@@ -107,6 +107,7 @@ class Net(nn.Module):
     ) -> None:
         super().__init__()
         self.fault = fault
+        self.trained: list[bool] = []  # whether the first layer was, at each step
         self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=fault == "bias before norm")
         self.norm = nn.BatchNorm2d(width)
         self.hidden = nn.Linear(width, 32)
@@ -147,6 +148,10 @@ class Net(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         fault = self.fault
+        if fault == "raises":
+            return {}[fault]
+        if self.training and torch.is_grad_enabled():
+            self.trained.append(self.conv.weight.requires_grad)
         if fault == "blind":
             images = images * 0
         if fault == "norm in evaluation":
@@ -166,16 +171,29 @@ class Net(nn.Module):
                 features = F.relu(block(features))
         if fault == "dropout always on":
             features = F.dropout(features, 0.5)
+        elif fault == "stochastic depth":
+            kept = torch.rand(len(features), 1) > 0.97 if self.training else torch.ones(len(features), 1)
+            features = F.dropout(features, 0.9, self.training) * kept
         elif fault == "noise":
             features = features + 1e-3 * float(torch.rand((), generator=_UNSEEDED)) * features
         if fault == "counts evaluations":
             self.calls += 1
         logits = self.head(self.dropout(features))
+        if fault == "explodes" and self.training:
+            return logits * float("nan")
         if fault == "softmax":
             return logits.softmax(1)
         if fault == "sigmoid":
             return logits.sigmoid()
         return logits
+
+
+class Pretrained(Net):
+    """A healthy one, as if its weights had been trained on images of certain statistics."""
+
+    @staticmethod
+    def preferred_data(**arguments: Any) -> dict[str, Any]:
+        return {"normalize": {"mean": [0.5, 0.5, 0.4], "std": [0.25, 0.25, 0.2]}}
 
 
 _UNSEEDED = torch.Generator().manual_seed(5)
@@ -327,6 +345,12 @@ CASES = [
     Case("constant targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: no targets}"),
          "target-scale", "fail", "deviation 0"),
     Case("learning rate 1e3", ("optimizer=sgd", "optimizer.lr=1000"), "learning-rate", "fail", "up to 1000"),
+    Case("learning rate 1e3, steps left out", ("optimizer=sgd", "optimizer.lr=1000", "on_nonfinite=skip"),
+         "learning-rate", "fail", "up to 1000"),
+    _model("explodes", "learning-rate", "fail", "loss nan to nan", "on_nonfinite=skip"),
+    _model("explodes", "training", "fail", "not finite up to step 2 of 20", "on_nonfinite=skip", "train=true", "train_steps=20"),
+    _model("explodes", "training", "fail", "diverged: ", "on_nonfinite=raise", "train=true", "train_steps=20"),
+    _model("explodes", "training", "fail", "rolled back 10 times", "on_nonfinite=rollback", "train=true", "train_steps=20"),
     Case("learning rate 1e-12", ("optimizer.lr=1e-12",), "learning-rate", "warn", "up to 1e-12"),
     Case("a loss that does not fall", ("optimizer.lr=1e-12", "train=true", "train_steps=20"),
          "training", "fail", "mean loss"),

@@ -48,7 +48,21 @@ def test_a_check_that_there_is_not_is_a_mistake(run: Callable[..., Any], key: st
     result = run(*QUICK, f"{key}=[overfitt]")
     assert result.status == 2
     assert f"{key}: there is no check or group 'overfitt'; did you mean 'overfit'?" in result.err
-    assert "allowed: config, data, labels" in result.err
+    assert f"allowed: {'config, ' if key == 'only' else ''}data, labels" in result.err
+
+
+@pytest.mark.parametrize("name", ["build", "config"])
+def test_what_is_always_made_cannot_be_left_out(run: Callable[..., Any], name: str) -> None:
+    result = run(*QUICK, f"skip={name}")
+    assert result.status == 2
+    assert f"skip: '{name}' is always made" in result.err
+
+
+def test_a_choice_that_leaves_nothing_is_a_mistake(run: Callable[..., Any]) -> None:
+    result = run(*QUICK, "only=loss", "skip=loss")
+    assert result.status == 2
+    assert "skip: leaves no check of only=[loss] to be made" in result.err
+    assert run(*QUICK, "only=build").status == 0
 
 
 def test_a_config_that_train_refuses_is_refused_likewise(run: Callable[..., Any]) -> None:
@@ -83,7 +97,8 @@ def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[...,
 
 
 def test_short_words_stand_for_keys() -> None:
-    assert spelled_out(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=modes"]
+    assert spelled_out(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
+    assert spelled_out(["only=labels,overfit", "-m"]) == ["only=labels,overfit", "-m"]
     assert spelled_out(["--json", "--strict", "--train", "seed=1"]) == [
         "json=true",
         "strict=true",
@@ -97,7 +112,10 @@ def test_each_check_in_the_docs_says_what_it_finds() -> None:
     assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
 
 
-def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_a_training_after_checks_is_the_one_without_them(
+    run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     words = ("model=mlp", "model.hidden=[16]", "model.dropout=0.1", "epochs=1", "evaluate.test=false")
     before = train(*words).summary["weights_sha256"]
     assert run("check", "threads=1", *words, "only=[model,loss,loop]", "skip=[overfit,zero-input]").status == 0

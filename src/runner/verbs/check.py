@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def spelled_out(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `json=true` in place of `--json`, and `only=[a,b]` in place of `only=a,b`."""
-    return with_lists([_SHORT.get(word, word) for word in argv], ["only", "skip"])
+    """The words after the verb with `json=true` in place of `--json`, and `only=[a,b]` in place of `only=a,b` or `only=a`."""
+    words = with_lists([_SHORT.get(word, word) for word in argv], ["only", "skip"])
+    if {"--multirun", "-m"} & set(argv):
+        return words
+    return [re.sub(r"^(only|skip)=([\w-]+)$", r"\1=[\2]", word) for word in words]
 
 
 def job(cfg: DictConfig) -> float | None:

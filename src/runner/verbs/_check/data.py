@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from runner.config.targets import preferred_data
 from runner.verbs._check.subject import Subject, few
 from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
 
@@ -155,6 +156,9 @@ def normalization(subject: Subject) -> Verdict:
     set_std = torch.tensor(subject.splits.std, dtype=torch.float64).expand_as(std)
     away, wide = float(((set_mean - mean).abs() / std).max()), float((set_std / std).log().abs().max().exp())
     evidence = f"mean {_numbers(set_mean)} std {_numbers(set_std)}, measured {_numbers(mean)} and {_numbers(std)}"
+    wanted = preferred_data(subject.config.model, grey=subject.splits.channels == 1).get("normalize")
+    if wanted == {"mean": list(subject.splits.mean), "std": list(subject.splits.std)}:
+        return passed(f"{evidence}: as the trained weights of the model want them")
     fix = f"data.normalize.mean={_numbers(mean)} data.normalize.std={_numbers(std)}, or null to measure them"
     if not (away <= 2 and wide <= 4):
         return failed(evidence, fix)

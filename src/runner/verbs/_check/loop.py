@@ -2,93 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.assembly.averaging import evaluate_both
 from runner.assembly.metrics import build_callbacks, fresh_metrics
+from runner.checkpoint import resume
+from runner.engine.errors import Diverged, NotFinite
 from runner.engine.evaluation import evaluate
+from runner.engine.freezing import Thaw
 from runner.engine.loop import Limits, Loop
-from runner.engine.state import TrainState
+from runner.engine.state import Meter, TrainState
 from runner.engine.step import StepParts
+from runner.verbs._check.by_heart import MOST_STEPS, SHARE, by_heart, few_samples, learn
 from runner.verbs._check.subject import Subject
 from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
 
-_SAMPLES, _MOST_STEPS = 16, 150
-_RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
-_LEARNED = 0.1  # share of the first loss that is left of it
 _RAMP = 10  # steps up to the learning rate, and as many at it
-_SHARE = 0.3  # of what is left of the time, that one check may take
-
-
-class _Course(NamedTuple):
-    """How one batch was learned: the losses, the share of classes that were right in the end, and the learning rate."""
-
-    losses: list[float]
-    right: float
-    rate: float
-
-    @property
-    def learned(self) -> bool:
-        """Whether hardly anything of the first loss is left."""
-        return math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
-
-
-def _learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: float) -> _Course:
-    """Train on one batch from the start with AdamW and without dropout, until it is learned or for `most` steps."""
-    subject.restart()
-    model, parts, targets = subject.model, subject.training.parts, _batch(subject)[1]
-    subject.training.state.train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.eval()  # learning by heart needs every unit
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    classes = not targets.is_floating_point()
-    until = time.monotonic() + seconds
-    course = _Course([], 0.0, rate)
-    for _ in range(most):
-        outputs = model(images)
-        loss = parts.loss(outputs, targets)
-        right = float((outputs.argmax(1) == targets).float().mean()) if classes else 0.0
-        course = _Course([*course.losses, float(loss.detach())], right, rate)
-        if not math.isfinite(course.losses[-1]) or course.learned or time.monotonic() > until or not loss.requires_grad:
-            break
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return course
-
-
-def _batch(subject: Subject) -> tuple[Tensor, Tensor]:
-    batch = subject.batch
-    return batch.images[:_SAMPLES], subject.targets(batch)[:_SAMPLES]
-
-
-def _by_heart(subject: Subject) -> _Course:
-    """The course of the learning rate that brings the loss of one batch further down."""
-    best: _Course | None = None
-    for rate in _RATES:
-        course = _learn(subject, _batch(subject)[0], rate, _MOST_STEPS, max(1.0, _SHARE * subject.left))
-        if best is None or course.losses[-1] < best.losses[-1] or not math.isfinite(best.losses[-1]):
-            best = course
-        if best.learned:
-            break
-    assert best is not None
-    return best
 
 
 @check
 def overfit(subject: Subject) -> Verdict:
     """A model that cannot learn one batch by heart, with AdamW and without augmentation and dropout."""
-    course = subject.once(_by_heart)
-    losses, (images, targets) = course.losses, _batch(subject)
+    course = subject.once(by_heart)
+    losses, (images, targets) = course.losses, few_samples(subject)
     evidence = f"loss {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses) - 1} steps on {len(images)} samples"
     if not targets.is_floating_point():
         evidence += f", {course.right:.0%} right"
@@ -97,7 +42,7 @@ def overfit(subject: Subject) -> Verdict:
     if course.learned or (course.right == 1.0 and losses[-1] < 0.5 * losses[0]) or losses[0] < 1e-3:
         return passed(evidence)
     fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
-    if len(losses) < _MOST_STEPS:
+    if len(losses) < MOST_STEPS:
         return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if losses[-1] < 0.5 * losses[0] or course.right == 1.0:
         return warned(evidence, f"a larger model, or more time: {fix}")
@@ -107,20 +52,20 @@ def overfit(subject: Subject) -> Verdict:
 @check
 def zero_input(subject: Subject) -> Verdict:
     """Images that make no difference: all zeros in their place are learned just as well."""
-    images, targets = _batch(subject)
+    images, targets = few_samples(subject)
     if len(torch.unique(targets, dim=0)) < 2:
         return skipped("the samples have one target")
-    course = subject.once(_by_heart)
+    course = subject.once(by_heart)
     steps, real = len(course.losses), course.losses[-1]
     if not math.isfinite(real):
         return skipped("the loss is not finite")
-    empty = _learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, _SHARE * subject.left)).losses
+    empty = learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, SHARE * subject.left)).losses
     evidence = (
         f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
     )
     if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
-    if len(empty) < steps or (not course.learned and steps < _MOST_STEPS):
+    if len(empty) < steps or (not course.learned and steps < MOST_STEPS):
         return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
 
@@ -151,10 +96,29 @@ class _Watch:
         self.steps += update
 
 
+def _callbacks(subject: Subject) -> tuple[list[Any], Callable[[Loop], None]]:
+    """The callbacks of the run that training depends on, and what `on_nonfinite=rollback` does: back to the start."""
+    training = subject.training
+    extra = build_callbacks(subject.config, training.task, training.monitor, training.mode)
+    kept = {
+        name: resume.copied(callback.state_dict())
+        for name, callback in extra.items()
+        if hasattr(callback, "state_dict")
+    }
+
+    def roll_back(loop: Loop) -> None:
+        subject.restart()
+        for name, before in kept.items():
+            if hasattr(extra[name], "load_state_dict"):
+                extra[name].load_state_dict(resume.copied(before))
+
+    return [Thaw(lambda line: None), *extra.values()], roll_back
+
+
 def _added_by_hooks(subject: Subject) -> list[str]:
     """Parameters with a gradient other than zero of a loss times zero: something adds to it."""
     subject.restart()
-    model, (images, targets) = subject.model, _batch(subject)
+    model, (images, targets) = subject.model, few_samples(subject)
     model.eval()
     loss = subject.training.parts.loss(model(images), targets)
     if not loss.requires_grad or not bool(loss.isfinite()):
@@ -177,7 +141,7 @@ def _looped(subject: Subject) -> _Watch:
     training, config = subject.training, subject.config
     subject.training.state.train()
     watch = _Watch(subject)
-    callbacks = build_callbacks(config, training.task, training.monitor, training.mode)
+    callbacks, roll_back = _callbacks(subject)
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * config.accumulate))
     split = training.splits.val or training.splits.train_for_eval
     metrics = fresh_metrics(config, training.task, training.device)
@@ -194,9 +158,10 @@ def _looped(subject: Subject) -> _Watch:
         training.parts,
         Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
         lambda _: evaluate_both(training, config, evaluate_once),
-        list(callbacks.values()),
+        callbacks,
         (training.monitor, training.mode),
         step=watch,
+        roll_back=roll_back,
     )
     loop.run()
     return watch
@@ -274,18 +239,32 @@ def repeatability(subject: Subject) -> Verdict:
     return passed(f"the same bits twice in {len(first)} tensors")
 
 
+@contextlib.contextmanager
+def _every_loss(state: TrainState) -> Iterator[None]:
+    """Count losses that are not finite as well, which the meter of `on_nonfinite=skip` leaves out."""
+    usual = state.meter
+    state.meter = Meter(next(state.model.parameters()).device)
+    try:
+        yield
+    finally:
+        state.meter = usual
+
+
 @check
 def learning_rate(subject: Subject) -> Verdict:
     """A learning rate that makes the loss explode within a few steps, or changes nothing."""
+    with _every_loss(subject.training.state):
+        return _ramp(subject)
+
+
+def _ramp(subject: Subject) -> Verdict:
     training = subject.training
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
     moved = 0.0
-    until, number, epoch = time.monotonic() + max(1.0, _SHARE * subject.left), 0, 0
-    with torch.no_grad():
-        state.meter.reset()
+    until, number, epoch = time.monotonic() + max(1.0, SHARE * subject.left), 0, 0
     while number < 2 * _RAMP and time.monotonic() < until:
         batches = training.splits.train.loader.batches(epoch, 0, plan.batches)
         for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
@@ -314,6 +293,9 @@ def learning_rate(subject: Subject) -> Verdict:
     fix = "a smaller optimizer.lr"
     if not math.isfinite(last) or not math.isfinite(losses[-1]) or last > 10 * first + 10:
         return failed(evidence, fix)
+    left_out = training.parts.guard.found() if training.parts.guard is not None else []
+    if left_out:
+        return failed(f"{evidence}; the gradients of step {left_out[0] + 1} are not finite", fix)
     if number < 2 * _RAMP:
         return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if last > 3 * first + 1:
@@ -324,10 +306,14 @@ def learning_rate(subject: Subject) -> Verdict:
 @check
 def training(subject: Subject) -> Verdict:
     """A short training as the run would make it, in which the loss does not fall (train=true)."""
-    config = subject.config
-    if not config.train:
+    if not subject.config.train:
         return skipped("train=true makes it")
-    parts = subject.training
+    with _every_loss(subject.training.state):
+        return _short_training(subject)
+
+
+def _short_training(subject: Subject) -> Verdict:
+    config, parts = subject.config, subject.training
     losses: list[tuple[int, float]] = []
 
     class Note:
@@ -337,28 +323,46 @@ def training(subject: Subject) -> Verdict:
             done = loop.state.position.global_step
             if done % every == 0:
                 loop.settle()
+                if set(range(done - every + 1, done + 1)) <= set(loop.state.position.left_out):
+                    return  # nothing was read
                 losses.append((done, loop.state.meter.read()))
                 loop.state.meter.reset()
             if subject.left < 1:
                 loop.request_stop("budget_s is used up")
 
+        def on_rollback(self, loop: Loop, found: NotFinite) -> None:
+            """Training begins anew, without the step."""
+            left_out.append(str(found))
+            losses.clear()
+
+    left_out: list[str] = []
     steps = min(config.train_steps, parts.total_steps)
     every = max(1, steps // 10)
     subject.training.state.train()
-    callbacks = build_callbacks(config, parts.task, parts.monitor, parts.mode)
+    callbacks, roll_back = _callbacks(subject)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
-    source, watched = parts.splits.train.loader, [*callbacks.values(), Note()]
-    Loop(
+    loop = Loop(
         parts.state,
-        source,
+        parts.splits.train.loader,
         parts.plan,
         parts.parts,
         limits,
         None,
-        watched,
+        [*callbacks, Note()],
         (parts.monitor, parts.mode),
         step=parts.step,
-    ).run()
+        roll_back=roll_back,
+    )
+    fix = "overfit and learning-rate tell model and optimizer apart; a larger train_steps"
+    try:
+        loop.run()
+    except Diverged as error:
+        return failed(f"diverged: {error}", f"a smaller optimizer.lr, or clip.norm=1.0: {fix}")
+    wrong = [done for done, value in losses if not math.isfinite(value)]
+    if wrong:
+        return failed(f"the loss is not finite up to step {wrong[0]} of {steps}", f"a smaller optimizer.lr: {fix}")
+    if left_out and len(losses) < 3:
+        return failed(f"rolled back {len(left_out)} times, after which hardly a step is left: {left_out[0]}", fix)
     if len(losses) < 3:
         return warned(f"{len(losses)} readings only", "a larger train_steps or budget_s")
     values = [value for _, value in losses]
@@ -366,6 +370,8 @@ def training(subject: Subject) -> Verdict:
     evidence = (
         f"mean loss {first:.4g} in the first {every} steps, {last:.4g} in the last {2 * every} of {losses[-1][0]}"
     )
-    if not math.isfinite(last) or last >= 0.95 * first:
-        return failed(evidence, "overfit and learning-rate tell model and optimizer apart; a larger train_steps")
+    if last >= 0.95 * first:
+        return failed(evidence, fix)
+    if left_out:
+        return warned(f"{evidence}; rolled back {len(left_out)} times: {left_out[0]}", "mend what is not finite")
     return passed(evidence)

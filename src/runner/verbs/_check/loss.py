@@ -68,7 +68,22 @@ def initial_loss(subject: Subject) -> Verdict:
     if value > 10 * guess + 1:
         return failed(evidence, fix)
     low = bool(subject.classes) and value < 0.5 * guess
+    if low and (prior := _loss_of_shares(subject, outputs, targets)) is not None:
+        evidence += f", and the shares of the classes {prior:.4g}"
+        low = value < 0.5 * min(guess, prior)
     return warned(evidence, fix) if value > 2 * guess + 0.1 or low else passed(evidence)
+
+
+def _loss_of_shares(subject: Subject, outputs: Tensor, targets: Tensor) -> float | None:
+    """The loss of outputs that know how common each class is and no more, as `init=prior_bias` makes them."""
+    counts = subject.splits.class_counts
+    if counts is None or outputs.ndim != 2 or len(counts) != outputs.shape[1]:
+        return None
+    shares = (counts.clamp_min(1) / counts.clamp_min(1).sum()).to(outputs)
+    try:
+        return _loss(subject, shares.log().expand_as(outputs), targets)
+    except (RuntimeError, ValueError):  # a loss that takes probabilities alone
+        return None
 
 
 @check

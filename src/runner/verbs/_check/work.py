@@ -27,6 +27,7 @@ from runner.config.resolve import checked, merged
 from runner.config.schema.check import Check as Settings
 from runner.config.schema.train import Train
 from runner.data.assembly import Splits, assemble
+from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
@@ -37,6 +38,7 @@ from runner.verbs._check.verdict import Check, Verdict, failed, passed, skipped
 from runner.verbs._work import guarded
 
 BAD = 1
+_WHERE = "HYDRA_FULL_ERROR=1 shows where it was raised"
 _SAMPLES = 64  # of a batch that is evaluated
 _GROUPS = (data, labels, model, outputs, loss, loop, baselines)
 CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
@@ -93,26 +95,31 @@ def choose(config: Settings) -> list[Check]:
     """The checks that are asked for.
 
     Raises:
-        ConfigError: if there is none of such a name.
+        ConfigError: if there is none of such a name, if one cannot be left out, or if none is left.
     """
-    known = [_BUILD.name, *(each.name for each in CHECKS)]
-    groups = list(dict.fromkeys(["config", *(each.group for each in CHECKS)]))
+    always = {_BUILD.group, _BUILD.name}
+    names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
+    allowed = {"only": [_BUILD.group, *names, _BUILD.name], "skip": names}
     problems = [
-        Problem(
-            key, f"there is no check or group '{name}'", ", ".join([*groups, *known]), nearest(name, [*groups, *known])
-        )
-        for key, names in (("only", config.only), ("skip", config.skip))
-        for name in names
-        if name not in known and name not in groups
+        Problem(key, f"'{name}' is always made, as the others need it", ", ".join(allowed[key]))
+        if name in always
+        else Problem(key, f"there is no check or group '{name}'", ", ".join(allowed[key]), nearest(name, allowed[key]))
+        for key, given in (("only", config.only), ("skip", config.skip))
+        for name in given
+        if name not in allowed[key]
     ]
     if problems:
         raise ConfigError(problems)
-    return [
+    chosen = [
         each
         for each in CHECKS
         if (not config.only or {each.name, each.group} & set(config.only))
         and not {each.name, each.group} & set(config.skip)
     ]
+    if not chosen and not always & set(config.only):
+        left = f" of only=[{','.join(config.only)}]" if config.only else ""
+        raise ConfigError([Problem("skip", f"leaves no check{left} to be made", "a shorter list")])
+    return chosen
 
 
 def examine(
@@ -130,16 +137,21 @@ def examine(
         if config.data.batch_size == "auto":
             settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
         splits = _assembled(config)
-    except UserError as error:
-        return [_built(start, str(error)), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)]
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # what a data set or a model of one's own raises has no end
+        return [_built(start, error), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)]
     with contextlib.closing(splits):
         subject = Subject(config, values, splits, found, began)
         try:
             subject.build()
-            results = [_built(start, "")]
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # as above; the data are checked nevertheless
+            results = [_built(start, error)]
+        else:
+            results = [_built(start)]
             console.header(f"check of {config.name}  seed {config.seed}", describe(config, subject.training))
-        except UserError as error:
-            results = [_built(start, str(error))]
         broken: dict[str, str] = {}  # what the check raised that first raised it
         for each in chosen:
             before = time.monotonic()
@@ -158,11 +170,21 @@ def _assembled(config: Settings) -> Splits:
     return assemble(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
-def _built(start: float, error: str) -> Result:
-    seconds = time.monotonic() - start
-    if error:
-        return Result(_BUILD, failed(" ".join(error.split()), "as the message says; `train` stops there too"), seconds)
-    return Result(_BUILD, passed("data, model, loss and optimizer go together"), seconds)
+def _built(start: float, error: Exception | None = None) -> Result:
+    if error is None:
+        verdict = passed("data, model, loss and optimizer go together")
+    elif isinstance(error, UserError):
+        verdict = failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
+    else:
+        verdict = failed(_told(error), _WHERE)
+    return Result(_BUILD, verdict, time.monotonic() - start)
+
+
+def _told(error: Exception) -> str:
+    """An error in one line; HYDRA_FULL_ERROR=1 shows all of it."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        traceback.print_exception(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
@@ -177,9 +199,7 @@ def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # what a model, a loss or a data set of one's own raises has no end
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
-        told = " ".join(f"{type(error).__name__}: {error}".split())
+        told = _told(error)
         if broken.setdefault(told, each.name) != each.name:
             return skipped(f"broke off like {broken[told]}")
-        return failed(told, "HYDRA_FULL_ERROR=1 shows where it was raised")
+        return failed(told, "a smaller optimizer.lr, or clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)

@@ -1,0 +1,84 @@
+"""One batch learned by heart, which any sound model can."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.verbs._check.subject import Subject
+
+SHARE = 0.3  # of what is left of the time, that one check may take
+MOST_STEPS = 150
+_SAMPLES = 16
+_RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
+_LEARNED = 0.1  # share of the first loss that is left of it
+
+
+class Course(NamedTuple):
+    """How one batch was learned: the losses, the share of classes that were right in the end, and the learning rate."""
+
+    losses: list[float]
+    right: float
+    rate: float
+
+    @property
+    def learned(self) -> bool:
+        """Whether hardly anything of the first loss is left."""
+        return math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
+
+
+def learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: float) -> Course:
+    """Train on one batch from the start with AdamW and without dropout, until it is learned or for `most` steps."""
+    subject.restart()
+    model, parts, targets = subject.model, subject.training.parts, few_samples(subject)[1]
+    _without_dropout(subject)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
+    classes = not targets.is_floating_point()
+    until = time.monotonic() + seconds
+    course = Course([], 0.0, rate)
+    for _ in range(most):
+        outputs = model(images)
+        loss = parts.loss(outputs, targets)
+        right = float((outputs.argmax(1) == targets).float().mean()) if classes else 0.0
+        course = Course([*course.losses, float(loss.detach())], right, rate)
+        if not math.isfinite(course.losses[-1]) or course.learned or time.monotonic() > until or not loss.requires_grad:
+            break
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return course
+
+
+def _without_dropout(subject: Subject) -> None:
+    """Evaluation mode, as learning by heart needs every unit and dropout may be of any make, but for what depends on it."""
+    subject.training.state.train()
+    # BatchNorm takes its statistics from the batch; cuDNN goes back through recurrent layers in training mode alone.
+    kinds = nn.modules.batchnorm._BatchNorm | nn.RNNBase
+    kept = [module for module in subject.model.modules() if isinstance(module, kinds) and module.training]
+    subject.model.eval()
+    for module in kept:
+        module.train()
+
+
+def few_samples(subject: Subject) -> tuple[Tensor, Tensor]:
+    """Images and targets of the samples that are learned."""
+    batch = subject.batch
+    return batch.images[:_SAMPLES], subject.targets(batch)[:_SAMPLES]
+
+
+def by_heart(subject: Subject) -> Course:
+    """The course of the learning rate that brings the loss of one batch further down."""
+    best: Course | None = None
+    for rate in _RATES:
+        course = learn(subject, few_samples(subject)[0], rate, MOST_STEPS, max(1.0, SHARE * subject.left))
+        if best is None or course.losses[-1] < best.losses[-1] or not math.isfinite(best.losses[-1]):
+            best = course
+        if best.learned:
+            break
+    assert best is not None
+    return best
