@@ -401,8 +401,8 @@ def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch
 def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = "runner.models.features._Traced.forward"
-    monkeypatch.setattr(whole, lambda self, images: {"stages.1": images.transpose(0, 1)})
+    turned = "runner.verbs._predict.work.extractor"
+    monkeypatch.setattr(turned, lambda *_: lambda images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
     assert result.status == 2
     assert "features: 'stages.1' gives (3, 1, 8, 8) for 1 image, which is not a row an image" in result.err
@@ -420,10 +420,12 @@ def test_a_failure_before_the_first_image_ends_the_workers_of_a_split(
     assert len(closed) == 1
 
 
-def test_views_are_tried_on_what_the_model_is_given(run: Callable[..., Any], trained: Path, photos: Path) -> None:
-    # The data is square, and after this transform the images are not.
-    narrow = "transform.eval=[{_target_:torchvision.transforms.v2.CenterCrop,size:[8,6]}]"
-    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations", narrow)
+def test_views_are_tried_on_what_the_model_is_given(
+    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The data is square, and after transform.eval the images are not.
+    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images: images[..., :6]])
+    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
     assert result.status == 2, result.out
     assert "tta: rotations are views of square images, and these have 8x6 pixels" in result.err
 
