@@ -425,7 +425,7 @@ def test_views_are_tried_on_what_the_model_is_given(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The data is square, and after transform.eval the images are not.
-    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images: images[..., :6]])
+    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, draws: images[..., :6]])
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
     assert result.status == 2, result.out
     assert "tta: rotations are views of square images, and these have 8x6 pixels" in result.err
