@@ -69,9 +69,16 @@ def test_sample_transforms_get_the_whole_image_and_have_to_give_what_the_model_t
     images, unreadable = read(paths, (3, 6, 8), {"_target_": "my.own"}, [lambda image: image[:, :6, :8]])
     assert not unreadable
     assert images.shape == (2, 3, 6, 8)
-    _, unreadable = read(paths, (3, 12, 10), {"_target_": "my.own"}, [lambda image: image.transpose(1, 2)])
-    assert list(unreadable) == [1]
-    assert "comes out of the transforms with the shape (3, 30, 30)" in unreadable[1]
+    with pytest.raises(UserError, match=r"sample_eval: .*1.png comes out .* shape \(3, 30, 30\), and .* \(3, 12, 10\)"):
+        read(paths, (3, 12, 10), {"_target_": "my.own"}, [lambda image: image.transpose(1, 2)])
+
+
+def test_a_transform_that_fails_on_any_image_is_the_fault_of_the_config(tmp_path: Path) -> None:
+    def broken(image: Any) -> Any:
+        raise RuntimeError("no such thing")
+
+    with pytest.raises(UserError, match=r"transform\.sample_eval: fails on a blank image .*no such thing"):
+        read(saved(tmp_path, (8, 8)), (3, 8, 8), {"_target_": "my.own"}, [broken])
 
 
 def test_a_transform_that_cuts_while_reading_is_given_the_file(tmp_path: Path) -> None:

@@ -270,3 +270,27 @@ def test_a_model_that_recolours_its_input_for_its_weights_does_so_without_fetchi
     assert model.fc.out_features == 7
     vit = classifier("vit_b_16", 7, weights="IMAGENET1K_SWAG_E2E_V1", image_size=(384, 384), fetch_weights=False)
     assert vit.image_size == 384
+
+
+@pytest.mark.parametrize(("name", "side"), [("googlenet", 64), ("inception_v3", 96)])
+def test_weights_of_models_with_auxiliary_heads_are_taken_and_the_heads_left_out(
+    name: str, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import models
+
+    with torch.device("meta"):
+        state = models.get_model(name, weights=None, aux_logits=True, init_weights=False).state_dict()
+    # Numbers of one element each, which take no memory to speak of.
+    state = {key: torch.ones((), dtype=value.dtype).expand(value.shape) for key, value in state.items()}
+    entry = models.get_model_weights(name).DEFAULT
+    monkeypatch.setattr(type(entry), "get_state_dict", lambda *_, **__: state)
+    model = classifier(name, 5, weights="DEFAULT", image_size=(side, side))
+    assert model.transform_input is True
+    found = model.state_dict()
+    assert not [key for key in found if "aux" in key.lower()]
+    first_kernel = next(key for key in found if key.endswith("conv.weight"))
+    assert bool((found[first_kernel] == 1).all()), "the weights are those that were given"
+    shaped = classifier(name, 5, weights="DEFAULT", fetch_weights=False).state_dict()
+    assert {key: value.shape for key, value in shaped.items()} == {key: value.shape for key, value in found.items()}
+    with torch.device("meta"):
+        assert model.to("meta").train()(torch.empty(2, 3, side, side)).shape == (2, 5)

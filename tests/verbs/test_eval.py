@@ -15,7 +15,10 @@ from torch.nn import functional as F
 
 from runner.checkpoint.file import read
 from runner.config.schema.eval import Eval
+from runner.engine.tasks import Classification
+from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
 from runner.verbs import _checkpoint
+from runner.verbs._evaluation import _of_softmax
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -212,6 +215,47 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
     right = (logits.argmax(1) == batch.targets).double().mean()
     assert found["tta"]["metrics"]["accuracy"] == pytest.approx(float(right))
     assert found["tta"]["metrics"]["loss"] != found["metrics"]["loss"]
+
+
+def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
+    trained: Any, run: Callable[..., Any]
+) -> None:
+    result = run(*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=bce")
+    assert result.status == 0, result.err
+    assert "no loss of the averaged views" in result.err
+    found = json.loads(result.out)
+    assert list(found["tta"]["metrics"]) == ["accuracy"]
+    assert found["metrics"]["loss"] > 0
+    shown = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=mse")
+    assert shown.status == 0, shown.err
+    assert "accuracy" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(CrossEntropy(label_smoothing=0.1, num_classes=3), True), (Focal(num_classes=3), True), (BinaryCrossEntropy(3), False),
+     (MeanSquaredError(3), False)],
+    ids=["cross_entropy", "focal", "bce", "mse"],
+)  # fmt: skip
+def test_losses_of_softmax_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
+    assert _of_softmax(loss, Classification(3), torch.device("cpu")) is expected
+
+
+def test_numbers_that_are_none_are_null_in_json(
+    trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "runner.verbs._evaluation.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")}
+    )
+    monkeypatch.setattr("runner.verbs._evaluation.build_metrics", lambda *_: {})
+    monkeypatch.setattr(Classification, "tables", lambda *_: {})
+    result = run(*EVAL, f"ckpt_path={trained.directory}")
+    assert result.status == 0, result.err
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    assert json.loads(result.out, parse_constant=refuse)["metrics"] == {"loss": None, "accuracy": None}
 
 
 def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Callable[..., Any]) -> None:

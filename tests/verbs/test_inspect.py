@@ -463,3 +463,60 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(
     written = draw_maps(model, batch.images, batch.targets, ["away/x"], training.splits, folder)
     assert [path.parent for path, _ in written] == [folder]
     assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}
+
+
+def test_layers_whose_names_differ_in_special_characters_have_a_picture_each(
+    built: Callable[..., Training], tmp_path: Path
+) -> None:
+    from runner.verbs._inspecting.pictures import draw_maps
+
+    training = built(*SMALL)
+    model = nn.Sequential()
+    names = ["a b", "a/b", "A_b", "long" * 100]
+    for name in names:
+        model.add_module(name, nn.Conv2d(3, 3, 1))
+    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
+    written = draw_maps(model, batch.images[:1], batch.targets[:1], names, training.splits, tmp_path)
+    assert len({path.name.lower() for path, _ in written}) == len(names)
+    assert {path for path, _ in written} == set(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("channels", "title", "drawn"),
+    [(1, "64 of 70 filters", 64), (3, "64 of 70 filters", 64), (4, "16 of 70 filters", 64), (5, "12 of 70", 60),
+     (80, "1 of 70 filters, 80x3x3; 64 of the 80 input channels", 64)],
+)  # fmt: skip
+def test_as_many_filters_are_told_as_are_drawn(
+    channels: int, title: str, drawn: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from types import SimpleNamespace
+    from typing import cast
+
+    from runner.data.assembly import Splits
+    from runner.verbs._inspecting.pictures import draw_filters
+
+    seen: list[Any] = []
+    monkeypatch.setattr("runner.verbs._inspecting.pictures.filter_grid", lambda shown, *_: seen.append(shown))
+    splits = cast(Splits, SimpleNamespace(channels=channels, image_size=(8, 8)))
+    assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
+    assert len(seen[0]) == drawn
+
+
+def test_features_that_are_not_by_image_are_refused(
+    trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.verbs._inspecting.work.extractor", lambda *_: lambda images: {"head": images.mean()})
+    result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
+    assert result.status == 2
+    assert "features: 'head' gives () for 1 image, which is not a row an image" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_features_whose_shape_changes_from_batch_to_batch_are_a_sentence(tmp_path: Path) -> None:
+    from runner.config.errors import UserError
+    from runner.verbs._inspecting.features_file import write_features
+
+    batches = iter([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
+    with pytest.raises(UserError, match=r"features: x has rows of \(4,\) in one batch and of \(3,\) in another"):
+        write_features(batches, tmp_path / "f.npz")
+    assert not list(tmp_path.iterdir())

@@ -15,13 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from runner.checkpoint.file import read, write
 from runner.cli import main
+from runner.config.errors import UserError
+from runner.data.assembly import Splits
 from runner.data.files import fitted
 from runner.data.pictures import read_image
 from runner.data.synthetic import synthetic
+from runner.models.features import PerImage, extractor
+from runner.verbs._predict.inputs import files_in
 
 DATA = (
     "data=synthetic", "data.dataset.samples=60", "data.dataset.classes=4", "data.image_size=8", "data.split.val=0.3",
@@ -154,15 +158,64 @@ def test_files_folders_patterns_and_several_of_them_come_in_order_and_once(
     shutil.copy(photos / "00.png", photos / "without_ending")
 
     def paths(*words: str) -> list[str]:
-        return [row["path"].removeprefix("photos/") for row in predict(*words)]
+        return [str(path).removeprefix("photos/") for path in files_in(words)]
 
-    assert paths("input=photos/05.png,photos/without_ending") == ["05.png", "without_ending"]
-    assert paths("input=photos/0?.png") == [f"0{n}.png" for n in range(10)]
-    assert paths('input="photos/**/x.*"') == ["more/x.jpg"]
-    everything = paths("input=[photos/14.png,photos]")
-    assert everything[:2] == ["14.png", "00.png"]
+    assert paths("photos/05.png", "photos/without_ending") == ["05.png", "without_ending"]
+    assert paths("photos/0?.png") == [f"0{n}.png" for n in range(10)]
+    assert paths("photos/**/x.*") == ["more/x.jpg"]
+    rows = predict("input=photos/14.png,photos/without_ending,photos")
+    everything = [row["path"].removeprefix("photos/") for row in rows]
+    assert everything[:3] == ["14.png", "without_ending", "00.png"]
     assert everything[-1] == "more/x.jpg"
-    assert len(everything) == 16
+    assert len(everything) == 17
+
+
+def test_postscript_under_the_name_of_an_image_is_listed_and_never_run(
+    predict: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_it(*_: Any, **__: Any) -> None:
+        raise AssertionError("Ghostscript is not to be called")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", run_it)
+    Image.init()
+    (photos / "photo.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
+    assert len(predict("input=photos")) == 15
+    listed = Path("rows_unreadable.txt").read_text()
+    assert "photos/photo.png: cannot identify image file" in listed
+    assert "Ghostscript" not in listed
+
+
+def test_a_pattern_goes_into_each_folder_once_however_many_links_lead_there(workdir: Path) -> None:
+    save(workdir / "photos" / "deep" / "a.png", torch.zeros((3, 8, 8), dtype=torch.uint8))
+    save(workdir / "photos" / ".hidden" / "b.png", torch.zeros((3, 8, 8), dtype=torch.uint8))
+    save(workdir / "other" / "c.PNG", torch.zeros((3, 8, 8), dtype=torch.uint8))
+    for number in range(4):  # with four links to itself, glob would come by 4 ** 40 times
+        (workdir / "photos" / f"again{number}").symlink_to(workdir / "photos")
+    (workdir / "photos" / "linked").symlink_to(workdir / "other")
+    expected = ["photos/deep/a.png", "photos/linked/c.PNG"]
+    for pattern in ("photos/**/*.*", "photos/**", "ph*/**/*", f"{workdir}/photos/**/?.*", "photos/**/**/*.[pP]*"):
+        found = [os.path.relpath(path, workdir) for path in files_in([pattern])]
+        assert found == expected, pattern
+    assert [str(path) for path in files_in(["**/deep/*.png"])] == ["photos/deep/a.png"]
+
+
+@pytest.mark.parametrize("word", ["photos", "photos/**/*.png"])
+def test_a_folder_that_cannot_be_read_is_a_sentence(
+    word: str, run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (photos / "locked").mkdir()
+    scandir = os.scandir
+
+    def refusing(path: Any = ".") -> Any:
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refusing)
+    result = run(*CALL, f"ckpt_path={trained}", f'input="{word}"', "output=rows.csv")
+    assert result.status == 2
+    assert "cannot read the folder photos/locked: permission denied" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_links_are_followed_once_and_pipes_never_opened(predict: Callable[..., Any], photos: Path) -> None:
@@ -250,7 +303,7 @@ def test_a_checkpoint_predicts_without_its_data_and_one_of_old_looks_at_them(
 def test_csv_cells_are_no_formulas_and_names_are_clean(
     run: Callable[..., Any], trained: Path, photos: Path, workdir: Path
 ) -> None:
-    for name in ("=cmd.png", "new\nline.png", "bell\a\x1b[31m.png"):
+    for name in ("=cmd.png", "new\nline.png", "a\r=cmd.png", "bell\a\x1b[31m.png"):
         shutil.copy(photos / "00.png", workdir / name)
     (workdir / os.fsdecode(b"latin\xe9.png")).write_bytes(b"broken")
     result = run(*CALL, f"ckpt_path={trained}", 'input="*.png"', "output=rows.csv")
@@ -258,7 +311,10 @@ def test_csv_cells_are_no_formulas_and_names_are_clean(
     assert "\a" not in result.out
     assert "\x1b" not in result.out
     rows = [row["path"] for row in cells()]
-    assert rows == ["'=cmd.png", "bell\a\x1b[31m.png", "new\nline.png"]
+    assert rows == ["'=cmd.png", "a\r=cmd.png", "bell\a\x1b[31m.png", "new\nline.png"]
+    lines = Path("rows.csv").read_bytes().split(b"\r\n")
+    assert len(lines) == 1 + len(rows) + 1, "lines end with CR LF"
+    assert lines[2].startswith(b'"a\r=cmd.png",'), "a bare CR is inside quotes"
     assert "latin\\udce9.png" in Path("rows_unreadable.txt").read_text()
 
 
@@ -319,6 +375,60 @@ def test_features_of_a_layer_are_in_the_order_of_the_rows_and_lead_to_the_logits
     weights = read(trained / "checkpoints" / "best.pt")["model"]
     logits = features["dropout"] @ weights["head.weight"].T + weights["head.bias"]
     torch.testing.assert_close(logits, torch.tensor([row["logits"] for row in rows]), rtol=1e-4, atol=1e-5)
+
+
+class Turned(torch.nn.Module):
+    """A model with a layer that gives tokens first, and one that gives a number for the whole batch."""
+
+    def __init__(self, num_classes: int, in_channels: int) -> None:
+        super().__init__()
+        self.tokens, self.whole, self.head = torch.nn.Identity(), torch.nn.Identity(), torch.nn.LazyLinear(num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        tokens = self.tokens(images.flatten(2).permute(2, 0, 1))
+        return self.head(tokens.mean(0)) + 0 * self.whole(tokens.mean())
+
+
+@pytest.mark.parametrize("size", [64, 5])
+@pytest.mark.parametrize("layer", ["tokens", "whole"])
+def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch(layer: str, size: int) -> None:
+    layers = PerImage(extractor(Turned(4, 3), ["head", layer]))
+    with pytest.raises(UserError, match=f"features: '{layer}' gives .* not a row an image"):
+        layers(torch.rand(size, 3, 8, 8))
+    assert PerImage(extractor(Turned(4, 3), ["head"]))(torch.rand(size, 3, 8, 8))["head"].shape == (size, 4)
+
+
+def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
+    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned = "runner.verbs._predict.work.extractor"
+    monkeypatch.setattr(turned, lambda *_: lambda images: {"stages.1": images.transpose(0, 1)})
+    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
+    assert result.status == 2
+    assert "features: 'stages.1' gives (3, 1, 8, 8) for 1 image, which is not a row an image" in result.err
+    assert not list(Path().glob("*rows*"))
+
+
+def test_a_failure_before_the_first_image_ends_the_workers_of_a_split(
+    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    close = Splits.close
+    monkeypatch.setattr(Splits, "close", lambda self: (closed.append(self), close(self)))
+    result = run(*CALL, f"ckpt_path={trained}", "input=test", "model.width=8")
+    assert result.status == 2
+    assert len(closed) == 1
+
+
+def test_views_are_tried_on_what_the_model_is_given(
+    run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The data is square, and after transform.eval the images are not.
+    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, draws: images[..., :6]])
+    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
+    assert result.status == 2, result.out
+    assert "tta: rotations are views of square images, and these have 8x6 pixels" in result.err
 
 
 def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photos: Path) -> None:

@@ -64,7 +64,7 @@ class ImageFiles(ImageFolder):
         """Decode one image.
 
         Raises:
-            UserError: if the file cannot be decoded, or comes out in another shape than the model takes; it names the file.
+            UserError: if the file cannot be decoded; it names the file.
         """
         path = self.path(index)
         _require_file(path)
@@ -74,17 +74,24 @@ class ImageFiles(ImageFolder):
             image = super().__getitem__(index)[0]
         if not self._transforms and self._cut is None:
             image = fitted(image, self.shape[1], self.shape[2])
-        image = as_tensor(transformed(image, self._transforms))
-        if tuple(image.shape) != self.shape:
-            raise UserError(
-                f"{path} comes out of the transforms with the shape {tuple(image.shape)}, and the model takes {self.shape}"
-            )
-        return image, 0
+        return as_tensor(transformed(image, self._transforms)), 0
 
     def blank(self) -> Tensor:
-        """An image of zeros of the shape and type that the others have."""
+        """An image of zeros of the shape and type that the others have.
+
+        Raises:
+            UserError: if the transforms fail on it.
+        """
         height, width = (self.image_size,) * 2 if self.image_size is not None else self.shape[1:]
-        made = as_tensor(transformed(torch.zeros((self.channels, height, width), dtype=torch.uint8), self._transforms))
+        blank = torch.zeros((self.channels, height, width), dtype=torch.uint8)
+        try:
+            made = as_tensor(transformed(blank, self._transforms))
+        except Exception as error:  # what a transform of one's own raises has no end
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"transform.sample_eval: fails on a blank image of the shape {tuple(blank.shape)}: {reason}\n"
+                "    allowed: transforms of any image"
+            ) from error
         return torch.zeros(self.shape, dtype=made.dtype)
 
 
@@ -116,19 +123,32 @@ class Blanks(StandIns):
 
     Attributes:
         image: the blank image.
+        path: gives the file of an index.
     """
 
     image: Tensor
+    path: Callable[[int], Path]
 
     def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[Unreadable]) -> Any:
-        """Read a sample, or give the blank one."""
+        """Read a sample, or give the blank one.
+
+        Raises:
+            UserError: if the image has another shape than the model takes, which is the fault of the config.
+        """
         try:
-            return read(index)
+            sample: Any = read(index)
         except MemoryError:
             raise
         except Exception as error:  # what a decoder or a transform of one's own raises has no end
             skipped.append(Unreadable(index, " ".join(str(error).split()) or type(error).__name__))
             return self.image, 0
+        if sample[0].shape != self.image.shape:
+            raise UserError(
+                f"transform.sample_eval: {self.path(index)} comes out of the transforms with the shape "
+                f"{tuple(sample[0].shape)}, and the model takes {tuple(self.image.shape)}\n"
+                "    allowed: transforms that give every image the size that the model takes"
+            )
+        return sample
 
 
 def files_loader(
@@ -189,7 +209,7 @@ def files_loader(
         pin=pin,
         non_blocking=data.non_blocking,
         prepare=prepare,
-        stand_ins=Blanks(0, everything, files.blank()),
+        stand_ins=Blanks(0, everything, files.blank(), files.path),
         on_skipped=on_unreadable,
         timeout_s=data.timeout_s,
     )

@@ -213,20 +213,41 @@ def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]
 
 
 def images_below(folder: Path) -> Iterator[Path]:
-    """All images under a folder, through links to folders too, but never back up and nowhere twice."""
+    """All images under a folder, through links to folders too, but never back up and nowhere twice.
+
+    Raises:
+        UserError: if a folder cannot be read; it names the folder.
+    """
+    for _, files in folders_below(folder):
+        yield from (path for path in files if path.suffix.lower() in EXTENSIONS)
+
+
+def folders_below(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """A folder and those under it, each with its files by name; hidden ones are passed over.
+
+    Links to folders are followed, but never back up and nowhere twice.
+
+    Raises:
+        UserError: if a folder cannot be read; it names the folder.
+    """
     seen = {folder.resolve(), *folder.resolve().parents}
     pending = [folder]
     while pending:
-        below = []
-        with os.scandir(pending.pop()) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith("."):
-                    continue
-                path = Path(entry.path)
-                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and path.is_dir()):
-                    if path.resolve() not in seen:
+        here = pending.pop()
+        below, files = [], []
+        try:
+            with os.scandir(here) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    if entry.name.startswith("."):
+                        continue
+                    path = Path(entry.path)
+                    if not (entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and path.is_dir())):
+                        files.append(path)
+                    elif path.resolve() not in seen:
                         seen.add(path.resolve())
                         below.append(path)
-                elif path.suffix.lower() in EXTENSIONS:
-                    yield path
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UserError(f"cannot read the folder {here}: {reason}. Make it readable or leave it out.") from error
+        yield here, files
         pending += reversed(below)

@@ -40,6 +40,9 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _ON_ITS_SIDE = (5, 6, 7, 8)
+# Only decoders of pixels: Pillow would go by the content, whatever the name, and hand PostScript to Ghostscript.
+# An MPO, which cameras with two lenses write, is opened as a JPEG.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _REDUCIBLE = ("JPEG", "MPO")
 _REDUCTIONS = (8, 4, 2)
 
@@ -51,7 +54,7 @@ def middle_square(height: int, width: int, share: float = 1.0) -> Region:
 
 
 def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, cut: Cut = middle_square) -> Tensor:
-    """Decode an image file of any kind that Pillow reads.
+    """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its name ends in.
 
     The orientation that the camera noted is applied, transparent pixels are laid over white, 16-bit greys are scaled
     to 8 bits, and palettes, CMYK and other colour spaces are converted. Of an animation it is the first frame.
@@ -71,7 +74,7 @@ def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, 
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:
-        with Image.open(path) as opened:
+        with Image.open(path, formats=_FORMATS) as opened:
             if opened.format not in _REDUCIBLE:
                 opened.load()
             turn = _orientation(opened)

@@ -132,6 +132,41 @@ def _trace(model: nn.Module) -> tuple[fx.GraphModule, dict[fx.Node, str]] | None
     return fx.GraphModule(model, graph), dict(tracer.node_to_qualname)
 
 
+class PerImage:
+    """Intermediate features with a row for each image.
+
+    Args:
+        layers: gives features of images, see `extractor`.
+        key: what the names are told as in messages.
+    """
+
+    def __init__(self, layers: nn.Module, key: str = "features") -> None:
+        self._layers, self._key = layers, key
+        self._tried = False
+
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """Features of images (B, C, H, W): name -> (B, ...).
+
+        Raises:
+            UserError: if those of a layer are not by image along their first axis, such as windows, or tokens first. The
+                first batch is tried in another size too, since an axis may be as long as the batch by accident.
+        """
+        if not self._tried:
+            other = images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1)
+            self._checked(self._layers(other), len(other))
+            self._tried = True
+        return self._checked(self._layers(images), len(images))
+
+    def _checked(self, found: dict[str, Tensor], images: int) -> dict[str, Tensor]:
+        for name, tensor in found.items():
+            if tensor.ndim == 0 or len(tensor) != images:
+                raise UserError(
+                    f"{self._key}: '{name}' gives {tuple(tensor.shape)} for {images} image{'s' * (images != 1)}, which is "
+                    "not a row an image\n    allowed: layers whose outputs have the batch as their first axis"
+                )
+        return found
+
+
 class _Traced(nn.Module):
     """The graph of a model up to the features.
 

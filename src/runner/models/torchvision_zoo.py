@@ -67,7 +67,7 @@ def classifier(
         except AssertionError as error:
             raise _wrong_size(name, image_size, error) from error
     else:
-        model = _with_weights(name, entry, options) if fetch_weights else _shaped_like(name, entry, options)
+        model = _with_weights(name, entry) if fetch_weights else _shaped_like(name, entry, options)
         _replace_head(model, num_classes)
     if in_channels != 3:
         _replace_stem(model, in_channels, pretrained=entry is not None)
@@ -130,11 +130,11 @@ def _weights_entry(name: str, weights: str | None) -> Any:
     raise UserError(_unknown("model.weights", f"{name} has no weights '{weights}'", wanted.upper(), [*members, "null"]))
 
 
-def _with_weights(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
+def _with_weights(name: str, entry: Any) -> nn.Module:
     from torchvision import models
 
     try:
-        model: nn.Module = models.get_model(name, weights=entry, **options)
+        model: nn.Module = models.get_model(name, weights=entry)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         filename = Path(entry.url).name
         folder = Path(torch.hub.get_dir()) / "checkpoints"
@@ -142,6 +142,8 @@ def _with_weights(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
             f"model.weights: {entry} could not be loaded ({type(error).__name__}: {error}); "
             f"download {entry.url} yourself and put it at {folder / filename}, or set model.weights=null"
         ) from error
+    if name == "inception_v3":  # weights have the auxiliary head, which the builder of googlenet alone takes off itself
+        model.aux_logits, model.AuxLogits = False, None  # type: ignore[assignment]
     return model
 
 

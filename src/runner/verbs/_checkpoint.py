@@ -222,12 +222,13 @@ def restored(settled: Settled[Any], data: KnownData, device: torch.device) -> tu
 
 def built(settled: Settled[Any], data: KnownData) -> tuple[Task, nn.Module]:
     """The task, and a model with initial weights, on the CPU."""
+    return build_model(settled.values, settled.config, data, lambda: blank_given(settled, data), fetch_weights=False)
 
-    def image() -> Tensor:
-        pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
-        return given_to_model(settled, torch.device("cpu"))(pixels, torch.zeros(1, dtype=torch.int64), 0)
 
-    return build_model(settled.values, settled.config, data, image, fetch_weights=False)
+def blank_given(settled: Settled[Any], data: KnownData) -> Tensor:
+    """A blank image as the model is given it: (1, C, H, W) on the CPU, after `transform.eval`, which may change its size."""
+    pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
+    return given_to_model(settled, torch.device("cpu"))(pixels, torch.zeros(1, dtype=torch.int64), 0)
 
 
 def fill(model: nn.Module, settled: Settled[Any]) -> None:
@@ -242,15 +243,13 @@ def fill(model: nn.Module, settled: Settled[Any]) -> None:
         raise UserError(f"{settled.found.path}: {error}") from error
 
 
-def augmented(
-    model: nn.Module, task: Task, image_size: tuple[int, int], names: str | Sequence[str], mean: str
-) -> Averaged:
+def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> Averaged:
     """The model with test-time augmentation.
 
     Args:
         model: the model.
         task: what it was trained for.
-        image_size: height and width.
+        image: one as the model is given them, (1, C, H, W).
         names: of the views.
         mean: `logits` or `probabilities`.
 
@@ -263,7 +262,7 @@ def augmented(
     views = views_named(listed(names))
     try:
         for view in views:
-            view(torch.zeros((1, 1, *image_size)))
+            view(image)
     except ValueError as error:
         raise UserError(f"tta: {error}\n    allowed: other views") from error
     return Averaged(model, views, probabilities)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from runner.assembly.learner import build_learner, place, probe
 from runner.assembly.metrics import build_metrics
@@ -19,10 +21,13 @@ from runner.config.errors import UserError
 from runner.config.schema.eval import Eval
 from runner.data.assembly import Splits
 from runner.engine.evaluation import evaluate
+from runner.engine.tasks import Task
 from runner.tracking.console import Console
-from runner.tracking.files import write_json
+from runner.tracking.files import finite, write_json
 from runner.verbs._checkpoint import (
     augmented,
+    blank_given,
+    class_count,
     distinct,
     fill,
     folder_for,
@@ -71,9 +76,15 @@ def _evaluate(composition: Composition) -> float:
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None
         if config.tta:
-            views = augmented(model, task, splits.image_size, config.tta, config.tta_mean)
+            views = augmented(model, task, blank_given(settled, splits), config.tta, config.tta_mean)
             fresh = build_metrics(config, task, device)
             averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
+            if config.tta_mean == "probabilities" and not _of_softmax(loss, task, device):
+                del averaged["loss"]
+                console.warn(
+                    "tta_mean=probabilities: there is no loss of the averaged views, as this loss is not one of softmax "
+                    "probabilities"
+                )
     if said := splits.skipped.summary():
         console.warn(said)
     classes = distinct(settled.classes)
@@ -101,10 +112,18 @@ def _evaluate(composition: Composition) -> float:
     folder = folder_for(config.output, run_directory_of(found.path), config.output_root, "evaluations")
     written = _write(record, folder, name, classes)
     if config.json:
-        print(json.dumps(record | {"written": [str(path) for path in written]}))
+        print(json.dumps(finite(record | {"written": [str(path) for path in written]}), allow_nan=False))
     else:
         _show(record, console, written)
     return float(record["metrics"]["loss"])
+
+
+def _of_softmax(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:
+    """Whether a loss of classes takes the outputs for logits of a softmax: a number added to all of them then changes nothing."""
+    logits = torch.linspace(-1, 1, 2 * (class_count(task) or 2), device=device).view(2, -1)
+    targets = task.targets(torch.arange(2, device=device))
+    with torch.inference_mode():
+        return torch.allclose(loss(logits, targets), loss(logits + 2, targets), rtol=1e-3, atol=1e-4)
 
 
 def _names(splits: Splits) -> list[str]:
@@ -134,7 +153,7 @@ def _show(record: dict[str, Any], console: Console, written: list[Path]) -> None
     if "tta" in record:
         tta = record["tta"]
         columns.append(f"with {', '.join(tta['views'])} (mean of {tta['mean']})")
-        rows = [[name, value, repr(tta["metrics"][name])] for name, value in rows]
+        rows = [[name, value, repr(tta["metrics"][name]) if name in tta["metrics"] else ""] for name, value in rows]
     console.table(f"{record['data']} {record['split']}, {record['samples']:,} samples", columns, rows)
     if "per_class" in record:
         matrix = record.get("confusion")

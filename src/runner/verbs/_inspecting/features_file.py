@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.config.errors import UserError
 from runner.tracking.files import writing
 
 _KINDS = {"float32": ("<f4", "F32"), "int64": ("<i8", "I64")}
@@ -62,8 +63,7 @@ def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[
         The shapes by name.
 
     Raises:
-        UserError: if it cannot be written.
-        ValueError: if a batch has rows of another shape than those before.
+        UserError: if it cannot be written, or a batch has rows of another shape than those before.
     """
     scratch = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     with writing(path), contextlib.ExitStack() as leaving:
@@ -92,7 +92,10 @@ def _append(spools: dict[str, _Spool], scratch: Path, leaving: contextlib.ExitSt
         spools[name] = _Spool(file, str(tensor.dtype).removeprefix("torch."), row)
     spool = spools[name]
     if spool.row != row:
-        raise ValueError(f"{name} has rows of {row} in one batch and of {spool.row} in another")
+        raise UserError(
+            f"features: {name} has rows of {row} in one batch and of {spool.row} in another\n"
+            "    allowed: layers whose outputs have one shape"
+        )
     spool.file.write(tensor.numpy().data)
     spool.rows += len(tensor)
 

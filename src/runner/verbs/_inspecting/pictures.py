@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from runner.verbs._inspecting.statistics import Summary
 _CHANNELS = 8
 _ROWS = 4
 _MOST_FILTERS = 64
+_LONGEST = 60  # letters of a layer in the name of a file: four bytes each at most, and 255 are allowed
 _RED, _GREEN = "#bb3344", "#228833"
 
 
@@ -87,15 +89,17 @@ def draw_filters(model: nn.Module, splits: Splits, target: Path) -> str:
     count, channels, height, width = kernels.shape
     if height * width == 1:
         return ""
+    drawn = min(count, _MOST_FILTERS if channels == 3 else max(1, _MOST_FILTERS // channels))
     if channels == 3:
-        shown: Pixels = kernels[:_MOST_FILTERS].permute(0, 2, 3, 1).contiguous().numpy()
+        shown: Pixels = kernels[:drawn].permute(0, 2, 3, 1).contiguous().numpy()
         of = "each scaled to its own largest weight, grey is 0"
     elif channels == 1:
-        shown, of = kernels[:_MOST_FILTERS, 0].numpy(), "red is positive, blue is negative"
+        shown, of = kernels[:drawn, 0].numpy(), "red is positive, blue is negative"
     else:
-        shown = kernels.flatten(0, 1)[:_MOST_FILTERS].numpy()
-        of = f"the {channels} input channels of each side by side, red is positive, blue is negative"
-    some = f"{len(shown)} of " if len(shown) < count else ""
+        shown = kernels[:drawn].flatten(0, 1)[:_MOST_FILTERS].numpy()
+        which = f"the {channels}" if channels <= _MOST_FILTERS else f"{_MOST_FILTERS} of the {channels}"
+        of = f"{which} input channels of each side by side, red is positive, blue is negative"
+    some = f"{drawn} of " if drawn < count else ""
     title = f"weights of {name}: {some}{count} filters, {shape_text((channels, height, width))}; {of}"
     filter_grid(shown, target, title)
     return title
@@ -120,7 +124,8 @@ def draw_maps(
     with untouched(model):
         found = extractor(model, names, "tensors")(images)
     pixels, words = pixels_of(images, splits), words_of(targets, splits.classes)
-    written = []
+    written: list[tuple[Path, str]] = []
+    taken: set[str] = set()
     for name, features in found.items():
         maps = _as_maps(features.detach().float().cpu(), splits.image_size)
         if maps is None:
@@ -131,12 +136,24 @@ def draw_maps(
             Maps(image, lines[0], values[channels].numpy())
             for image, lines, values in zip(pixels, words, maps, strict=True)
         ]
-        # Names of modules may hold anything, and a file of a stranger's names them.
-        file = re.sub(r"[^\w.-]", "_", name)
-        path = folder / f"features_{file}.png"
+        path = folder / f"features_{_file_name(name, taken)}.png"
         map_grid(rows, channels, path, title)
         written.append((path, title))
     return written
+
+
+def _file_name(layer: str, taken: set[str]) -> str:
+    """What a layer is called in the name of a file: names of modules may hold anything, and a stranger may have named them.
+
+    Args:
+        layer: its name.
+        taken: those that are given already, in small letters; the new one is added.
+    """
+    plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
+    choices = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
+    chosen = next(name for name in choices if name.lower() not in taken)
+    taken.add(chosen.lower())
+    return chosen
 
 
 def _as_maps(features: Tensor, image_size: tuple[int, int]) -> Tensor | None:

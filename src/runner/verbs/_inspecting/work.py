@@ -18,12 +18,11 @@ from runner.assembly.describe import describe
 from runner.assembly.training import Training, build_training
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
-from runner.config.errors import UserError
 from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.engine.evaluation import untouched
 from runner.engine.state import Position
-from runner.models.features import extractor
+from runner.models.features import PerImage, extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
@@ -155,7 +154,7 @@ def _written_features(
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)
-    features = extractor(training.model, config.features)
+    features = PerImage(extractor(training.model, config.features))
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
         path = folder_for(str(output.parent), None, "", "") / output.name
@@ -167,13 +166,10 @@ def _written_features(
         with untouched(training.model):
             for batch in batches_of(split, config.limit.eval_batches):
                 with training.precision.autocast():
-                    here: dict[str, Tensor] = features(batch.images)
+                    here = features(batch.images)
                 yield {**here, "targets": batch.targets, "indices": batch.indices}
 
-    try:
-        shapes = write_features(batches(), path)
-    except ValueError as error:
-        raise UserError(f"features: {error}\n    allowed: layers whose outputs have one shape") from error
+    shapes = write_features(batches(), path)
     rows = [[name, shape_text(shape), compact(float(torch.Size(shape).numel()))] for name, shape in shapes.items()]
     console.table(f"features of {config.data.name} {config.split}", ["array", "shape", "elements"], rows)
     console.line(str(path))

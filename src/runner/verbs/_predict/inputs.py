@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.config.errors import UserError, nearest
-from runner.data.folders import EXTENSIONS, images_below
+from runner.data.folders import EXTENSIONS, folders_below, images_below
 
 SPLITS = ("train", "val", "test")
 _PATTERN = frozenset("*?[")
@@ -32,15 +32,18 @@ def files_in(words: Sequence[str]) -> list[Path]:
     """The image files that words mean, in their order, those of a folder or pattern by name, each once.
 
     A word is a file, whatever its ending; a folder, of which all images at any depth are meant, links to folders followed
-    but nothing twice; or a pattern such as `photos/**/*.jpg`, of which files with the ending of an image are meant.
-    Hidden files are passed over unless they are named.
+    but nothing twice; or a pattern such as `photos/**/*.jpg`, of which files with the ending of an image are meant, and
+    whose `**` goes into folders in the same way. Hidden files are passed over unless they are named.
 
     Raises:
-        UserError: if a word means nothing.
+        UserError: if a word means nothing, or a folder cannot be read.
     """
     found: dict[Path, None] = {}
     for word in words:
-        files = _meant_by(word)
+        try:
+            files = _meant_by(word)
+        except OSError as error:
+            raise UserError(f"input: cannot read {word}: {(error.strerror or str(error)).lower()}") from error
         if not files:
             raise UserError(
                 f"input: there is no image in {word}\n    allowed: files that end in {' '.join(sorted(EXTENSIONS))}"
@@ -56,8 +59,7 @@ def _meant_by(word: str) -> list[Path]:
     if path.exists() or path.is_symlink():
         return [path]
     if _PATTERN & set(word):
-        # `glob.glob` and not Path.glob, which from an absolute pattern cannot start.
-        matches = (Path(match) for match in glob.glob(str(path), recursive=True))  # noqa: PTH207
+        matches = set(_matches(path))
         return sorted(match for match in matches if match.suffix.lower() in EXTENSIONS and not match.is_dir())
     close = ""
     if path.parent.is_dir():
@@ -66,3 +68,17 @@ def _meant_by(word: str) -> list[Path]:
     raise UserError(
         f"input: there is no {path}{hint}\n    allowed: images, folders, patterns such as photos/*.jpg, train, val or test"
     )
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    """What fits a pattern. `**` is not left to `glob`, which follows links to folders round and round."""
+    parts = pattern.parts
+    if "**" not in parts:
+        # `glob.glob` and not Path.glob, which from an absolute pattern cannot start.
+        yield from (Path(match) for match in glob.glob(str(pattern)))  # noqa: PTH207
+        return
+    place = parts.index("**")
+    rest = parts[place + 1 :] or ("*",)
+    for start in _matches(Path(*parts[:place])) if place else [Path()]:
+        for folder, _ in folders_below(start) if start.is_dir() else ():
+            yield from _matches(Path(glob.escape(str(folder)), *rest))

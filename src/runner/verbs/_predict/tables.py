@@ -123,10 +123,14 @@ class _Lines:
 
 
 class _Csv:
-    """As RFC 4180 has it, but for line ends; texts that a spreadsheet would take for formulas begin with an apostrophe."""
+    """As RFC 4180 has it; texts that a spreadsheet would take for formulas begin with an apostrophe.
+
+    The line end is CR LF also because Python before 3.11.9 quotes no other controls than those: a bare CR in a name would
+    end the line, and what follows it would begin a cell.
+    """
 
     def __init__(self, file: BinaryIO, lists: dict[str, Sequence[str]]) -> None:
-        self._writer = csv.writer(_Lines(file), lineterminator="\n")
+        self._writer = csv.writer(_Lines(file), lineterminator="\r\n")
         self._lists = lists
         self._has_head = False
 

@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from runner.assembly.learner import KnownData
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.predict import Predict
@@ -27,7 +28,7 @@ from runner.data.loaders import Loader
 from runner.data.stand_ins import Unreadable
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
-from runner.models.features import extractor
+from runner.models.features import PerImage, extractor
 from runner.runtime.precision import Precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, writing
@@ -36,6 +37,7 @@ from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._checkpoint import (
     Settled,
     augmented,
+    blank_given,
     class_count,
     distinct,
     given_to_model,
@@ -100,19 +102,20 @@ def _predict(composition: Composition) -> float:
     device, precision = prepare(settled, "predict", console)
     split = split_in(words)
     if split is None:
-        data = known_data(settled)
+        data: KnownData = known_data(settled)
         source = _of_files(settled, files_in(words), (data.channels, *data.image_size), device)
         task, model = restored(settled, data, device)
-        size = data.image_size
     else:
         if Path(split).is_dir():
             console.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
-        source, task, model, size = _of_split(settled, split, device)
+        source, task, model, data = _of_split(settled, split, device)
     with contextlib.closing(source):
         teller = Teller(_names(settled, task), config.top_k, config.probabilities, config.logits)
-        seen: nn.Module = augmented(model, task, size, config.tta, config.tta_mean) if config.tta else model
+        seen: nn.Module = model
+        if config.tta:
+            seen = augmented(model, task, blank_given(settled, data), config.tta, config.tta_mean)
         names = listed(config.features)
-        layers = extractor(model, names) if names else None
+        layers = PerImage(extractor(model, names)) if names else None
         path = _output_file(config)
         began = time.perf_counter()
         written = Written(path, console.line if not config.json else None)
@@ -185,9 +188,7 @@ def _of_files(
     return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable, loader.close)
 
 
-def _of_split(
-    settled: Settled[Predict], name: str, device: torch.device
-) -> tuple[Source, Task, nn.Module, tuple[int, int]]:
+def _of_split(settled: Settled[Predict], name: str, device: torch.device) -> tuple[Source, Task, nn.Module, KnownData]:
     # A sample that cannot be read is listed, as a file is; what takes its place in training has no row.
     data = dataclasses.replace(settled.config.data, on_error="raise" if settled.config.strict else "skip")
     splits = splits_of(dataclasses.replace(settled, config=dataclasses.replace(settled.config, data=data)), device)
@@ -196,7 +197,11 @@ def _of_split(
         splits.close()
         names = ", ".join(other for other in SPLITS if splits.named(other) is not None)
         raise UserError(f"input: this data has no '{name}' split\n    allowed: {names}, or images")
-    task, model = restored(settled, splits, device)
+    try:
+        task, model = restored(settled, splits, device)
+    except BaseException:
+        splits.close()
+        raise
     classes = distinct(settled.classes)
 
     def subject(index: int, target: Any) -> Row:
@@ -204,7 +209,7 @@ def _of_split(
         return {"sample": index, "target": classes[target] if is_class else target}
 
     source = Source(split.loader, subject, lambda: splits.skipped.of(name), splits.close)
-    return source, task, model, splits.image_size
+    return source, task, model, splits
 
 
 def _names(settled: Settled[Predict], task: Task) -> tuple[str, ...]:
@@ -227,7 +232,7 @@ def _written(
 
 
 def _outputs(
-    model: nn.Module, layers: nn.Module | None, source: Source, precision: Precision, config: Predict
+    model: nn.Module, layers: PerImage | None, source: Source, precision: Precision, config: Predict
 ) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
     """Outputs of the images that could be read, float32 on the CPU, with what their rows begin with, and features."""
     loader = source.loader
@@ -236,7 +241,7 @@ def _outputs(
         for batch in loader.batches(0, 0, batches):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()
-                features: dict[str, Tensor] = layers(batch.images) if layers is not None else {}
+                features = layers(batch.images) if layers is not None else {}
             indices, targets = batch.indices.tolist(), batch.targets.tolist()
             unreadable = source.unreadable()
             if config.strict and unreadable:
