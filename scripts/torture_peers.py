@@ -48,6 +48,7 @@ class Victim:
     def __init__(self, program: Program, folder: Path, counts: argparse.Namespace, draw: random.Random) -> None:
         self._program, self._folder, self._counts, self._draw = program, folder, counts, draw
         self._number = 0
+        self._asked = 0.0
         self.rows: list[Row] = []
 
     def torment(self) -> list[Row]:
@@ -115,6 +116,7 @@ class Victim:
             time.sleep(0.002)
         if life.ended():
             return None
+        self._asked = time.time()
         os.kill(life.pid, number)
         status = life.wait(60)
         return None if status == 0 and _fingerprint(job) else status
@@ -138,9 +140,8 @@ class Victim:
             status = self._stopped(job, signal.SIGTERM)
             if status is None:
                 continue
-            asked = time.time()
             files = self._program.checkpoints(job.folder)
-            fresh = bool(files) and asked - files[0].stat().st_mtime < self._alone[0][2] / 40
+            fresh = bool(files) and files[0].stat().st_mtime > self._asked
             _, found = self._finish(replace(job, resumes=True))
             saved.count("" if fresh and found == self._alone[0][0] else "not saved, or not exactly", _quiet)
             told.count("" if status > 0 else "killed, or 0", _quiet)
