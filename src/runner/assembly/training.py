@@ -174,7 +174,7 @@ def build_training(
         guard=guard,
         take_step=plain_step(optimizer),
     )
-    step = SplittingStep() if config.on_oom == "split" else train_step
+    step = SplittingStep(plan.batch_size) if config.on_oom == "split" else train_step
     return Training(
         device=device,
         device_reason=device_reason,
