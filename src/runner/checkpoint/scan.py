@@ -52,7 +52,17 @@ def wrong_contents(contents: dict[str, Any], size: int) -> str:
         contents: as loaded; none of its tensors has been read.
         size: bytes of the file.
     """
-    return _Extent(size).exceeded(contents) or _wrong_type(contents)
+    return wrong_extent(contents, size) or _wrong_type(contents)
+
+
+def wrong_extent(contents: Any, size: int) -> str:
+    """What in nested containers stands for more than a file can hold, or is a tensor that does not lie in it; or an empty string.
+
+    Args:
+        contents: as loaded; none of its tensors has been read.
+        size: bytes of the file.
+    """
+    return _Extent(size).exceeded(contents)
 
 
 class _Extent:
