@@ -23,7 +23,7 @@ from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
 from runner.assembly.start import carried
-from runner.assembly.training import build_training, training_flops
+from runner.assembly.training import build_training, look_ahead, training_flops
 from runner.assembly.watch import watch_modules
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import resume
@@ -190,6 +190,7 @@ def train(
     training = build_training(config, values, start, data, make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
+    warnings += look_ahead(config, training)
     identity = splits.identify()
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, config.data.identity == "ignore")

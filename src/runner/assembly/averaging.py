@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 def build_averaged(
     config: Train, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, total_steps: int
 ) -> Averaged | None:
-    """The average that `ema` or `swa` asks for; None for neither.
-
-    Raises:
-        UserError: if the run ends before SWA takes its first weights.
-    """
+    """The average that `ema` or `swa` asks for; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
     leaves_out = config.on_nonfinite == "skip"
@@ -39,12 +35,24 @@ def build_averaged(
     if config.swa is None:
         return None
     start = swa_start(config.swa, plan, total_steps)
-    if start + plan.steps > total_steps:
+    return Averaged("swa", model, parameters, start=start, every=plan.steps, leaves_out=leaves_out)
+
+
+def check_average(config: Train, training: Training) -> None:
+    """See that the run of a training averages weights at all.
+
+    Raises:
+        UserError: if it ends before SWA takes its first weights.
+    """
+    if config.swa is None:
+        return
+    steps, total_steps = training.plan.steps, training.total_steps
+    start = swa_start(config.swa, training.plan, total_steps)
+    if start + steps > total_steps:
         raise UserError(
-            f"swa: {config.swa:g} begins after step {start:,} and takes weights {plan.steps:,} steps later, an epoch, but the "
+            f"swa: {config.swa:g} begins after step {start:,} and takes weights {steps:,} steps later, an epoch, but the "
             f"run ends at step {total_steps:,}\n    allowed: a smaller swa, or more epochs"
         )
-    return Averaged("swa", model, parameters, start=start, every=plan.steps, leaves_out=leaves_out)
 
 
 def swa_start(swa: float, plan: Plan, total_steps: int) -> int:
