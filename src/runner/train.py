@@ -251,13 +251,16 @@ def train(
             )
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
+    def stopped() -> bool:
+        return bool(signals.asked())
+
     loop = Loop(
         state,
         splits.train.loader,
         training.plan,
         training.parts,
         training.limits,
-        (lambda interrupted: evaluate_both(training, config, lambda: evaluate_split("val", interrupted)))
+        (lambda interrupted: evaluate_both(training, config, lambda: evaluate_split("val", interrupted), interrupted))
         if splits.val
         else None,
         callbacks,
@@ -331,8 +334,8 @@ def train(
             of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
             if state.averaged is not None and has_best:
                 summary["test_weights"] = of_best
-            test = functools.partial(evaluate_split, "test", lambda: bool(signals.asked()))
-            results = test() if has_best else evaluate_both(training, config, test)
+            test = functools.partial(evaluate_split, "test", stopped)
+            results = test() if has_best else evaluate_both(training, config, test, stopped)
             summary["test"] = {name.removeprefix("test/"): number for name, number in results.items()}
             position = state.position
             show("test", summary["test"], position.global_step, position.epoch + (position.batch > 0))

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from runner.assembly.batch_size import memory_for_evaluation
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.engine.averaging import Averaged, prefix
+from runner.engine.errors import Interrupted
 from runner.engine.generators import untouched_generators
 from runner.engine.plan import Plan
 from runner.engine.state import Schedule, load_weights
@@ -39,12 +41,13 @@ def build_averaged(
 
 
 def check_average(config: Train, training: Training) -> None:
-    """See that the run of a training averages weights at all.
+    """See that the run of a training averages weights at all, and that their average can be used.
 
     Raises:
-        UserError: if it ends before SWA takes its first weights.
+        UserError: if it ends before SWA takes its first weights, or never computes BatchNorm's statistics for their mean.
     """
-    if config.swa is None:
+    averaged = training.state.averaged
+    if averaged is None or config.swa is None:
         return
     steps, total_steps = training.plan.steps, training.total_steps
     start = swa_start(config.swa, training.plan, total_steps)
@@ -52,6 +55,13 @@ def check_average(config: Train, training: Training) -> None:
         raise UserError(
             f"swa: {config.swa:g} begins after step {start:,} and takes weights {steps:,} steps later, an epoch, but the "
             f"run ends at step {total_steps:,}\n    allowed: a smaller swa, or more epochs"
+        )
+    with training.state.freezing.as_at(None):
+        norms = averaged.norms()
+    if norms and training.splits.val is None:
+        raise UserError(
+            "swa: computes BatchNorm's statistics at evaluations, but there is no validation split\n"
+            "    allowed: data.split.val=0.1, ema in place of swa, or a model without BatchNorm"
         )
 
 
@@ -68,7 +78,12 @@ def with_swa_rate(schedule: Schedule, config: Train, plan: Plan, total_steps: in
     return Annealed(schedule, swa_start(config.swa, plan, total_steps), steps, config.averaging.lr)
 
 
-def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+def evaluate_both(
+    training: Training,
+    config: Train,
+    evaluate: Callable[[], dict[str, float]],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
     """Evaluate the weights, and their average where there is one: `val/loss` and `val/ema_loss`, and so on.
 
     Before SWA begins, what would be averaged are the weights themselves, so their metrics stand for both.
@@ -77,6 +92,11 @@ def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict
         training: the objects of the run.
         config: the config.
         evaluate: evaluates the model as it is; gives metrics as {"val/loss": 0.1, ...}.
+        interrupted: asked before every batch that BatchNorm's statistics are computed from; True ends that.
+
+    Raises:
+        Interrupted: if `interrupted` said so.
+        UserError: if memory does not suffice for these batches.
     """
     found, averaged = evaluate(), training.state.averaged
     if averaged is None:
@@ -85,18 +105,23 @@ def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict
     if averaged.begun:
         with averaged.applied():
             if averaged.kind == "swa":
-                averaged.recalibrate(lambda: _feed(training, config.averaging.recalibrate_batches))
+                with memory_for_evaluation(config):
+                    averaged.recalibrate(lambda: _feed(training, config.averaging.recalibrate_batches, interrupted))
             others = evaluate()
     start = f"/{prefix(averaged.kind)}"
     return found | {name.replace("/", start, 1): value for name, value in others.items()}
 
 
-def _feed(training: Training, limit: int | None) -> None:
+def _feed(training: Training, limit: int | None, interrupted: Callable[[], bool]) -> None:
     """Send the training split, as it is evaluated, through the model."""
     loader = training.splits.train_for_eval.loader
     batches = math.ceil(loader.samples / loader.batch_size)
+    if batches > 1 and loader.samples - (batches - 1) * loader.batch_size == 1:
+        batches -= 1  # a single sample has no variance
     with untouched_generators(training.model), torch.no_grad():
         for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+            if interrupted():
+                raise Interrupted
             with training.precision.autocast():
                 training.model(batch.images)
 
