@@ -45,6 +45,13 @@ class Normed(nn.Sequential):
         inputs = in_channels * image_size[0] * image_size[1]
         super().__init__(nn.Flatten(), nn.Linear(inputs, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
 
+class Hits:
+    # A metric that is always one.
+    def to(self, device): return self
+    def reset(self): pass
+    def update(self, predictions, targets): pass
+    def compute(self): return torch.ones(())
+
 class Broken(nn.Module):
     # A loss whose gradients are NaN in some steps.
     def __init__(self, bad: list[int], label_smoothing: float = 0.0, class_weights: str | None = None):
@@ -185,7 +192,9 @@ def test_swa_without_evaluations_is_a_mistake_where_statistics_would_be_those_of
 def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    result = train(*CNN, "epochs=4", "swa=1", "evaluate.every_epochs=2", "checkpoint.every_epochs=1", "checkpoint.keep=9")
+    result = train(
+        *CNN, "epochs=4", "swa=1", "evaluate.every_epochs=2", "checkpoint.every_epochs=1", "checkpoint.keep=9"
+    )
     paths = [result.directory / "checkpoints" / f"step_{step:010d}.pt" for step in (6, 12, 18, 24)]
     files = [read(path) for path in paths]
     assert [file["averaged"]["calibrated"] for file in files] == [True, True, False, True]
@@ -193,7 +202,10 @@ def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
     assert [weights_of(files[place], "auto")[1] for place in (1, 3)] == ["swa", "swa"]
     found = run("eval", f"ckpt_path={paths[2]}", "threads=1", "weights=averaged")
     assert found.status == 2
-    assert "weights: is averaged, but the checkpoint was saved after swa took weights and before an evaluation" in found.err
+    assert (
+        "weights: is averaged, but the checkpoint was saved after swa took weights and before an evaluation"
+        in found.err
+    )
     # A run that goes on from there ends with the same average.
     rest = last(train(f"ckpt_path={paths[2]}"))["averaged"]
     assert rest["calibrated"]
@@ -238,6 +250,17 @@ def test_computing_statistics_is_broken_off_and_names_its_own_key(begun: tuple[A
     assert weights_sha256(training.model.state_dict()) == before
     assert all(module.training for module in training.model.modules())
     assert not training.state.averaged.state_dict()["calibrated"]
+
+
+def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_kept(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = (*MLP, "epochs=1", "metrics={swa_hits: {_target_: my_parts.Hits}}")
+    best = train(*words, "checkpoint.monitor=swa_hits").summary["best"]
+    assert (best["metric"], best["value"]) == ("val/swa_hits", 1.0)
+    found = run("train", "threads=1", "logger=none", *words, "swa=0.1")
+    assert found.status == 2
+    assert "metrics.swa_hits: is called as metrics of the average that swa keeps are" in found.err
 
 
 def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:

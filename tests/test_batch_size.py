@@ -86,8 +86,7 @@ def test_what_is_frozen_for_a_while_counts_as_trained(
 ) -> None:
     monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
     free, late, never = (
-        train(*RUN, *words)
-        for words in ((), ("freeze=all-but-head", "unfreeze_at=1"), ("freeze=all-but-head",))
+        train(*RUN, *words) for words in ((), ("freeze=all-but-head", "unfreeze_at=1"), ("freeze=all-but-head",))
     )
     assert size_of(late) == size_of(free) < size_of(never)
 

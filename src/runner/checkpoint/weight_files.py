@@ -95,7 +95,9 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         if isinstance(candidate, Mapping):
             tensors = {str(name): value for name, value in candidate.items() if _is_plain(value)}
             if reason := wrong_extent(tensors, path.stat().st_size):
-                raise UserError(f"{_KEY}: {path} is refused: {reason}\n    allowed: tensors whose values are in the file")
+                raise UserError(
+                    f"{_KEY}: {path} is refused: {reason}\n    allowed: tensors whose values are in the file"
+                )
             if tensors:
                 return tensors
     raise UserError(
