@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from runner.assembly.averaging import evaluate_both
+from runner.assembly.training import build_training
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
+from runner.checkpoint.weights import weights_of
+from runner.config.errors import UserError
+from runner.config.resolve import checked
+from runner.config.schema import Train
+from runner.engine.errors import Interrupted
 
 # 43 training samples: five batches of 8 and one of 3 an epoch, 12 steps in all.
 SMALL = (
@@ -30,6 +38,19 @@ class Bomb:
     def __init__(self, step: int): self.step = step
     def on_step(self, loop):
         if loop.state.position.global_step == self.step: os.kill(os.getpid(), signal.SIGTERM)
+
+class Normed(nn.Sequential):
+    # BatchNorm that refuses a single sample in training.
+    def __init__(self, in_channels: int, image_size: tuple[int, int], num_classes: int):
+        inputs = in_channels * image_size[0] * image_size[1]
+        super().__init__(nn.Flatten(), nn.Linear(inputs, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
+
+class Hits:
+    # A metric that is always one.
+    def to(self, device): return self
+    def reset(self): pass
+    def update(self, predictions, targets): pass
+    def compute(self): return torch.ones(())
 
 class Broken(nn.Module):
     # A loss whose gradients are NaN in some steps.
@@ -155,6 +176,91 @@ def test_swa_that_would_never_take_weights_is_a_mistake(run: Callable[..., Any])
     assert found.status == 2
     assert "swa: 0.9 begins after step 11" in found.err
     assert "a smaller swa, or more epochs" in found.err
+
+
+def test_swa_without_evaluations_is_a_mistake_where_statistics_would_be_those_of_other_weights(
+    run: Callable[..., Any], train: Callable[..., Any]
+) -> None:
+    found = run("train", "threads=1", "logger=none", *CNN, "swa=0.5", "data.split.val=0")
+    assert found.status == 2
+    assert "swa: computes BatchNorm's statistics at evaluations, but there is no validation split" in found.err
+    # Without BatchNorm there is nothing to compute.
+    averaged = last(train(*MLP, "swa=0.5", "data.split.val=0"))["averaged"]
+    assert (averaged["updates"], averaged["calibrated"]) == (1, True)
+
+
+def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    result = train(
+        *CNN, "epochs=4", "swa=1", "evaluate.every_epochs=2", "checkpoint.every_epochs=1", "checkpoint.keep=9"
+    )
+    paths = [result.directory / "checkpoints" / f"step_{step:010d}.pt" for step in (6, 12, 18, 24)]
+    files = [read(path) for path in paths]
+    assert [file["averaged"]["calibrated"] for file in files] == [True, True, False, True]
+    assert weights_of(files[2], "auto")[1] == "raw"
+    assert [weights_of(files[place], "auto")[1] for place in (1, 3)] == ["swa", "swa"]
+    found = run("eval", f"ckpt_path={paths[2]}", "threads=1", "weights=averaged")
+    assert found.status == 2
+    assert (
+        "weights: is averaged, but the checkpoint was saved after swa took weights and before an evaluation"
+        in found.err
+    )
+    # A run that goes on from there ends with the same average.
+    rest = last(train(f"ckpt_path={paths[2]}"))["averaged"]
+    assert rest["calibrated"]
+    assert weights_sha256(rest["weights"]) == weights_sha256(files[3]["averaged"]["weights"])
+
+
+@pytest.fixture
+def begun(compose: Callable[..., Any]) -> tuple[Any, Train]:
+    """A training whose average has begun, and its config."""
+    composition = compose(*SMALL, "model=mlp", "~model.hidden", "~model.dropout", "model._target_=my_parts.Normed", "swa=0.5",
+                          "evaluate.batch_size=42", "threads=1")  # fmt: skip
+    config = checked(composition.values, composition, Train)
+    training = build_training(config, composition.values)
+    assert training.splits.train.samples == 43
+    training.state.train()
+    training.state.averaged.update(12)
+    return training, config
+
+
+def test_statistics_are_not_computed_from_a_single_sample_at_the_end(begun: tuple[Any, Train]) -> None:
+    training, config = begun
+    sizes: list[int] = []
+    training.model.register_forward_hook(lambda module, args, output: sizes.append(len(output)))
+    assert not training.state.averaged.state_dict()["calibrated"]
+    assert evaluate_both(training, config, lambda: {"val/loss": 1.0}) == {"val/loss": 1.0, "val/swa_loss": 1.0}
+    assert sizes == [42]
+    assert training.state.averaged.state_dict()["calibrated"]
+
+
+def test_computing_statistics_is_broken_off_and_names_its_own_key(begun: tuple[Any, Train]) -> None:
+    training, config = begun
+    before = weights_sha256(training.model.state_dict())
+    with pytest.raises(Interrupted):
+        evaluate_both(training, config, lambda: {"val/loss": 1.0}, lambda: True)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    training.model.register_forward_hook(fail)
+    with pytest.raises(UserError, match=r"evaluate\.batch_size: memory does not suffice for batches of 42"):
+        evaluate_both(training, config, lambda: {"val/loss": 1.0})
+    assert weights_sha256(training.model.state_dict()) == before
+    assert all(module.training for module in training.model.modules())
+    assert not training.state.averaged.state_dict()["calibrated"]
+
+
+def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_kept(
+    train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    words = (*MLP, "epochs=1", "metrics={swa_hits: {_target_: my_parts.Hits}}")
+    best = train(*words, "checkpoint.monitor=swa_hits").summary["best"]
+    assert (best["metric"], best["value"]) == ("val/swa_hits", 1.0)
+    found = run("train", "threads=1", "logger=none", *words, "swa=0.1")
+    assert found.status == 2
+    assert "metrics.swa_hits: is called as metrics of the average that swa keeps are" in found.err
 
 
 def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:

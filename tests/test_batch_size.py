@@ -73,6 +73,24 @@ def test_a_run_with_the_number_ends_with_the_same_bits(train: Callable[..., Any]
     assert train(*RUN, f"data.batch_size={size_of(found)}").summary["weights_sha256"] == found.summary["weights_sha256"]
 
 
+def test_what_the_whole_run_never_comes_to_is_decided_with_the_size_found(train: Callable[..., Any]) -> None:
+    # With single samples an epoch has 270 steps, and the run less than one; with 256 it has 2.
+    words = (*RUN, "epochs=null", "max_steps=8", "freeze=[stages]", "unfreeze_at=2ep")
+    found = train(*words, "swa=0.5")
+    assert size_of(found) == 256
+    assert "never trained" not in found.out + found.err
+
+
+def test_what_is_frozen_for_a_while_counts_as_trained(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
+    free, late, never = (
+        train(*RUN, *words) for words in ((), ("freeze=all-but-head", "unfreeze_at=1"), ("freeze=all-but-head",))
+    )
+    assert size_of(late) == size_of(free) < size_of(never)
+
+
 def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     cpu = torch.device("cpu")
     (tmp_path / "max").write_text("5000000\n")

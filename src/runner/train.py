@@ -23,7 +23,7 @@ from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
 from runner.assembly.start import carried
-from runner.assembly.training import build_training, training_flops
+from runner.assembly.training import build_training, look_ahead, training_flops
 from runner.assembly.watch import watch_modules
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import resume
@@ -190,6 +190,7 @@ def train(
     training = build_training(config, values, start, data, make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
+    warnings += look_ahead(config, training)
     identity = splits.identify()
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, config.data.identity == "ignore")
@@ -250,13 +251,16 @@ def train(
             )
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
+    def stopped() -> bool:
+        return bool(signals.asked())
+
     loop = Loop(
         state,
         splits.train.loader,
         training.plan,
         training.parts,
         training.limits,
-        (lambda interrupted: evaluate_both(training, config, lambda: evaluate_split("val", interrupted)))
+        (lambda interrupted: evaluate_both(training, config, lambda: evaluate_split("val", interrupted), interrupted))
         if splits.val
         else None,
         callbacks,
@@ -330,8 +334,8 @@ def train(
             of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
             if state.averaged is not None and has_best:
                 summary["test_weights"] = of_best
-            test = functools.partial(evaluate_split, "test", lambda: bool(signals.asked()))
-            results = test() if has_best else evaluate_both(training, config, test)
+            test = functools.partial(evaluate_split, "test", stopped)
+            results = test() if has_best else evaluate_both(training, config, test, stopped)
             summary["test"] = {name.removeprefix("test/"): number for name, number in results.items()}
             position = state.position
             show("test", summary["test"], position.global_step, position.epoch + (position.batch > 0))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import runner.train
-from runner.assembly.training import build_training
+from runner.assembly.training import build_training, training_flops
 from runner.checkpoint.file import read
 from runner.config.app import Composition
 from runner.config.overrides import canonical
@@ -184,6 +184,16 @@ def test_epochs_are_moments_too(call: Callable[..., Any]) -> None:
     assert steps is not None
     assert f"step {steps[1]}: all-but-head is trained from here on" in shown
     assert re.search(r"frozen .*\(until after epoch 1\)", shown)
+
+
+def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained(built: Callable[..., Any]) -> None:
+    free, late, never = (
+        built(**settings) for settings in ({}, {"freeze": "all-but-head@2"}, {"freeze": "all-but-head"})
+    )
+    assert training_flops(late) == training_flops(free)
+    assert training_flops(never).backward < training_flops(free).backward
+    assert training_flops(late, late.state.position) == training_flops(never)
+    assert all(weight.requires_grad for weight in late.model.parameters())
 
 
 def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None:

@@ -223,6 +223,7 @@ def test_contents_of_other_types_are_named(
         {"kind": "other", "updates": 1, "weights": None},
         {"kind": "ema", "updates": -1, "weights": None},
         {"kind": "ema", "updates": 1.5, "weights": None},
+        {"kind": "swa", "updates": 1, "weights": None, "calibrated": 1},
         {"kind": "swa", "updates": 1, "weights": {"layer.weight": "text"}},
         {"kind": "swa", "updates": 1, "weights": [torch.zeros(1)]},
     ],

@@ -70,6 +70,26 @@ def test_an_archive_that_would_fill_the_memory_is_not_opened(tmp_path: Path) -> 
         read_weights(str(path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (torch.zeros(1).expand(2**14, 2**14), "head.weight is larger than the file"),
+        (torch.zeros(2**14).as_strided((2**14, 2**14), (1, 0)), "head.weight is larger than the file"),
+        (torch.zeros(4, 4, device="meta"), "head.weight is a tensor of a kind that is never saved"),
+    ],
+    ids=["expanded", "strided", "meta"],
+)
+@pytest.mark.parametrize("new_format", [True, False])
+def test_tensors_that_stand_for_more_than_the_file_holds_are_refused(
+    head: Tensor, reason: str, new_format: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save({"head.weight": head}, path, _use_new_zipfile_serialization=new_format)
+    assert path.stat().st_size < 200_000
+    with pytest.raises(UserError, match=f"init_from: .* is refused: {reason}"):
+        read_weights(str(path), tmp_path)
+
+
 @pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {}}], ids=str)
 def test_a_file_without_tensors_by_name_is_named(content: object, tmp_path: Path) -> None:
     path = tmp_path / "other.pt"

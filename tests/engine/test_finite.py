@@ -11,6 +11,7 @@ from torch import nn
 
 from runner.engine.errors import Diverged
 from runner.engine.finite import FiniteWatch
+from runner.engine.freezing import Freezing, Frozen
 from runner.engine.step import train_step
 
 
@@ -111,3 +112,41 @@ def test_a_run_that_is_sound_ends_with_the_same_bits(train: Callable[..., Any], 
     wild = run("train", "threads=1", "logger=none", *words, "debug=nan", "optimizer=sgd", "optimizer.lr=1e30")
     assert wild.status == 3
     assert "is the first that is not finite" in wild.err
+
+
+class Steep(torch.autograd.Function):
+    """The identity, whose gradient is infinite for weights alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 0
+
+
+class Weighted(nn.Module):
+    """A scale of which no output shows that its gradient is infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images * Steep.apply(self.scale)
+
+
+def test_weights_that_are_frozen_for_a_while_are_looked_at_once_they_are_trained(bench: Callable[..., Any]) -> None:
+    small = bench(build=network(Weighted()))
+    state = small.state()
+    late = Frozen("late", (state.model[2].scale,), (state.model[2],), steps=1)
+    state.freezing = Freezing(state.model, [late])
+    state.train()
+    FiniteWatch(state)
+    assert not state.model[2].scale.requires_grad
+    step(small, state)
+    state.position.global_step = 1
+    state.freezing.follow(state.position)
+    with pytest.raises(Diverged, match=r"in step 2 the gradient of 2\.scale is the first that is not finite"):
+        step(small, state)

@@ -117,3 +117,22 @@ def test_the_statistics_of_frozen_norms_stay_in_an_average_too():
     averaged.recalibrate(lambda: model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])))
     assert model[0].running_mean.tolist() == [0.0, 0.0]
     assert model[1].running_mean.tolist() != [0.0, 0.0]
+
+
+def test_what_is_thawed_for_a_look_is_frozen_again():
+    model = Net()
+    freezing = Freezing(model, [part(model, "stem", steps=3), part(model, "body")])
+    freezing.train(Position())
+    model.body.eval()
+
+    def seen():
+        return [*(p.requires_grad for p in model.parameters()), *(module.training for module in model.modules())]
+
+    before = seen()
+    with freezing.as_at(None):
+        assert all(parameter.requires_grad for parameter in model.stem.parameters())
+        assert not any(parameter.requires_grad for parameter in model.body.parameters())
+        assert model.stem.training
+        assert not model.body.training
+    assert seen() == before
+    assert [each.name for each in freezing.follow(Position(global_step=3))] == ["stem"]

@@ -82,6 +82,20 @@ def test_a_batch_that_breaks_them_ends_at_the_module(mode: str, words: str) -> N
         model(torch.zeros(4, 3))
 
 
+def test_a_first_batch_that_failed_half_way_is_not_the_first() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Odd())
+    tables = watched(model)
+    failing = model[1].body.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        model(torch.zeros(8, 3))
+    failing.remove()
+    model(torch.zeros(4, 3))
+    assert [row[0] for row in tables[0]] == ["0", "1.body", "1", "(model)"]
+    model[1].mode = "wide"
+    with pytest.raises(UserError, match=r"1 \(Odd\) gives float32 \(B, 8\) in batch 3 of training"):
+        model(torch.zeros(4, 3))
+
+
 def test_another_input_is_told_of_the_first_module_that_takes_it() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Identity())
     watched(model)

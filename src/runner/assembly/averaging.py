@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from runner.assembly.batch_size import memory_for_evaluation
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.engine.averaging import Averaged, prefix
+from runner.engine.errors import Interrupted
 from runner.engine.generators import untouched_generators
 from runner.engine.plan import Plan
 from runner.engine.state import Schedule, load_weights
@@ -25,11 +27,7 @@ if TYPE_CHECKING:
 def build_averaged(
     config: Train, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, total_steps: int
 ) -> Averaged | None:
-    """The average that `ema` or `swa` asks for; None for neither.
-
-    Raises:
-        UserError: if the run ends before SWA takes its first weights.
-    """
+    """The average that `ema` or `swa` asks for; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
     leaves_out = config.on_nonfinite == "skip"
@@ -39,12 +37,32 @@ def build_averaged(
     if config.swa is None:
         return None
     start = swa_start(config.swa, plan, total_steps)
-    if start + plan.steps > total_steps:
+    return Averaged("swa", model, parameters, start=start, every=plan.steps, leaves_out=leaves_out)
+
+
+def check_average(config: Train, training: Training) -> None:
+    """See that the run of a training averages weights at all, and that their average can be used.
+
+    Raises:
+        UserError: if it ends before SWA takes its first weights, or never computes BatchNorm's statistics for their mean.
+    """
+    averaged = training.state.averaged
+    if averaged is None or config.swa is None:
+        return
+    steps, total_steps = training.plan.steps, training.total_steps
+    start = swa_start(config.swa, training.plan, total_steps)
+    if start + steps > total_steps:
         raise UserError(
-            f"swa: {config.swa:g} begins after step {start:,} and takes weights {plan.steps:,} steps later, an epoch, but the "
+            f"swa: {config.swa:g} begins after step {start:,} and takes weights {steps:,} steps later, an epoch, but the "
             f"run ends at step {total_steps:,}\n    allowed: a smaller swa, or more epochs"
         )
-    return Averaged("swa", model, parameters, start=start, every=plan.steps, leaves_out=leaves_out)
+    with training.state.freezing.as_at(None):
+        norms = averaged.norms()
+    if norms and training.splits.val is None:
+        raise UserError(
+            "swa: computes BatchNorm's statistics at evaluations, but there is no validation split\n"
+            "    allowed: data.split.val=0.1, ema in place of swa, or a model without BatchNorm"
+        )
 
 
 def swa_start(swa: float, plan: Plan, total_steps: int) -> int:
@@ -60,7 +78,12 @@ def with_swa_rate(schedule: Schedule, config: Train, plan: Plan, total_steps: in
     return Annealed(schedule, swa_start(config.swa, plan, total_steps), steps, config.averaging.lr)
 
 
-def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+def evaluate_both(
+    training: Training,
+    config: Train,
+    evaluate: Callable[[], dict[str, float]],
+    interrupted: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
     """Evaluate the weights, and their average where there is one: `val/loss` and `val/ema_loss`, and so on.
 
     Before SWA begins, what would be averaged are the weights themselves, so their metrics stand for both.
@@ -69,6 +92,11 @@ def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict
         training: the objects of the run.
         config: the config.
         evaluate: evaluates the model as it is; gives metrics as {"val/loss": 0.1, ...}.
+        interrupted: asked before every batch that BatchNorm's statistics are computed from; True ends that.
+
+    Raises:
+        Interrupted: if `interrupted` said so.
+        UserError: if memory does not suffice for these batches.
     """
     found, averaged = evaluate(), training.state.averaged
     if averaged is None:
@@ -77,18 +105,23 @@ def evaluate_both(training: Training, config: Train, evaluate: Callable[[], dict
     if averaged.begun:
         with averaged.applied():
             if averaged.kind == "swa":
-                averaged.recalibrate(lambda: _feed(training, config.averaging.recalibrate_batches))
+                with memory_for_evaluation(config):
+                    averaged.recalibrate(lambda: _feed(training, config.averaging.recalibrate_batches, interrupted))
             others = evaluate()
     start = f"/{prefix(averaged.kind)}"
     return found | {name.replace("/", start, 1): value for name, value in others.items()}
 
 
-def _feed(training: Training, limit: int | None) -> None:
+def _feed(training: Training, limit: int | None, interrupted: Callable[[], bool]) -> None:
     """Send the training split, as it is evaluated, through the model."""
     loader = training.splits.train_for_eval.loader
     batches = math.ceil(loader.samples / loader.batch_size)
+    if batches > 1 and loader.samples - (batches - 1) * loader.batch_size == 1:
+        batches -= 1  # a single sample has no variance
     with untouched_generators(training.model), torch.no_grad():
         for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+            if interrupted():
+                raise Interrupted
             with training.precision.autocast():
                 training.model(batch.images)
 

@@ -76,6 +76,11 @@ def largest_batch(training: Training) -> Fitting:
     Raises:
         UserError: if no sample fits.
     """
+    with training.state.freezing.as_at(None):  # which takes the most
+        return _largest_batch(training)
+
+
+def _largest_batch(training: Training) -> Fitting:
     samples = training.splits.train.samples
     each = _of_a_sample(training)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in training.model.parameters())
@@ -169,7 +174,6 @@ def _forward(training: Training, size: int) -> tuple[Tensor, Tensor]:
     splits = training.splits
     images = as_given(splits, size)
     targets = training.task.targets(splits.example[1].expand(size, *splits.example[1].shape[1:]))
-    training.state.train()
     with training.precision.autocast():
         return images, training.loss(training.model(images), targets)
 

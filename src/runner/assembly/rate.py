@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.assembly.training import Training, build_training
+from runner.assembly.training import Training, build_training, look_ahead
 from runner.config.errors import UserError
 from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
@@ -145,6 +145,7 @@ def settle_rate(
     training = build_training(config, values, make_cache=make_cache)
     splits = training.splits
     try:
+        look_ahead(config, training)  # before the time is spent
         tell(f"lr=auto: a range test of {FindLr.num_steps} steps, from {FindLr.start:g} to {FindLr.end:g}")
         found = find_rate(config, training, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
         write_json(folder / "lr_range.json", found.record())

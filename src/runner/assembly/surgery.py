@@ -119,20 +119,16 @@ def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> 
     set_prior(model.get_submodule(head.last), class_counts)
 
 
-def freeze(
-    config: Train, model: nn.Module, image: Tensor, total_steps: int, steps_per_epoch: int
-) -> tuple[Freezing, list[str]]:
+def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     """Decide what is not trained, as `freeze` and `unfreeze_at` say; what never is requires no gradient from here on.
 
     Args:
         config: the config.
         model: the model, on its device.
         image: a sample as the model is given it, (1, C, H, W).
-        total_steps: optimizer steps of the run.
-        steps_per_epoch: optimizer steps of an epoch.
 
     Returns:
-        What is frozen when, and warnings.
+        What is frozen when.
 
     Raises:
         UserError: if a pattern matches nothing with weights, or nothing is left to train.
@@ -147,9 +143,13 @@ def freeze(
         if part.for_good:
             for parameter in part.parameters:
                 parameter.requires_grad_(False)
-    late = [part for part in parts if not part.for_good and _ends(part, steps_per_epoch) >= total_steps]
-    warnings = [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
-    return Freezing(model, parts), warnings
+    return Freezing(model, parts)
+
+
+def never_thawed(freezing: Freezing, total_steps: int, steps_per_epoch: int) -> list[str]:
+    """Warnings about what is frozen for a while that the run does not outlast."""
+    late = [part for part in freezing.parts if not part.for_good and _ends(part, steps_per_epoch) >= total_steps]
+    return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
 
 
 def _ends(part: Frozen, steps_per_epoch: int) -> int:

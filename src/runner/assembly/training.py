@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.assembly.averaging import build_averaged, with_swa_rate
+from runner.assembly.averaging import build_averaged, check_average, with_swa_rate
 from runner.assembly.batch_size import settle_batch_size
 from runner.assembly.determinism import named
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
 from runner.assembly.optimizer import build_optimizer
 from runner.assembly.start import Started, start_from
-from runner.assembly.surgery import freeze, initialise, known_head
+from runner.assembly.surgery import freeze, initialise, known_head, never_thawed
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
@@ -140,7 +140,7 @@ def build_training(
         rows += initialise(config, model, image, splits.class_counts)
         if config.init_from is not None:
             started = start_from(config, model, known_head(model, image), splits.classes)
-    freezing, late = freeze(config, model, image, total_steps, plan.steps)
+    freezing = freeze(config, model, image)
     toggled = toggle(config, model, loss, precision, image)
 
     # Optimizer and schedule
@@ -174,7 +174,7 @@ def build_training(
         guard=guard,
         take_step=plain_step(optimizer),
     )
-    step = SplittingStep() if config.on_oom == "split" else train_step
+    step = SplittingStep(plan.batch_size) if config.on_oom == "split" else train_step
     return Training(
         device=device,
         device_reason=device_reason,
@@ -194,7 +194,7 @@ def build_training(
         kernels=kernels,
         started=started,
         rows=rows,
-        warnings=[*warnings, *(started.warnings if started else []), *late, *toggled.warnings, *splits.warnings],
+        warnings=[*warnings, *(started.warnings if started else []), *toggled.warnings, *splits.warnings],
     )
 
 
@@ -204,12 +204,28 @@ def set_switches(config: Train, device: torch.device) -> list[str]:
     return configure_torch(device, config.threads, config.deterministic, *switches)
 
 
-def training_flops(training: Training, samples: int = 2) -> Flops:
-    """Operations of a batch in training, see `count_flops`; everything is left as it is but for the model's mode."""
+def look_ahead(config: Train, training: Training) -> list[str]:
+    """Warnings about what the config asks for and the whole run never comes to; of no use where fewer steps are taken.
+
+    Raises:
+        UserError: if it cannot average weights as `swa` says.
+    """
+    check_average(config, training)
+    return never_thawed(training.state.freezing, training.total_steps, training.plan.steps)
+
+
+def training_flops(training: Training, position: Position | None = None, samples: int = 2) -> Flops:
+    """Operations of a batch in training, see `count_flops`; everything is left as it is.
+
+    Args:
+        training: the objects of the run.
+        position: of the step, which says what is frozen; None for where all that is frozen for a while is trained.
+        samples: samples of the batch.
+    """
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    training.state.train()
-    return count_flops(
-        training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
-    )
+    with training.state.freezing.as_at(position):
+        return count_flops(
+            training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
+        )

@@ -52,7 +52,17 @@ def wrong_contents(contents: dict[str, Any], size: int) -> str:
         contents: as loaded; none of its tensors has been read.
         size: bytes of the file.
     """
-    return _Extent(size).exceeded(contents) or _wrong_type(contents)
+    return wrong_extent(contents, size) or _wrong_type(contents)
+
+
+def wrong_extent(contents: Any, size: int) -> str:
+    """What in nested containers stands for more than a file can hold, or is a tensor that does not lie in it; or an empty string.
+
+    Args:
+        contents: as loaded; none of its tensors has been read.
+        size: bytes of the file.
+    """
+    return _Extent(size).exceeded(contents)
 
 
 class _Extent:
@@ -111,12 +121,14 @@ def _is_image_shape(shape: Any) -> bool:
 
 
 def _is_average(averaged: Any) -> bool:
-    """Whether this is what a run saves of averaged weights: nothing, or a kind, a count, and tensors by name or None."""
+    """Whether this is what a run saves of averaged weights: nothing, or a kind, a count, a flag, and tensors by name or None."""
     if averaged is None:
         return True
     if not isinstance(averaged, dict) or averaged.get("kind") not in ("ema", "swa"):
         return False
     updates, weights = averaged.get("updates"), averaged.get("weights")
+    if type(averaged.get("calibrated", True)) is not bool:
+        return False
     if type(updates) is not int or not 0 <= updates < _LARGEST or "weights" not in averaged:
         return False
     return weights is None or (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.checkpoint import find
 from runner.checkpoint.file import is_marked
-from runner.checkpoint.scan import wrong_archive
+from runner.checkpoint.scan import wrong_archive, wrong_extent
 from runner.config.errors import UserError
 
 _KEY = "init_from"
@@ -94,6 +94,10 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     for candidate in candidates:
         if isinstance(candidate, Mapping):
             tensors = {str(name): value for name, value in candidate.items() if _is_plain(value)}
+            if reason := wrong_extent(tensors, path.stat().st_size):
+                raise UserError(
+                    f"{_KEY}: {path} is refused: {reason}\n    allowed: tensors whose values are in the file"
+                )
             if tensors:
                 return tensors
     raise UserError(

@@ -13,10 +13,10 @@ def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[
 
     Args:
         contents: of a checkpoint.
-        which: `auto` takes the average if the best evaluation is one of it.
+        which: `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete.
 
     Raises:
-        UserError: if the average is asked for and there is none.
+        UserError: if the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
     """
     averaged = contents["averaged"] or {"kind": "", "weights": None}
     kind, weights = averaged["kind"], averaged["weights"]
@@ -25,8 +25,16 @@ def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[
             "weights: is averaged, but the checkpoint holds no average\n"
             "    allowed: auto or raw, or a checkpoint of a run with ema or swa"
         )
+    # Files of older versions do not say.
+    calibrated = averaged.get("calibrated", True)
+    if which == "averaged" and not calibrated:
+        raise UserError(
+            f"weights: is averaged, but the checkpoint was saved after {kind} took weights and before an evaluation, which "
+            "computes BatchNorm's statistics for their mean\n"
+            "    allowed: raw, or a checkpoint of an evaluation such as best.pt"
+        )
     best = contents["metrics"]["best"]
     of_average = best is not None and bool(kind) and best["metric"].startswith(f"val/{kind}_")
-    if weights is not None and (which == "averaged" or (which == "auto" and of_average)):
+    if weights is not None and (which == "averaged" or (of_average and calibrated and which == "auto")):
         return weights, kind
     return contents["model"], "raw"

@@ -252,6 +252,14 @@ def _of_averaging(config: Train, forbid: Callable[[bool, str, str, str], None]) 
         "computes BatchNorm's statistics at evaluations, but evaluate.every_epochs and evaluate.every_steps are null",
         "evaluate.every_epochs=1, or swa=null",
     )
+    for kind, value in (("ema", config.ema), ("swa", config.swa)):
+        for name in config.metrics or {}:
+            forbid(
+                value is not None and name.startswith(f"{kind}_"),
+                f"metrics.{name}",
+                f"is called as metrics of the average that {kind} keeps are",
+                "another name",
+            )
     for key, value in (("lr", averaging.lr), ("recalibrate_batches", averaging.recalibrate_batches)):
         forbid(
             value is not None and config.swa is None,

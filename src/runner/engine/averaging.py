@@ -31,7 +31,8 @@ class Averaged:
     update n, counted from 0, so that the first weights are soon forgotten. Buffers are those of the model.
 
     SWA (Izmailov et al., arXiv:1803.05407): the mean of the weights as they are after every `every`-th step beyond `start`.
-    BatchNorm's statistics belong to other weights, so `recalibrate` computes them anew.
+    BatchNorm's statistics belong to other weights, so `recalibrate` computes them anew; until then a state says that they are
+    not those of the average.
 
     An update is one vectorised operation and waits for nothing. Where steps may be left out on the device, how many were
     counts there too, and such steps update nothing.
@@ -65,6 +66,7 @@ class Averaged:
         self._average = [tensor.clone() for tensor in self._current]
         self._statistics: dict[str, Tensor] = {}  # of BatchNorm, computed anew
         self._updates = 0
+        self._calibrated = True  # whether BatchNorm's statistics are those of the average
         self._counted: Tensor | None = None
         if leaves_out:
             device = self._current[0].device
@@ -90,6 +92,8 @@ class Averaged:
         """
         if step <= self.start or (step - self.start) % self.every:
             return
+        if self.kind == "swa":
+            self._calibrated = not self.norms()
         if self._counted is None or left_out is None:
             torch._foreach_lerp_(self._average, self._current, self._share(self._updates))
             self._updates += 1
@@ -133,9 +137,7 @@ class Averaged:
         Args:
             feed: sends training images through the model, without gradients; the statistics are the mean over its batches.
         """
-        # A layer in evaluation mode while training goes on is frozen, and its statistics with it.
-        layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm) and module.training]
-        norms = [layer for layer in layers if layer.track_running_stats]
+        norms = self.norms()
         if not norms:
             return
         modes = [(module, module.training) for module in self._model.modules()]
@@ -153,6 +155,13 @@ class Averaged:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
         self._statistics = {name: tensor.clone() for name, tensor in self._norm_buffers().items()}
+        self._calibrated = True
+
+    def norms(self) -> list[_BatchNorm]:
+        """Layers whose statistics move while training, as the model's modes are."""
+        # A layer in evaluation mode while training goes on is frozen, and its statistics with it.
+        layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm) and module.training]
+        return [layer for layer in layers if layer.track_running_stats]
 
     def _norm_buffers(self) -> dict[str, Tensor]:
         """BatchNorm's statistics by dotted name, where they are recalibrated."""
@@ -179,8 +188,12 @@ class Averaged:
         return value.detach() if isinstance(value, Tensor) else value
 
     def state_dict(self) -> dict[str, Any]:
-        """Kind, number of updates, and the averaged weights under the names of the model's; None before the first."""
-        return {"kind": self.kind, "updates": self.updates, "weights": self.weights() if self.begun else None}
+        """Kind, number of updates, and the averaged weights under the names of the model's; None before the first.
+
+        `calibrated` is whether BatchNorm's statistics among them are those of the average.
+        """
+        weights = self.weights() if self.begun else None
+        return {"kind": self.kind, "updates": self.updates, "calibrated": self._calibrated, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue from a saved state; from one of another kind, or of none, begin with the weights as they are.
@@ -190,9 +203,10 @@ class Averaged:
         """
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._current)
-        self._statistics, updates = {}, 0
+        self._statistics, self._calibrated, updates = {}, True, 0
         if state is not None and state["kind"] == self.kind and state["weights"] is not None:
             saved, updates = state["weights"], int(state["updates"])
+            self._calibrated = bool(state.get("calibrated", True))  # older files do not say
             for name, value in self._model.state_dict(keep_vars=True).items():
                 place = self._places.get(id(value))
                 if place is None:

@@ -32,9 +32,12 @@ class FiniteWatch:
         state.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, module in state.model.named_modules():
             module.register_forward_hook(self._looking_at(f"{name or 'the model'} ({type(module).__name__})"))
+        stepped = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in state.model.named_parameters():
-            if self._gradients and parameter.requires_grad:
-                parameter.register_hook(self._gradient_of(name, "of"))  # type: ignore[no-untyped-call]
+            if self._gradients and parameter in stepped:
+                needed = parameter.requires_grad  # what is frozen for a while takes no hooks meanwhile
+                parameter.requires_grad_(True).register_hook(self._gradient_of(name, "of"))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(needed)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._passed = "the loss"

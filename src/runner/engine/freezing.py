@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,31 @@ class Freezing:
 
     def train(self, position: Position) -> None:
         """Put the model into training mode for the step after a position, but for what is frozen there."""
-        self._held = [part for part in self.parts if part.holds(position)]
+        self._train_all_but([part for part in self.parts if part.holds(position)])
+
+    @contextlib.contextmanager
+    def as_at(self, position: Position | None) -> Iterator[None]:
+        """The model in training mode as for the step after a position; afterwards it is as before.
+
+        Args:
+            position: where; None for where all that is frozen for a while is trained.
+        """
+        held = self._held
+        modes = [(module, module.training) for module in self._model.modules()]
+        needed = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        try:
+            frozen = [part for part in self.parts if (part.holds(position) if position else part.for_good)]
+            self._train_all_but(frozen)
+            yield
+        finally:
+            for parameter, needs in needed:
+                parameter.requires_grad_(needs)
+            for module, mode in modes:
+                module.training = mode
+            self._held = held
+
+    def _train_all_but(self, held: list[Frozen]) -> None:
+        self._held = held
         frozen = {parameter for part in self._held for parameter in part.parameters}
         for part in self.parts:
             for parameter in part.parameters:

@@ -324,7 +324,8 @@ class Loop:
         state.last_metrics = metrics
         name, mode = self.monitor
         value = metrics[name]
-        loss = metrics[loss_beside(name)]
+        beside = loss_beside(name)  # which there is not if a metric of one's own is called ema_something
+        loss = metrics[beside if beside in metrics else "val/loss"]
         if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
             state.best = Best(name, mode, value, loss, state.position.global_step, state.position.epoch)
             self.improved = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -32,12 +33,17 @@ class SplittingStep:
     """A step as `train_step` is one, which trains on each batch in 2, 4, 8, ... pieces once memory has run out.
 
     Each piece counts with its share of the samples, so the gradient is that of the whole batch to rounding. How many pieces
-    there are stands in the state's position from then on, so a resumed run goes on with as many. What a failed attempt
-    has changed is put back before the next one: gradients, buffers, generators, and the loss that is logged. A layer that
-    looks at several samples at once, BatchNorm above all, sees one piece at a time.
+    there are stands in the state's position from then on, so a resumed run goes on with as many; a smaller batch, such as
+    the last of an epoch, is divided into fewer of the same size. What a failed attempt has changed is put back before the
+    next one: gradients, buffers, generators, and the loss that is logged. A layer that looks at several samples at once,
+    BatchNorm above all, sees one piece at a time.
+
+    Args:
+        batch_size: samples of a batch, but for smaller ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
         self._window: list[tuple[Batch, float, int]] = []
         self._losses: list[Tensor] = []
         self._before: _Before | None = None
@@ -80,12 +86,12 @@ class SplittingStep:
 
     def _fits(self, state: TrainState, parts: StepParts, first: int) -> bool:
         """Train on the batches of the window from number `first` on; whether memory suffices."""
-        pieces = state.position.pieces
+        most = _samples_of_a_piece(self._batch_size, state.position.pieces)
         try:
             for batch, weight, samples in self._window[first:]:
-                self._losses.append(_train(state, parts, batch, weight, samples, pieces))
+                self._losses.append(_train(state, parts, batch, weight, samples, math.ceil(samples / most)))
         except Exception as error:
-            if not is_out_of_memory(error) or pieces >= max(samples for _, _, samples in self._window):
+            if not is_out_of_memory(error) or most == 1:
                 raise
             return False  # and what the error holds on to is freed
         return True
@@ -112,17 +118,30 @@ class TellPieces:
         position = loop.state.position
         if position.pieces != self._pieces:
             self._pieces = position.pieces
+            size = loop.plan.batch_size
+            pieces = math.ceil(size / _samples_of_a_piece(size, position.pieces))
             self._warn(
-                f"memory does not suffice for a batch of {loop.plan.batch_size}: from step {position.global_step} on each one is "
-                f"trained on in {position.pieces} pieces (on_oom=split); BatchNorm sees one piece at a time"
+                f"memory does not suffice for a batch of {size}: from step {position.global_step} on each one is "
+                f"trained on in {pieces} pieces (on_oom=split); BatchNorm sees one piece at a time"
             )
+
+
+def _samples_of_a_piece(batch_size: int, pieces: int) -> int:
+    """The most samples that a piece has."""
+    return math.ceil(batch_size / pieces)
 
 
 class _Before:
     """Generators and buffers as they are at the beginning of a step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        # By name, as some models assign their buffers anew.
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._device = next(model.parameters()).device
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = torch.get_rng_state()
@@ -133,8 +152,8 @@ class _Before:
     def restore(self) -> None:
         """Put them back."""
         with torch.no_grad():
-            for buffer, kept in self._buffers:
-                buffer.copy_(kept)
+            for module, name, buffer, kept in self._buffers:
+                module._buffers[name] = buffer.copy_(kept)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -145,7 +164,6 @@ class _Before:
 def _train(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, pieces: int) -> Tensor:
     """Add the gradients of a batch; gives its mean loss."""
     targets = parts.targets(batch.targets)
-    pieces = min(pieces, samples)
     total: Tensor | None = None
     for images, some in zip(batch.images.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
         with parts.autocast():

@@ -83,6 +83,8 @@ class ShapeWatch:
         self._inside, self._training = True, module.training
         self._calls.clear()
         self._batches[self._training] += 1
+        if self._training not in self._expected:  # what a pass noted that failed half-way is not all there is
+            self._first = {key: seen for key, seen in self._first.items() if key[0] != self._training}
 
     def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -91,7 +93,7 @@ class ShapeWatch:
             seen = _Seen(_borders([args, kwargs]), _borders(output), self._batch)
             key = (self._training, name, self._calls[name])
             self._calls[name] += 1
-            if self._batches[self._training] == 1:
+            if self._training not in self._expected:
                 self._first[key] = seen
             elif key in self._first and (side := seen.differs(self._first[key])):
                 raise UserError(self._complaint(name, module, side, seen.shown(side), self._first[key].shown(side)))
@@ -100,12 +102,13 @@ class ShapeWatch:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = False
+        is_first = self._training not in self._expected
         expected = self._expected.setdefault(self._training, self._calls.copy())
         for name in {**expected, **self._calls}:
             if expected[name] != self._calls[name]:
                 now, then = (f"called {count} times" for count in (self._calls[name], expected[name]))
                 raise UserError(self._complaint(name, self._model.get_submodule(name), "is", now, then))
-        if self._training and self._batches[True] == 1:
+        if self._training and is_first:
             self._show(self._rows())
 
     def _complaint(self, name: str, module: nn.Module, verb: str, now: str, then: str) -> str:

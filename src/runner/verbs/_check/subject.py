@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.assembly.averaging import load_best
-from runner.assembly.training import Training, build_training
+from runner.assembly.training import Training, build_training, look_ahead
 from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
 from runner.config.schema.check import Check
@@ -180,6 +180,7 @@ class Subject:
         # Compiled code cannot be looked into.
         plain = dataclasses.replace(self.config, compile=False)
         training = build_training(plain, self.values, splits=self.splits, fresh=self.found is None)
+        look_ahead(plain, training)
         if self.found is not None:
             try:
                 load_best(training, self.found.contents)

@@ -53,13 +53,7 @@ class Found:
     @cached_property
     def flops(self) -> Flops:
         """Operations of the model."""
-        model = self.training.model
-        modes = [(module, module.training) for module in model.modules()]
-        try:
-            return training_flops(self.training)
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        return training_flops(self.training, self.training.state.position)
 
     @cached_property
     def anatomy(self) -> Anatomy:

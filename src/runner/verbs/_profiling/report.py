@@ -77,7 +77,7 @@ def _split(measured: Measured, mean: float) -> dict[str, dict[str, float]]:
 
 def _flops(training: Training) -> tuple[Flops | None, str]:
     try:
-        return training_flops(training), ""
+        return training_flops(training, training.state.position), ""
     except RuntimeError as error:
         return None, str(error).strip().splitlines()[0]
 
