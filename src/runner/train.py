@@ -111,7 +111,7 @@ def run(cfg: DictConfig) -> float | None:
     except Preempted as error:
         status = PREEMPTED
         summary |= {"status": "preempted", "error": f"stopped by {error}"}
-        console.warn(f"stopped by {error}; resume with ckpt_path={directory.path if directory else ''}")
+        console.warn(f"stopped by {error}; {after_stop(directory)}")
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
@@ -141,6 +141,13 @@ def run(cfg: DictConfig) -> float | None:
     if status == PREEMPTED or (status != OK and not in_sweep):
         raise SystemExit(status)
     return value
+
+
+def after_stop(directory: RunDirectory | None) -> str:
+    """How to go on with a run that was asked to stop."""
+    if directory is None or not (directory.checkpoints / "last.pt").is_file():
+        return "nothing was saved yet: give the same command again"
+    return f"resume with ckpt_path={directory.path}"
 
 
 def complain(directory: RunDirectory | None, text: str) -> None:
@@ -269,8 +276,12 @@ def train(
     # Resume
     if setup.found:
         resume.restore(setup.found, state, extra)
-        path = setup.found.path.resolve()
-        if state.best is not None and not resume.carry_best(path, keeper, state.best.global_step):
+        path, best = setup.found.path.resolve(), state.best
+        if best is not None and (best.metric, best.mode) != (monitor, mode):
+            before, now = f"{best.metric} ({best.mode})", f"{monitor} ({mode})"
+            warnings.append(f"the best evaluation was by {before}, and is decided anew by {now}")
+            state.best = None
+        elif best is not None and not resume.carry_best(path, keeper, best.global_step):
             warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
         if continued and not resume.is_last(path, keeper):
@@ -288,7 +299,7 @@ def train(
     if groups := table_of_groups(state.optimizer):
         columns = ["group", "tensors", "parameters", "lr", "weight decay"]
         console.table("parameter groups", columns, groups)
-    for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
+    for warning in [*warnings, *training.late, *(setup.found.warnings if setup.found else [])]:
         console.warn(warning)
     if training.started:
         summary["init_from"] = training.started.record()
@@ -328,7 +339,7 @@ def train(
         if splits.test is not None and config.evaluate.test:
             has_best = keeper.best.is_file() and state.best is not None
             of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
-            if state.averaged is not None and has_best:
+            if has_best and (state.averaged is not None or of_best != "raw"):
                 summary["test_weights"] = of_best
             test = functools.partial(evaluate_split, "test", lambda: bool(signals.asked()))
             results = test() if has_best else evaluate_both(training, config, test)

@@ -40,7 +40,11 @@ from runner.runtime.toggles import Toggled, toggle
 
 @dataclass
 class Training:
-    """The objects of a run before it starts: what is trained, on what, and how."""
+    """The objects of a run before it starts: what is trained, on what, and how.
+
+    Of its attributes, `late` are warnings about frozen parts that a run of this length never trains: only a run that is as
+    long as the config says has a use for them.
+    """
 
     device: torch.device
     device_reason: str
@@ -61,6 +65,7 @@ class Training:
     started: Started | None
     rows: list[tuple[str, str, str]]
     warnings: list[str]
+    late: list[str]
 
     @property
     def model(self) -> nn.Module:
@@ -194,7 +199,8 @@ def build_training(
         kernels=kernels,
         started=started,
         rows=rows,
-        warnings=[*warnings, *(started.warnings if started else []), *late, *toggled.warnings, *splits.warnings],
+        warnings=[*warnings, *(started.warnings if started else []), *toggled.warnings, *splits.warnings],
+        late=late,
     )
 
 
