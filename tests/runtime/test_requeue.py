@@ -126,7 +126,9 @@ def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], 
     assert ended["weights_sha256"] == train(*SMALL).summary["weights_sha256"]
 
 
-@pytest.mark.parametrize("more", [("optimizer=sgd",), ("optimizer=muon", "optimizer.adamw_lr=0.001")], ids=["sgd", "muon"])
+@pytest.mark.parametrize(
+    "more", [("optimizer=sgd",), ("optimizer=muon", "optimizer.adamw_lr=0.001")], ids=["sgd", "muon"]
+)
 def test_the_same_command_goes_on_with_the_rates_that_it_found(
     again: Callable[..., Any], more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

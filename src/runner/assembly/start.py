@@ -75,7 +75,12 @@ class Started:
 
     def record(self) -> dict[str, Any]:
         """For the summary."""
-        return {"path": str(self.path.resolve()), "weights_sha256": self.sha256, "kind": self.kind, "tensors": self.loaded}
+        return {
+            "path": str(self.path.resolve()),
+            "weights_sha256": self.sha256,
+            "kind": self.kind,
+            "tensors": self.loaded,
+        }
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:

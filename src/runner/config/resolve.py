@@ -96,7 +96,10 @@ def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
     return bool(data != before)
 
 
-_PREPARATION = ("image_size", "normalize")  # keys of `data`: what images have to be for a model that was trained on such
+_PREPARATION = (
+    "image_size",
+    "normalize",
+)  # keys of `data`: what images have to be for a model that was trained on such
 
 
 def _says(key: str, words: Sequence[str]) -> bool:
