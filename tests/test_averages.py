@@ -277,3 +277,39 @@ def test_groups_cannot_change_on_a_resume(train: Callable[..., Any], run: Callab
         found = run("train", f"ckpt_path={first.directory}", "epochs=2", "threads=1", word)
         assert found.status == 2
         assert f"{word.split('=')[0]}: cannot change when resuming" in found.err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "metrics"),
+    [
+        ((), ("checkpoint.monitor=loss",), ("val/accuracy", "val/loss")),
+        ((), ("ema=0.5",), ("val/accuracy", "val/ema_accuracy")),
+        (("ema=0.5",), ("ema=null",), ("val/ema_accuracy", "val/accuracy")),
+    ],
+    ids=["monitor", "ema", "raw"],
+)
+def test_evaluations_are_not_compared_by_different_metrics(
+    before: tuple[str, ...], after: tuple[str, ...], metrics: tuple[str, str], train: Callable[..., Any]
+) -> None:
+    words = [*MLP, "evaluate.test=true", *before]
+    first = train(*words, "hydra.run.dir=mine")
+    assert first.summary["best"]["metric"] == metrics[0]
+    ended = train("ckpt_path=mine", *after, "hydra.run.dir=mine")
+    assert f"the best evaluation was by {metrics[0]} (max), and is decided anew by {metrics[1]} (" in ended.out
+    assert ended.summary["best"] is None
+    assert "test_weights" not in ended.summary  # the last weights are tested
+    longer = train("ckpt_path=mine", *after, "hydra.run.dir=mine", "epochs=3")
+    best = longer.summary["best"]
+    assert (best["metric"], best["epoch"]) == (metrics[1], 3)
+    assert read(longer.directory / "checkpoints" / "best.pt")["metrics"]["best"] == best
+
+
+def test_a_run_starts_from_the_average_where_that_was_best(train: Callable[..., Any]) -> None:
+    source = train(*MLP, "ema=0.5")
+    best = read(source.directory / "checkpoints" / "best.pt")
+    started = train(*MLP, f"init_from={source.directory}", "max_steps=1", "optimizer.lr=0", "optimizer.weight_decay=0")
+    record = started.summary["init_from"]
+    assert (record["kind"], record["weights_sha256"]) == ("ema", weights_sha256(best["averaged"]["weights"]))
+    assert last(started)["model"].keys() == best["averaged"]["weights"].keys()
+    assert weights_sha256(last(started)["model"]) == record["weights_sha256"] != weights_sha256(best["model"])
+    assert "tensors of the average (ema)" in started.out

@@ -113,3 +113,39 @@ def test_on_cuda_the_batch_is_tried(train: Callable[..., Any], monkeypatch: pyte
     monkeypatch.setattr(batch_size, "_fits", at_most_32)
     assert size_of(train(*RUN, "device=cuda")) == 32
     assert tried == [256, 128, 64, 32]
+
+
+GREEDY = """
+import torch
+from torch import nn
+
+class Greedy(nn.Module):
+    # Takes a batch of one, as it is tried first, and has no memory for more.
+    def __init__(self, in_channels, num_classes):
+        super().__init__()
+        self.head = nn.Linear(64 * in_channels, num_classes)
+
+    def forward(self, images):
+        if len(images) > 2: raise torch.OutOfMemoryError("no memory is left")
+        return self.head(images.flatten(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [(("train",), 4), (("train", "lr=auto", "data.batch_size=32"), 32), (("find-lr", "data.batch_size=32"), 32)],
+    ids=["batch-size", "lr", "find-lr"],
+)
+def test_no_memory_for_what_is_tried_first_is_a_sentence(
+    words: tuple[str, ...], size: int, run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "greedy.py").write_text(GREEDY, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "greedy")
+    verb, *more = words
+    parts = [word for word in RUN if not word.startswith("model")]
+    found = run(verb, "threads=1", *parts, "model=null", "+model._target_=greedy.Greedy", *more)
+    assert found.status == 2, found.err
+    assert f"data.batch_size: memory does not suffice for batches of {size}: no memory is left" in found.err
+    assert "allowed: a smaller" in found.err
+    assert "Traceback" not in found.err

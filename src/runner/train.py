@@ -111,7 +111,7 @@ def run(cfg: DictConfig) -> float | None:
     except Preempted as error:
         status = PREEMPTED
         summary |= {"status": "preempted", "error": f"stopped by {error}"}
-        console.warn(f"stopped by {error}; resume with ckpt_path={directory.path if directory else ''}")
+        console.warn(f"stopped by {error}; {after_stop(directory)}")
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
@@ -141,6 +141,13 @@ def run(cfg: DictConfig) -> float | None:
     if status == PREEMPTED or (status != OK and not in_sweep):
         raise SystemExit(status)
     return value
+
+
+def after_stop(directory: RunDirectory | None) -> str:
+    """How to go on with a run that was asked to stop."""
+    if directory is None or not (directory.checkpoints / "last.pt").is_file():
+        return "nothing was saved yet: give the same command again"
+    return f"resume with ckpt_path={directory.path}"
 
 
 def complain(directory: RunDirectory | None, text: str) -> None:
@@ -273,8 +280,12 @@ def train(
     # Resume
     if setup.found:
         resume.restore(setup.found, state, extra)
-        path = setup.found.path.resolve()
-        if state.best is not None and not resume.carry_best(path, keeper, state.best.global_step):
+        path, best = setup.found.path.resolve(), state.best
+        if best is not None and (best.metric, best.mode) != (monitor, mode):
+            before, now = f"{best.metric} ({best.mode})", f"{monitor} ({mode})"
+            warnings.append(f"the best evaluation was by {before}, and is decided anew by {now}")
+            state.best = None
+        elif best is not None and not resume.carry_best(path, keeper, best.global_step):
             warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
         if continued and not resume.is_last(path, keeper):
@@ -332,7 +343,7 @@ def train(
         if splits.test is not None and config.evaluate.test:
             has_best = keeper.best.is_file() and state.best is not None
             of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
-            if state.averaged is not None and has_best:
+            if has_best and (state.averaged is not None or of_best != "raw"):
                 summary["test_weights"] = of_best
             test = functools.partial(evaluate_split, "test", stopped)
             results = test() if has_best else evaluate_both(training, config, test, stopped)

@@ -337,3 +337,56 @@ def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(original, comp
         assert not writes_where_told(merged(text, "c.pt", line)[0], line.values)
         own = compose(f"data.{key}=/elsewhere")
         assert writes_where_told(merged(text, "c.pt", own)[0], own.values)
+
+
+WANTED = """
+from torch import nn
+
+def small(in_channels, num_classes):
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * in_channels, num_classes))
+
+small.preferred_data = lambda: {"image_size": 12, "normalize": {"mean": [0.4], "std": [0.2]}}
+"""
+
+
+def test_a_run_whose_model_wants_its_images_so_goes_on_with_the_same_command(run, train, workdir, monkeypatch):
+    (workdir / "wanting.py").write_text(WANTED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "wanting")
+    data = ("data=digits", "limit.train_batches=1")
+    first = train(*data, "model._target_=wanting.small", "model=null", "max_steps=1", "evaluate.test=false")
+    again = ("ckpt_path=last", "data=digits")
+    second = train(*again, "max_steps=2")
+    for result in (first, second):
+        data = yaml.safe_load((result.directory / "config.yaml").read_text())["data"]
+        assert (data["image_size"], data["normalize"]) == (12, {"mean": [0.4], "std": [0.2]})
+    assert "data." not in second.out.partition("changed on the command line")[2].partition("warning")[0]
+    assert run("eval", *again, "threads=1").status == 0
+    refused = run("train", *again, "data.image_size=8", "threads=1")
+    assert "data.image_size: cannot change when resuming" in refused.err
+
+
+def test_other_data_is_prepared_as_its_own_file_says(compose):
+    text = stored.dump(compose("data=digits", "data.image_size=12").values)
+    values, _ = merged(text, "here", compose("data=synthetic"))
+    assert values["data"]["image_size"] == compose("data=synthetic").values["data"]["image_size"] != 12
+    values, changed = merged(text, "here", compose("data=digits"))
+    assert (values["data"]["image_size"], changed) == (12, [])
+
+
+def test_a_rate_under_its_short_name_is_a_change_of_the_rate_alone(original, compose):
+    text = stored.dump(original)
+    values, changed = merged(text, "here", compose("lr=0.25"))
+    assert changed == [("optimizer.lr", "0.5", "0.25")]
+    assert (values["lr"], values["optimizer"]["lr"]) == (None, 0.25)
+    assert merged(text, "here", compose("lr=0.5"))[1] == []
+    assert merged(text, "here", compose("lr=0.5", "optimizer.lr=0.5"))[0]["lr"] == 0.5, "which is then refused"
+
+
+def test_rates_that_were_found_stay_but_for_those_that_the_line_gives(compose):
+    before = compose("optimizer=muon", "optimizer.lr=0.3", "optimizer.adamw_lr=0.4", "optimizer.momentum=0.5")
+    line = compose("optimizer=muon", "optimizer.adamw_lr=0.1", "lr=auto")
+    values, _ = merged(stored.dump(before.values), "here", line)
+    assert [values["optimizer"][name] for name in ("lr", "adamw_lr", "momentum")] == [0.3, 0.1, 0.95]
+    values, _ = merged(stored.dump(before.values), "here", compose("optimizer=sgd", "lr=auto"))
+    assert values["optimizer"]["lr"] == compose("optimizer=sgd").values["optimizer"]["lr"]

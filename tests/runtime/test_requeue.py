@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from runner.config.schema.find_lr import FindLr
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
@@ -121,3 +124,29 @@ def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], 
     ended = json.loads((first.directory / "summary.json").read_text())
     assert ended["status"] == "finished"
     assert ended["weights_sha256"] == train(*SMALL).summary["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "more", [("optimizer=sgd",), ("optimizer=muon", "optimizer.adamw_lr=0.001")], ids=["sgd", "muon"]
+)
+def test_the_same_command_goes_on_with_the_rates_that_it_found(
+    again: Callable[..., Any], more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("num_steps", 40), ("start", 1e-4), ("end", 10.0)):
+        monkeypatch.setattr(FindLr, name, value)
+
+    def rates(result: Any) -> dict[str, float]:
+        optimizer = yaml.safe_load((result.directory / "config.yaml").read_text())["optimizer"]
+        return {name: rate for name, rate in optimizer.items() if name in ("lr", "adamw_lr")}
+
+    words = ("lr=auto", "transform=none", "model.dropout=0", "data.dataset.samples=200", *more)
+    first = again(*words)
+    assert first.status == 75, first.err
+    found = rates(first)
+    assert found["lr"] not in (0.1, 0.02)
+    second = again(*words)
+    assert second.status == 0, second.err
+    assert rates(second) == found
+    assert second.summary["resumed_from"] is not None
+    assert "changed on the command line" not in second.out
+    assert "range test" not in second.out

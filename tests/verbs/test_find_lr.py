@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from runner.assembly.rate import find_rate
 from runner.checkpoint.file import read
 
 SMALL = ("threads=1", "model=mlp", "model.hidden=[32]", "transform=none", "scheduler=constant")
@@ -140,3 +141,47 @@ def test_the_rate_that_is_found_trains_as_well_as_the_preset(train: Callable[...
     preset, found = (train(*words, *more).summary["test"]["accuracy"] for more in ((), ("lr=auto",)))
     assert found > preset - 0.01
     assert found > 0.97
+
+
+def test_a_checkpoint_is_searched_with_what_is_trained_there(
+    run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[bool] = []
+
+    def look(config: Any, training: Any, *settings: Any) -> Any:
+        training.state.train()
+        frozen.append(not all(weight.requires_grad for weight in training.model.parameters()))
+        return find_rate(config, training, *settings)
+
+    monkeypatch.setattr("runner.verbs._find_lr.work.find_rate", look)
+    freezing = ("freeze=all-but-head", "unfreeze_at=400")
+    fresh = run("find-lr", *SMALL, *STEPS, *freezing)
+    assert "is never trained" not in fresh.out + fresh.err
+    words = ("limit.train_batches=1", "evaluate.every_epochs=null", "epochs=3", "evaluate.test=false")
+    trained = train(*SMALL, *words, "freeze=all-but-head", "unfreeze_at=2ep")
+    run("find-lr", f"ckpt_path={trained.directory}", *STEPS)
+    assert frozen == [True, False]
+
+
+@pytest.mark.usefixtures("short_test")
+def test_a_picture_that_cannot_be_drawn_costs_no_run(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no fonts")
+
+    monkeypatch.setattr("runner.assembly.rate.rate_curve", fail)
+    trained = train(*SMALL, *QUICK, "max_steps=2", "lr=auto")
+    assert "lr_range.png was not drawn: no fonts" in trained.out
+    assert trained.summary["status"] == "finished"
+
+
+@pytest.mark.usefixtures("short_test")
+def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.train.StopSignals.asked", lambda self: "SIGTERM")
+    stopped = run("train", *SMALL, *QUICK, "lr=auto")
+    assert stopped.status == 75
+    assert "stopped by SIGTERM; nothing was saved yet: give the same command again" in stopped.out
+    assert "ckpt_path" not in stopped.out

@@ -26,6 +26,7 @@ _SHARE = 0.8  # of the memory that is free
 _BESIDE = 3  # times the weights: gradients, and two averages as Adam keeps them
 _FOR_BACKWARD = 2.0  # times what the graph keeps: gradients of activations, and what operations need meanwhile
 _MEASURED = 4  # samples that are measured
+_LESS_A_SAMPLE = "a smaller model or smaller images, amp=true, or activation_checkpointing=true"
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -82,13 +83,14 @@ def largest_batch(training: Training) -> Fitting:
 
 def _largest_batch(training: Training) -> Fitting:
     samples = training.splits.train.samples
-    each = _of_a_sample(training)
+    with memory_told("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
+        each = _of_a_sample(training)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in training.model.parameters())
     room = int(_SHARE * free_memory(training.device)) - _BESIDE * weights
     if room < each:
         raise UserError(
             f"data.batch_size: a sample takes about {_readable(each)}, and {_readable(room)} are free for it on {training.device}\n"
-            "    allowed: a smaller model or smaller images, amp=true, or activation_checkpointing=true"
+            f"    allowed: {_LESS_A_SAMPLE}"
         )
     size = largest_power(min(samples, room // each))
     while training.device.type == "cuda" and size > 1 and not _fits(training, size):

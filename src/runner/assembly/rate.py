@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.assembly.batch_size import memory_for_training
 from runner.assembly.training import Training, build_training, look_ahead
 from runner.config.errors import UserError
 from runner.config.schema.find_lr import FindLr
@@ -82,7 +83,7 @@ def find_rate(
         interrupted: the name of the signal that asks to stop, or an empty string.
 
     Raises:
-        UserError: if the optimizer has no rate to scale, or the loss hardly falls at any rate.
+        UserError: if the optimizer has no rate to scale, memory does not suffice, or the loss hardly falls at any rate.
     """
     node = config.optimizer
     reference = node.get("lr") or training.state.optimizer.defaults.get("lr")
@@ -92,7 +93,8 @@ def find_rate(
         )
     rates = exponential(start, end, steps)
     loader, plan = training.splits.train.loader, training.plan
-    curve = range_test(training.state, loader, plan, training.parts, rates, reference, training.step, interrupted)
+    with memory_for_training(config):
+        curve = range_test(training.state, loader, plan, training.parts, rates, reference, training.step, interrupted)
     try:
         suggestions = suggest(curve)
     except ValueError as error:
@@ -149,15 +151,18 @@ def settle_rate(
         tell(f"lr=auto: a range test of {FindLr.num_steps} steps, from {FindLr.start:g} to {FindLr.end:g}")
         found = find_rate(config, training, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
         write_json(folder / "lr_range.json", found.record())
-        picture = folder / "plots" / "lr_range.png"
-        picture.parent.mkdir(exist_ok=True)
-        found.draw(picture, f"{config.name}: learning-rate range test")
     except BaseException:
         splits.close()
         raise
+    picture = folder / "plots" / "lr_range.png"
+    try:
+        picture.parent.mkdir(exist_ok=True)
+        found.draw(picture, f"{config.name}: learning-rate range test")
+    except Exception as error:  # a picture must not cost a run
+        tell(f"warning: {picture} was not drawn: {error}")
     if found.warning:
         tell(f"warning: {found.warning}")
-    tell(f"lr=auto: {found.words} ({REASON}; {picture})")
+    tell(f"lr=auto: {found.words} ({REASON}; {folder / 'lr_range.json'})")
     for name, rate in found.settings.items():
         config.optimizer[name] = values["optimizer"][name] = rate
     config.lr = values["lr"] = None

@@ -49,6 +49,7 @@ class Started:
         path: the file.
         sha256: of all its tensors, see `weights_sha256`.
         loaded: tensors that were taken.
+        kind: what they are: `raw`, or an average, `ema` or `swa`.
         misfits: what was not.
         warnings: what was passed over on the way to the file.
     """
@@ -56,13 +57,15 @@ class Started:
     path: Path
     sha256: str
     loaded: int
+    kind: str = "raw"
     misfits: list[Misfit] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""
         left = f", {len(self.misfits)} that do not fit left as they are" if self.misfits else ""
-        return "weights", f"{self.loaded} tensors{left}", f"init_from: {self.path}"
+        average = "" if self.kind == "raw" else f" of the average ({self.kind})"
+        return "weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"
 
     def table(self) -> list[list[str]]:
         """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one for those left out."""
@@ -72,7 +75,12 @@ class Started:
 
     def record(self) -> dict[str, Any]:
         """For the summary."""
-        return {"path": str(self.path.resolve()), "weights_sha256": self.sha256, "tensors": self.loaded}
+        return {
+            "path": str(self.path.resolve()),
+            "weights_sha256": self.sha256,
+            "kind": self.kind,
+            "tensors": self.loaded,
+        }
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:
@@ -104,7 +112,7 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
-    return Started(given.path, weights_sha256(given.tensors), len(fitting), misfits, given.warnings)
+    return Started(given.path, weights_sha256(given.tensors), len(fitting), given.kind, misfits, given.warnings)
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from runner.checkpoint import find
 from runner.checkpoint.file import is_marked
 from runner.checkpoint.scan import wrong_archive, wrong_extent
+from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 
 _KEY = "init_from"
@@ -29,12 +30,14 @@ class Weights:
         path: the file.
         tensors: as a model's state dict has them, on the CPU.
         classes: names of the classes that the model tells apart; empty where the file does not say.
+        kind: of a checkpoint's, see `weights_of`: `raw`, `ema` or `swa`; those of other files are `raw`.
         warnings: what was passed over on the way to the file.
     """
 
     path: Path
     tensors: dict[str, Tensor]
     classes: tuple[str, ...] = ()
+    kind: str = "raw"
     warnings: list[str] = field(default_factory=list)
 
 
@@ -42,8 +45,9 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     """Read the weights that `init_from` names.
 
     Args:
-        init_from: a checkpoint, a run directory (its best evaluation, or the last state), `last` or `best` for the newest
-            run in `runs`, a `.safetensors` file, or what `torch.save` made of a state dict.
+        init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory (its best evaluation,
+            or the last state), `last` or `best` for the newest run in `runs`, a `.safetensors` file, or what `torch.save`
+            made of a state dict.
         runs: folder with the runs of one name.
 
     Raises:
@@ -55,8 +59,9 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     if path.is_file() and not is_marked(path):
         return Weights(path, _state_dict(path))
     found = find.load(init_from, runs, prefer="best", key=_KEY)
-    tensors = {name: value for name, value in found.contents["model"].items() if isinstance(value, Tensor)}
-    return Weights(found.path, tensors, tuple(found.contents["classes"]), found.warnings)
+    state, kind = weights_of(found.contents)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return Weights(found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings)
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:

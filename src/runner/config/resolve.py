@@ -90,12 +90,25 @@ def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
     data, before = values["data"], copy.deepcopy(values["data"])
     mean = before["normalize"]["mean"]
     wanted = preferred_data(values["model"], grey=mean is not None and len(mean) == 1)
-    given = {word.partition("=")[0] for word in words}
-    for key in ("data.image_size", "data.normalize"):
-        name = key.partition(".")[2]
-        if name in wanted and not any(word == key or word.startswith(f"{key}.") for word in given):
+    for name in _PREPARATION:
+        if name in wanted and not _says(f"data.{name}", words):
             data[name] = wanted[name]
     return bool(data != before)
+
+
+_PREPARATION = (
+    "image_size",
+    "normalize",
+)  # keys of `data`: what images have to be for a model that was trained on such
+
+
+def _says(key: str, words: Sequence[str]) -> bool:
+    """Whether a command line names a key, or one inside it."""
+    return any(given == key or given.startswith(f"{key}.") for given in map(_key_of, words))
+
+
+def _key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
 
 
 _FETCHING = ("data.download", "data.dataset.download")  # written to disk by fetching, so the command line decides
@@ -111,6 +124,10 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     original = stored.load(text, where)
     values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
     _keep_facts(original, values)
+    _keep_preparation(original, values, composition.words)
+    _keep_found_rates(original, values, composition)
+    if not two_rates(values, composition.words):
+        _use_number(values)
     # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
     for key in _OF_THE_CALL:
         values[key] = composition.values[key]
@@ -195,3 +212,44 @@ def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
     before, after = original.get("data"), values.get("data")
     if isinstance(before, dict) and isinstance(after, dict) and after.get("batch_size") == "auto":
         after["batch_size"] = before.get("batch_size")
+
+
+def _keep_preparation(original: dict[str, Any], values: dict[str, Any], words: Sequence[str]) -> None:
+    """Prepare the file's data for its model as before, where the line selects them anew and says nothing of how."""
+    before, after = original.get("data"), values.get("data")
+    if not isinstance(before, dict) or not isinstance(after, dict):
+        return
+    if _target(original.get("model")) != _target(values.get("model")):
+        return
+    if _target(before.get("dataset")) != _target(after.get("dataset")):
+        return
+    for name in _PREPARATION:
+        if name in before and not _says(f"data.{name}", words):
+            after[name] = copy.deepcopy(before[name])
+
+
+def _target(section: Any) -> Any:
+    return section.get("_target_") if isinstance(section, dict) else None
+
+
+def _keep_found_rates(original: dict[str, Any], values: dict[str, Any], composition: Composition) -> None:
+    """Keep the rates that `lr=auto` found when the run began, where the line selects the file's optimizer anew.
+
+    Of other words of the line the later ones count, but not where it is the command that the rates were found with.
+    """
+    before, after = original.get("optimizer"), values.get("optimizer")
+    if values.get("lr") != "auto" or not isinstance(before, dict) or not isinstance(after, dict):
+        return
+    if _target(before) != _target(after):
+        return
+    words = [] if composition.values["resume"] == "auto" else composition.words
+    for name, rate in before.items():
+        if (name == "lr" or name.endswith("_lr")) and not _says(f"optimizer.{name}", words):
+            after[name] = rate
+
+
+def _use_number(values: dict[str, Any]) -> None:
+    """Move a number under `lr` to where the file has it, see `use_rate`, so that the same rate is no change."""
+    rate, optimizer = values.get("lr"), values.get("optimizer")
+    if isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0 and isinstance(optimizer, dict):
+        optimizer["lr"], values["lr"] = float(rate), None

@@ -14,13 +14,13 @@ from omegaconf import DictConfig
 from runner.assembly.describe import describe
 from runner.assembly.rate import REASON, FoundRate, find_rate
 from runner.assembly.training import build_training
-from runner.checkpoint import find
+from runner.checkpoint import find, resume
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema.find_lr import FIND_LR_ONLY, FindLr
-from runner.engine.state import load_weights
+from runner.engine.state import Position, load_weights
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
@@ -69,6 +69,9 @@ def _find(composition: Composition) -> float:
                 load_weights(training.model, found.contents["model"])
             except ValueError as error:
                 raise UserError(f"{found.path}: {error}") from error
+            # What is frozen there is what is frozen in the test.
+            position = resume.made_of(found, "position", Position)
+            training.state.position = dataclasses.replace(position, left_out=[])
         folder = _folder(composition, config)
         console.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         for warning in [*training.warnings, *(found.warnings if found else [])]:
