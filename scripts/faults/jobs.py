@@ -33,6 +33,8 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "rmsprop, step": ("optimizer=rmsprop", "scheduler=step", "scheduler.every=1", "epochs=4"),
     "muon, wsd": ("model=mlp", "optimizer=muon", "scheduler=wsd", "epochs=4"),
     "sgd, constant": ("optimizer=sgd", "scheduler=constant", "callbacks=early_stopping", "epochs=4"),
+    "average of the weights": (*_STRONG, "ema=0.99", "optimizer.no_decay=auto", "clip.agc=0.02", "epochs=4"),
+    "frozen at first": ("freeze=[stages.0]", "unfreeze_at=2ep", "swa=0.5", "evaluate.every_steps=9", "epochs=4"),
     "all together": (
         *_STRONG, "accumulate=3", "amp=fp16", "data.residency=disk", "data.num_workers=2", "evaluate.every_steps=4",
         "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.mixing.Mixup}", "epochs=5",
