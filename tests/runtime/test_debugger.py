@@ -76,3 +76,19 @@ def test_only_the_first_process_of_several_opens_it(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     assert "post_mortem" not in scripted(3, "p secret\nq\n", "debug=pdb").out
+
+
+def test_a_tracer_goes_on_when_the_debugger_is_left(scripted: Callable[..., Any]) -> None:
+    before = sys.gettrace()
+
+    def tracer(*_: object) -> None:
+        return None
+
+    try:
+        sys.settrace(tracer)
+        result = scripted(3, "q\n", "debug=pdb")
+        after = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert "post_mortem" in result.out
+    assert after is tracer

@@ -18,5 +18,9 @@ def post_mortem(error: BaseException) -> None:
     while error.__cause__ is not None:  # what was raised by someone's code is told in our words
         error = error.__cause__
     print(f"post_mortem: {type(error).__name__}: {error} (q leaves, h helps)", file=sys.stdout, flush=True)
-    pdb.post_mortem(error.__traceback__)
+    tracer = sys.gettrace()  # of a debugger or a measurement of coverage, which goes on afterwards
+    try:
+        pdb.post_mortem(error.__traceback__)
+    finally:
+        sys.settrace(tracer)
     print(flush=True)  # lines that are not typed leave the prompt without an end
