@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
-from runner.cli import main
 from runner.config.app import Composition
 from runner.config.schema.export import Export
 from runner.data.digits import digits
@@ -34,23 +30,6 @@ with_packages = pytest.mark.skipif(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     monkeypatch.setattr("runner.verbs._export.compare._SECONDS", 0.0)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, trained once."""
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.chdir(tmp_path_factory.mktemp("made"))
-        patch.setattr("runner.train.learning_curves", lambda *_: None)
-        assert main(["train", "threads=1", "logger=none", "log.progress=false", *SMALL]) == 0
-        return Path(out.getvalue().splitlines()[-1]).resolve()
-
-
-@pytest.fixture
-def trained(made: Path, workdir: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(made, workdir / "outputs" / "data" / made.name))
 
 
 @pytest.fixture

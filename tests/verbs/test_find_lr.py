@@ -185,3 +185,11 @@ def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(
     assert stopped.status == 75
     assert "stopped by SIGTERM; nothing was saved yet: give the same command again" in stopped.out
     assert "ckpt_path" not in stopped.out
+
+
+@pytest.mark.parametrize("kind", ["ema=0.9", "swa=0.75"])
+def test_averages_that_decide_what_is_best_are_no_obstacle(kind: str, run: Callable[..., Any]) -> None:
+    name = f"val/{kind.partition('=')[0]}_accuracy"
+    for verb, words in (("find-lr", STEPS), ("profile", ("warmup_steps=0", "steps=2", "trace_steps=0"))):
+        result = run(verb, *SMALL, *words, kind, f"checkpoint.monitor={name}")
+        assert result.status == 0, result.err

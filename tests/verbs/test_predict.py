@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import os
 import shutil
@@ -18,7 +16,6 @@ import torch
 from PIL import EpsImagePlugin, Image
 
 from runner.checkpoint.file import read, write
-from runner.cli import main
 from runner.config.errors import UserError
 from runner.data.assembly import Splits
 from runner.data.files import fitted
@@ -37,23 +34,6 @@ CALL = ("predict", "threads=1")
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run, trained once."""
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.chdir(tmp_path_factory.mktemp("made"))
-        patch.setattr("runner.train.learning_curves", lambda *_: None)
-        assert main(["train", "threads=1", "logger=none", "log.progress=false", *SMALL]) == 0
-        return Path(out.getvalue().splitlines()[-1]).resolve()
-
-
-@pytest.fixture
-def trained(made: Path, workdir: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(made, workdir / "outputs" / "data" / made.name))
 
 
 @pytest.fixture

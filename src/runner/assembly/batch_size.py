@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from runner.assembly.learner import as_given
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.engine.splitting import is_out_of_memory
 from runner.runtime.memory import SavedTensors
@@ -132,7 +132,7 @@ def memory_told(key: str, size: int, fix: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         message = f"{key}: memory does not suffice for batches of {size}: {reason}"
         raise UserError(f"{message}\n    allowed: {fix}") from error
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runner.assembly.surgery import first_line, give_head, try_forward
-from runner.config.errors import UserError
+from runner.assembly.surgery import give_head, try_forward
+from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.assembly import Splits

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError, first_line
 from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
+from runner.config.patterns import matching
 from runner.config.schema.train import Train
 from runner.engine.evaluation import untouched
 from runner.engine.freezing import Freezing, Frozen
@@ -31,11 +31,6 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
                 f"model: cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
             ) from error
     return outputs
-
-
-def first_line(error: Exception) -> str:
-    """What an error says in its first line, or its kind."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
@@ -197,18 +192,8 @@ def _all_but(model: nn.Module, head: str) -> Iterator[str]:
 
 def _matching(model: nn.Module, pattern: str) -> set[str]:
     """Dotted names of modules and parameters that match a pattern."""
-    modules = [name for name, _ in model.named_modules() if name]
-    names = [*modules, *(name for name, _ in model.named_parameters())]
-    found = {name for name in names if fnmatchcase(name, pattern)}
-    if not found:
-        close = nearest(pattern.replace("*", "").strip("."), [ALL_BUT_HEAD, *names])
-        hint = f"; did you mean '{close}'?" if close else ""
-        top = ", ".join(name for name, _ in model.named_children())
-        raise UserError(
-            f"freeze: the model has no module or parameter '{pattern}'{hint}\n"
-            f"    allowed: {ALL_BUT_HEAD}, or names with * and ?, which begin with {top}"
-        )
-    return found
+    names = [*(name for name, _ in model.named_modules() if name), *(name for name, _ in model.named_parameters())]
+    return matching("freeze", pattern, names, "module or parameter", f"{ALL_BUT_HEAD}, or ")
 
 
 def known_head(model: nn.Module, image: Tensor) -> Head | None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from runner.checkpoint.scan import wrong_archive, wrong_contents
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 
 FORMAT = 1
 KEYS = (
@@ -195,7 +195,7 @@ def read(path: Path) -> dict[str, Any]:
                 f"{path}: refused, as it holds more than tensors and plain containers ({reason}); nothing in it was run"
             ) from error
         except Exception as error:  # what a file made by hand can raise in the unpickler has no end
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from error
     if not isinstance(contents, dict) or set(contents) != set(KEYS):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")

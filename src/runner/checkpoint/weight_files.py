@@ -16,7 +16,7 @@ from runner.checkpoint import find
 from runner.checkpoint.file import is_marked
 from runner.checkpoint.scan import wrong_archive, wrong_extent
 from runner.checkpoint.weights import weights_of
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 
 _KEY = "init_from"
 _INSIDE = ("state_dict", "model", "model_state_dict", "model_state")
@@ -93,7 +93,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             "was run\n    allowed: a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)"
         ) from error
     except Exception as error:  # what a file made by hand can raise in the unpickler has no end
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{_KEY}: {path} cannot be read: {reason}") from error
     candidates = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []
     for candidate in candidates:

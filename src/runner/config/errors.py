@@ -66,3 +66,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in pool}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else's says in its first line, or its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

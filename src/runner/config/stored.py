@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.config.keys import flatten
 from runner.config.sources import Sources
 from runner.config.validate import shown
@@ -55,7 +55,7 @@ def load(text: str, where: str) -> dict[str, Any]:
     except UserError:
         raise
     except Exception as error:  # the reader raises whatever a value's text makes Python raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(f"{where}: its config is not plain YAML: {reason}") from error
     if not isinstance(values, dict):
         raise UserError(f"{where}: its config is not a mapping")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from runner.config.errors import UserError, nearest
+from runner.config.patterns import matching
 
 _NOT_MATRICES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag)
 _MATRICES = (nn.Linear, nn.Bilinear, _ConvNd)
@@ -154,18 +153,12 @@ def _matches(key: str, patterns: Iterable[str], named: Mapping[str, object]) -> 
     Raises:
         UserError: if one matches nothing.
     """
+    pieces = [name.split(".") for name in named]
+    known = [".".join(parts[:end]) for parts in pieces for end in range(1, len(parts) + 1)]
     found = []
     for pattern in patterns:
-        names = [name for name in named if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
-        if not names:
-            pieces = [name.split(".") for name in named]
-            known = dict.fromkeys(".".join(parts[:end]) for parts in pieces for end in range(1, len(parts) + 1))
-            close = nearest(pattern.replace("*", ""), known)
-            hint = f"; did you mean '{close}'?" if close else ""
-            top = ", ".join(dict.fromkeys(parts[0] for parts in pieces))
-            raise UserError(
-                f"{key}: no parameter matches '{pattern}'{hint}\n"
-                f"    allowed: names of parameters or modules with * and ?, which begin with {top}"
-            )
-        found += [(pattern, name) for name in names]
+        parts = matching(key, pattern, known, "module or parameter")
+        found += [
+            (pattern, name) for name in named if name in parts or any(name.startswith(f"{part}.") for part in parts)
+        ]
     return found

@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError, first_line
+from runner.config.patterns import matching
 from runner.runtime import activation
 from runner.runtime.memory import SavedTensors
 
@@ -204,16 +204,7 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
     names = [name for name, _ in model.named_modules() if name]
     chosen: set[int] = set()
     for pattern in patterns:
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
-            close = nearest(pattern.replace("*", ""), names)
-            hint = f"; did you mean '{close}'?" if close else ""
-            top = ", ".join(name for name, _ in model.named_children())
-            raise UserError(
-                f"{_KEY}: the model has no module '{pattern}'{hint}\n"
-                f"    allowed: true, a number, or names of modules with * and ?, which begin with {top}"
-            )
-        for name in matched:
+        for name in matching(_KEY, pattern, names, "module", "true, a number, or "):
             module = model.get_submodule(name)
             chosen |= {id(called) for called in _called(module)}
     return _outermost(model, lambda module: id(module) in chosen)
@@ -275,7 +266,7 @@ class _Probe:
                 return self._model(torch.cat([self._image] * samples))
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 shape = (samples, *self._image.shape[1:])
-                raise UserError(f"model: cannot be trained on images of shape {shape}: {_first_line(error)}") from error
+                raise UserError(f"model: cannot be trained on images of shape {shape}: {first_line(error)}") from error
 
     def _saved(self, samples: int) -> SavedTensors:
         with _untouched(self._model, self._image.device), SavedTensors(self._model) as saved:
@@ -318,7 +309,7 @@ class _Probe:
                 torch.autograd.grad(total, weights, allow_unused=True)
             except (CheckpointError, RuntimeError) as error:
                 raise UserError(
-                    f"{_KEY}: what is checkpointed cannot be computed again: {_first_line(error)}\n"
+                    f"{_KEY}: what is checkpointed cannot be computed again: {first_line(error)}\n"
                     "    allowed: patterns that leave out what is not a function of its input, or false"
                 ) from error
 
@@ -332,10 +323,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _tensors(inner)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager

@@ -89,20 +89,47 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     Raises:
         UserError: with everything that is wrong.
     """
-    values = composition.values
-    if values.get("ckpt_path") is None:
+    if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
-    runs = Path(str(values["output_root"])) / str(values["name"])
-    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer)
-    combined, _ = merged(found.contents["config"], str(found.path), composition)
-    kind: type = schema
-    combined |= {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
+    found, combined = _merged(composition, schema, prefer)
     statistics_given = any(word.startswith("data.normalize") for word in composition.words)
     if not statistics_given and isinstance(combined.get("data"), dict):
         # Other data still has to look to the model like the data that it was trained on.
         combined["data"]["normalize"] = copy.deepcopy(stored_data(found).get("normalize") or {})
     config = checked(combined, composition, schema)
     return Settled(found, config, combined, composition.words, combined["weights"])
+
+
+def line_or_checkpoint(
+    composition: Composition, schema: type[T], prefer: str = "last"
+) -> tuple[T, dict[str, Any], find.Found | None]:
+    """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
+
+    Args:
+        composition: what the command line amounts to.
+        schema: of the verb; the keys that it has beyond those of `train` come from the line alone.
+        prefer: `last` or `best`: which one a run directory stands for.
+
+    Returns:
+        The config, the same as plain containers, and the checkpoint, if there is one.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    values, found = composition.values, None
+    if values.get("ckpt_path") is not None:
+        found, values = _merged(composition, schema, prefer)
+    return checked(values, composition, schema), values, found
+
+
+def _merged(composition: Composition, schema: type[Train], prefer: str) -> tuple[find.Found, dict[str, Any]]:
+    values = composition.values
+    runs = Path(str(values["output_root"])) / str(values["name"])
+    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer)
+    combined, _ = merged(found.contents["config"], str(found.path), composition)
+    kind: type = schema
+    own = {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
+    return found, combined | own
 
 
 def stored_data(found: find.Found) -> dict[str, Any]:

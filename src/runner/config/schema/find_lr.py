@@ -19,6 +19,3 @@ class FindLr(Train):
     end: Annotated[float, Gt(0)] = 10.0
     output: str | None = None
     json: bool = False
-
-
-FIND_LR_ONLY = ("num_steps", "start", "end", "output", "json")

@@ -21,6 +21,3 @@ class Profile(Train):
     budget_s: Annotated[float, Gt(0)] = 45.0
     output: str | None = None
     json: bool = False
-
-
-PROFILE_ONLY = ("warmup_steps", "steps", "trace_steps", "budget_s", "output", "json")

@@ -14,13 +14,11 @@ import torch
 from omegaconf import DictConfig
 
 from runner.assembly.describe import describe
-from runner.checkpoint import find
 from runner.config import keys
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import checked, merged, problems_in
+from runner.config.resolve import checked, problems_in
 from runner.config.schema.audit import Audit
-from runner.config.schema.train import Train
 from runner.config.validate import shown
 from runner.data.suspects import Suspect, suspect
 from runner.tracking.console import Console
@@ -29,6 +27,7 @@ from runner.verbs._audit import report, stored
 from runner.verbs._audit.causes import Cause, cause_of
 from runner.verbs._audit.record import BATCH, Difference, Entry, differences
 from runner.verbs._audit.sides import Side
+from runner.verbs._checkpoint import line_or_checkpoint
 from runner.verbs._work import guarded
 
 DIFFERENT = 1
@@ -94,21 +93,6 @@ class Found:
     alike: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def settle(composition: Composition) -> tuple[Audit, dict[str, Any], find.Found | None]:
-    """The config of the first side without `vary`: that of the line, or of a checkpoint with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values, found = composition.values, None
-    if values.get("ckpt_path") is not None:
-        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "last")
-        own = {key: values[key] for key in keys.hints(Audit) if key not in keys.hints(Train)}
-        values, _ = merged(found.contents["config"], str(found.path), composition)
-        values |= own
-    return checked(values, composition, Audit), values, found
-
-
 def settings_of(config: Audit, values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys of `vary`, however they are nested, with the values of both sides."""
     found, now = {}, keys.flatten(values)
@@ -118,7 +102,7 @@ def settings_of(config: Audit, values: dict[str, Any]) -> dict[str, tuple[Any, A
 
 
 def _trained(composition: Composition, console: Console) -> Found:
-    config, values, start = settle(composition)
+    config, values, start = line_or_checkpoint(composition, Audit)
     varied = settings_of(config, values)
     sides: list[Side] = []
     try:

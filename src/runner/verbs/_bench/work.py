@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.checkpoint import find
-from runner.config import keys
 from runner.config.app import Composition
-from runner.config.resolve import checked, merged
 from runner.config.schema.bench import Bench
-from runner.config.schema.train import Train
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._bench import report
 from runner.verbs._bench.decide import Spread, recommended
 from runner.verbs._bench.loading import Loading
 from runner.verbs._bench.stand import Stand, Workbench
 from runner.verbs._bench.toggles import Comparison
+from runner.verbs._checkpoint import folder_for, line_or_checkpoint
 from runner.verbs._work import guarded
 
 
@@ -45,13 +40,8 @@ def settle(composition: Composition) -> tuple[Bench, Composition]:
     Raises:
         UserError: with everything that is wrong.
     """
-    values = composition.values
-    if values.get("ckpt_path") is not None:
-        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "last")
-        own = {key: values[key] for key in keys.hints(Bench) if key not in keys.hints(Train)}
-        values, _ = merged(found.contents["config"], str(found.path), composition)
-        composition = dataclasses.replace(composition, values=values | own)
-    return checked(composition.values, composition, Bench), composition
+    config, values, _ = line_or_checkpoint(composition, Bench)
+    return config, dataclasses.replace(composition, values=values)
 
 
 def _bench(composition: Composition) -> float:
@@ -64,7 +54,7 @@ def _bench(composition: Composition) -> float:
     finally:
         bench.close()
         Stand(bench).configure()  # the next job of a sweep, or of this process, finds what it would have found
-    folder = _folder(composition, config)
+    folder = folder_for(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     title = f"{config.name}, {str(config.model['_target_']).rsplit('.', 1)[1]} on {found.record['device']}"
     record = report.write(found.record, folder, found.speeds, found.speeds[0][1].median, title)
     if config.json:
@@ -73,14 +63,6 @@ def _bench(composition: Composition) -> float:
         console.line(report.recommendation(record["recommended"]))
         print(folder, flush=True)
     return found.best
-
-
-def _folder(composition: Composition, config: Bench) -> Path:
-    folder = composition.job_dir or composition.run_dir
-    if folder is None:
-        return claim(Path(config.output_root) / "benchmarks", timestamp())
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @dataclasses.dataclass

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -20,12 +19,9 @@ from runner.assembly.batch_size import settle_batch_size
 from runner.assembly.describe import describe
 from runner.assembly.training import build_training, set_switches
 from runner.checkpoint import find
-from runner.config import keys
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
-from runner.config.resolve import checked, merged
 from runner.config.schema.check import Check as Settings
-from runner.config.schema.train import Train
 from runner.data.assembly import Splits, assemble
 from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
@@ -35,6 +31,7 @@ from runner.verbs._check import baselines, data, labels, loop, loss, model, outp
 from runner.verbs._check.report import Result, record, show
 from runner.verbs._check.subject import NotBuilt, Subject
 from runner.verbs._check.verdict import Check, Verdict, failed, passed, skipped
+from runner.verbs._checkpoint import line_or_checkpoint
 from runner.verbs._work import guarded
 
 BAD = 1
@@ -59,7 +56,7 @@ def run(cfg: DictConfig) -> float | None:
 
 def _check(composition: Composition) -> float:
     began = time.monotonic()
-    config, values, found = settle(composition)
+    config, values, found = line_or_checkpoint(composition, Settings, "best")
     chosen = choose(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
@@ -74,21 +71,6 @@ def _check(composition: Composition) -> float:
     if bad and composition.job_dir is None:
         raise SystemExit(BAD)
     return float(bad)
-
-
-def settle(composition: Composition) -> tuple[Settings, dict[str, Any], find.Found | None]:
-    """The config to check: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values, found = composition.values, None
-    if values.get("ckpt_path") is not None:
-        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "best")
-        own = {key: values[key] for key in keys.hints(Settings) if key not in keys.hints(Train)}
-        values, _ = merged(found.contents["config"], str(found.path), composition)
-        values |= own
-    return checked(values, composition, Settings), values, found
 
 
 def choose(config: Settings) -> list[Check]:

@@ -14,17 +14,16 @@ from omegaconf import DictConfig
 from runner.assembly.describe import describe
 from runner.assembly.rate import REASON, FoundRate, find_rate
 from runner.assembly.training import build_training
-from runner.checkpoint import find, resume
+from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.resolve import checked, merged
-from runner.config.schema.find_lr import FIND_LR_ONLY, FindLr
+from runner.config.schema.find_lr import FindLr
 from runner.engine.state import Position, load_weights
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
-from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._checkpoint import folder_for, line_or_checkpoint
 from runner.verbs._work import guarded
 
 
@@ -40,27 +39,11 @@ def run(cfg: DictConfig) -> float | None:
     return guarded(_find, cfg)
 
 
-def settle(composition: Composition) -> tuple[FindLr, dict[str, Any], find.Found | None]:
-    """The config: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values, found = composition.values, None
-    if values.get("ckpt_path") is not None:
-        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "last")
-        own = {key: values[key] for key in FIND_LR_ONLY}
-        values, _ = merged(found.contents["config"], str(found.path), composition)
-        values |= own
-    return checked(values, composition, FindLr), values, found
-
-
 def _find(composition: Composition) -> float:
-    config, values, found = settle(composition)
+    config, values, found = line_or_checkpoint(composition, FindLr)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    # Averages have no part in the test, and could begin after it.
-    tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps, ema=None, swa=None)
+    tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps)
     own = found is None
     training = build_training(tested, values, make_cache=own, fresh=own)
     with contextlib.closing(training.splits):
@@ -72,7 +55,7 @@ def _find(composition: Composition) -> float:
             # What is frozen there is what is frozen in the test.
             position = resume.made_of(found, "position", Position)
             training.state.position = dataclasses.replace(position, left_out=[])
-        folder = _folder(composition, config)
+        folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "find-lr")
         console.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         for warning in [*training.warnings, *(found.warnings if found else [])]:
             console.warn(warning)
@@ -84,17 +67,6 @@ def _find(composition: Composition) -> float:
     else:
         _show(console, rate, folder)
     return rate.settings["lr"]
-
-
-def _folder(composition: Composition, config: FindLr) -> Path:
-    chosen = Path(config.output) if config.output is not None else composition.job_dir or composition.run_dir
-    if chosen is None:
-        return claim(Path(config.output_root) / "find-lr", timestamp())
-    try:
-        chosen.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: cannot make the folder {chosen}: {error.strerror}") from error
-    return chosen
 
 
 def _write(folder: Path, record: dict[str, Any], rate: FoundRate, name: str, config: str) -> None:

@@ -13,16 +13,13 @@ from omegaconf import DictConfig
 
 from runner.assembly.describe import describe
 from runner.assembly.training import build_training
-from runner.checkpoint import find
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.errors import UserError
-from runner.config.resolve import checked, merged
-from runner.config.schema.profile import PROFILE_ONLY, Profile
+from runner.config.schema.profile import Profile
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
-from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._checkpoint import folder_for, line_or_checkpoint
 from runner.verbs._profiling.measure import Measured, measure
 from runner.verbs._profiling.ops import Op, ops_in, text_of
 from runner.verbs._profiling.report import record_of, show
@@ -41,32 +38,17 @@ def run(cfg: DictConfig) -> float | None:
     return guarded(_profile, cfg)
 
 
-def settle(composition: Composition) -> tuple[Profile, dict[str, Any]]:
-    """The config to profile: that of the command line, or of the checkpoint that `ckpt_path` names with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    values = composition.values
-    if values.get("ckpt_path") is not None:
-        found = find.load(str(values["ckpt_path"]), Path(str(values["output_root"])) / str(values["name"]), "last")
-        own = {key: values[key] for key in PROFILE_ONLY}
-        values, _ = merged(found.contents["config"], str(found.path), composition)
-        values |= own
-    return checked(values, composition, Profile), values
-
-
 def _profile(composition: Composition) -> float:
-    config, values = settle(composition)
+    config, values, found = line_or_checkpoint(composition, Profile)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
-    shortened = dataclasses.replace(config, epochs=None, max_steps=steps, swa=None)
-    own = composition.values["ckpt_path"] is None
+    shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
+    own = found is None
     training = build_training(shortened, values, make_cache=own, fresh=own)
     with contextlib.closing(training.splits):
-        folder = _folder(composition, config)
+        folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles")
         console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         for warning in training.warnings:
             console.warn(warning)
@@ -81,17 +63,6 @@ def _profile(composition: Composition) -> float:
         show(console, record, ops, written)
         print(folder, flush=True)
     return float(record["samples_per_s"])
-
-
-def _folder(composition: Composition, config: Profile) -> Path:
-    chosen = Path(config.output) if config.output is not None else composition.job_dir or composition.run_dir
-    if chosen is None:
-        return claim(Path(config.output_root) / "profiles", timestamp())
-    try:
-        chosen.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: cannot make the folder {chosen}: {error.strerror}") from error
-    return chosen
 
 
 def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[Op], config: str) -> list[Path]:

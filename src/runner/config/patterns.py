@@ -1,0 +1,34 @@
+"""Patterns of dotted names, with which parts of a model are picked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from runner.config.errors import UserError, nearest
+
+
+def matching(key: str, pattern: str, names: Iterable[str], what: str, otherwise: str = "") -> set[str]:
+    """The dotted names that match a pattern with `*` and `?`, which stand for dots, too.
+
+    Args:
+        key: where the pattern stands in the config.
+        pattern: the pattern.
+        names: all there are.
+        what: what they are names of, such as `module`.
+        otherwise: what the key may be instead, such as `all-but-head, or `.
+
+    Raises:
+        UserError: if there is none, with the nearest name and what names begin with.
+    """
+    pool = list(dict.fromkeys(names))
+    found = {name for name in pool if fnmatchcase(name, pattern)}
+    if not found:
+        close = nearest(pattern.replace("*", "").strip("."), pool)
+        hint = f"; did you mean '{close}'?" if close else ""
+        top = ", ".join(dict.fromkeys(name.partition(".")[0] for name in pool))
+        raise UserError(
+            f"{key}: the model has no {what} '{pattern}'{hint}\n"
+            f"    allowed: {otherwise}names with * and ?, which begin with {top}"
+        )
+    return found
