@@ -29,7 +29,7 @@ RUNS = {
 
 def trained(words: list[str], folder: Path) -> tuple[float, float]:
     """Test accuracy and learning rate of a run."""
-    quiet = ["logger=none", "log.progress=false", "threads=1", f"output_root={folder}"]
+    quiet = ["logger=none", "log.progress=false", "log.curves=false", "threads=1", f"output_root={folder}"]
     command = [sys.executable, "-m", "runner", "train", *quiet, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

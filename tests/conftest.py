@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # One thread a process: the tests run in as many processes as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-FAST = ("threads=1", "logger=none", "log.progress=false")
+FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 
 
 @dataclass

@@ -18,11 +18,6 @@ RUN = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
 def size_of(result: Any) -> int:
     return yaml.safe_load((result.directory / "config.yaml").read_text())["data"]["batch_size"]
 

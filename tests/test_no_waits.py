@@ -76,7 +76,6 @@ class Reads(TorchDispatchMode):
 @pytest.fixture
 def watching(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module with the callbacks, for `callbacks.watch._target_`."""
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     (workdir / "watching.py").write_text(WATCHING.replace("EVERY", str(EVERY)))
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.delitem(sys.modules, "watching", raising=False)

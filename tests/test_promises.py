@@ -34,12 +34,6 @@ class Bomb:
 """
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    # They take half of the time of these runs; tests/tracking looks at them.
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
 @pytest.fixture
 def stopped(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A run that SIGTERM reaches after an optimizer step."""
@@ -49,7 +43,7 @@ def stopped(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPa
 
     def call(step: int, *words: str) -> Any:
         bomb = ("+callbacks.bomb._target_=bomb.Bomb", f"+callbacks.bomb.step={step}")
-        result = run("train", "threads=1", "logger=none", "log.progress=false", *words, *bomb)
+        result = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *words, *bomb)
         assert result.status == 75, result.err + result.out
         assert result.summary["status"] == "preempted"
         assert result.summary["global_step"] == step

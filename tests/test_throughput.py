@@ -20,7 +20,6 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     original = peaks.measured_peak
     monkeypatch.setattr(peaks, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
 

@@ -9,7 +9,8 @@ from runner.config.schema import Train
 
 # About 20 steps an epoch, a checkpoint every third.
 COMMON = (
-    "threads=1", "logger=none", "log.progress=false", "log.every_steps=7", "evaluate.test=false", "data.batch_size=64",
+    "threads=1", "logger=none", "log.progress=false", "log.curves=false", "log.every_steps=7", "evaluate.test=false",
+    "data.batch_size=64",
     "checkpoint.min_seconds=0", "checkpoint.every_steps=3", "device=cpu",
 )  # fmt: skip
 _STRONG = ("transform=strong", "data.shift=0.125", "model.dropout=0.2")

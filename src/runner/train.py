@@ -367,10 +367,11 @@ def train(
             if said := splits.skipped.summary():
                 summary["skipped"] = len(splits.skipped)
                 console.warn(said)
-    try:
-        learning_curves(directory.metrics_file, directory.plots / "curves.png")
-    except Exception as error:  # a picture must not cost a finished run
-        console.warn(f"no learning curves were drawn: {error}")
+    if config.log.curves:
+        try:
+            learning_curves(directory.metrics_file, directory.plots / "curves.png")
+        except Exception as error:  # a picture must not cost a finished run
+            console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
 
 

@@ -24,11 +24,6 @@ SMALL = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
 def test_a_snapshot_is_left_alone_by_what_happens_later_and_uses_its_memory_again() -> None:
     weight, snapshot = torch.ones(3, 2).t(), Snapshot()
     first = snapshot.take({"model": {"weight": weight}, "list": [1, {"epoch": 2}]})
@@ -123,7 +118,9 @@ def test_a_failure_in_the_background_ends_the_run_with_a_sentence(
         write(path, contents)
 
     monkeypatch.setattr("runner.checkpoint.keeper.file.write", full)
-    result = run("train", "threads=1", "logger=none", "log.progress=false", *SMALL, "checkpoint.async=true")
+    result = run(
+        "train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL, "checkpoint.async=true"
+    )
     assert result.status == 2
     assert "no space left" in result.err
     assert "Traceback" not in result.err
@@ -146,7 +143,9 @@ def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
             path.write_bytes(content)
 
     monkeypatch.setattr("runner.checkpoint.keeper.file.write", damaging)
-    result = run("train", "threads=1", "logger=none", "log.progress=false", *SMALL, "checkpoint.keep=1")
+    result = run(
+        "train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL, "checkpoint.keep=1"
+    )
     assert result.status == 2
     assert "do not fit its checksum" in result.err
     assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
@@ -161,7 +160,7 @@ def test_too_little_room_is_a_sentence_before_anything_is_written(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.checkpoint.space._free", lambda folder: 1000)
-    result = run("train", "threads=1", "logger=none", "log.progress=false", *SMALL)
+    result = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL)
     assert result.status == 2
     assert "MiB free" in result.err
     assert "output_root" in result.err
@@ -247,7 +246,14 @@ def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Callable[
         f"checkpoint.async={str(background).lower()}",
     )
     result = run(
-        "train", "threads=1", "logger=none", "log.progress=false", *SMALL, *words, "+callbacks.fail._target_=own.Fail"
+        "train",
+        "threads=1",
+        "logger=none",
+        "log.progress=false",
+        "log.curves=false",
+        *SMALL,
+        *words,
+        "+callbacks.fail._target_=own.Fail",
     )
     assert result.status == 1
     best = read(result.directory / "checkpoints" / "best.pt")

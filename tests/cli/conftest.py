@@ -10,7 +10,7 @@ import pytest
 
 # Half a second of training: 29 samples for it, 3 to validate on, one step.
 TINY = (
-    *("threads=1", "logger=none", "log.progress=false", "device=cpu"),
+    *("threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu"),
     *("data=synthetic", "data.dataset.samples=32", "data.image_size=8", "model=small_cnn", "model.width=4"),
     *("epochs=1", "evaluate.test=false"),
 )

@@ -15,7 +15,9 @@ from PIL import Image
 
 from runner.checkpoint import file as checkpoint_file
 
-IMAGES = ("threads=1", "logger=none", "log.progress=false", "device=cpu", "data=image_folder", "data.root=images")
+IMAGES = (
+    "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "data=image_folder", "data.root=images",
+)  # fmt: skip
 IMAGES += ("data.image_size=8", "data.batch_size=4", "model=small_cnn", "model.width=4", "epochs=1")
 
 

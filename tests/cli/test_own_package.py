@@ -114,7 +114,7 @@ counter:
 """,
 }
 TRAIN = ("train", "--config-dir", "mine", "model=mynet", "data=mydata", "transform=negative", "callbacks=mine")
-TRAIN += ("threads=1", "device=cpu", "logger=none", "log.progress=false", "optimizer.lr=0.1")
+TRAIN += ("threads=1", "device=cpu", "logger=none", "log.progress=false", "log.curves=false", "optimizer.lr=0.1")
 
 
 def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -204,9 +204,8 @@ SMALL = (
 
 
 def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     memory = train(*SMALL, "data.residency=ram").summary
     workers = train(*SMALL, "data.residency=disk", "data.num_workers=2").summary
     assert memory["weights_sha256"] == workers["weights_sha256"]
@@ -216,10 +215,7 @@ def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "focal", "bce", "mse"])
-def test_every_loss_trains_on_blended_classes(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, loss: str
-) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+def test_every_loss_trains_on_blended_classes(train: Callable[..., Any], loss: str) -> None:
     words = ["loss.label_smoothing=0.1", "loss.class_weights=balanced"] if loss == "cross_entropy" else []
     result = train(*SMALL, f"loss={loss}", *words, "epochs=12", "optimizer.lr=0.01", "data.dataset.noise=0.1")
     losses = [record["loss"] for record in result.metrics if record["split"] == "val"]

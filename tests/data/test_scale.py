@@ -54,7 +54,7 @@ except RuntimeError:
 else:
     sys.exit("there is no limit, and nothing was tested")
 
-common = ["threads=1", "logger=none", "log.progress=false", "trust=[vast]"]
+common = ["threads=1", "logger=none", "log.progress=false", "log.curves=false", "trust=[vast]"]
 assert main([
     "train", *common, "data=synthetic", "data.dataset._target_=vast.vast", "data.batch_size={BATCH}",
     "data.num_workers=1", "data.prefetch=1", "data.split.val=0", "data.split.test=0", "data.name=vast", "name=vast",

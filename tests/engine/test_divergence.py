@@ -14,13 +14,8 @@ from runner.checkpoint.file import read
 SMALL = (
     "train", "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
     "model=mlp", "model.hidden=[16]", "transform=none", "evaluate.test=false", "threads=1", "logger=none",
-    "log.progress=false", "scheduler=constant", "checkpoint.min_seconds=0",
+    "log.progress=false", "log.curves=false", "scheduler=constant", "checkpoint.min_seconds=0",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
 
 
 def finite(value: Any) -> bool:

@@ -138,6 +138,17 @@ def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
     assert len(curve.rates) == len(curve.losses) == len(curve.smoothed) < 60
     curve = swept(small, small.state(), [1e-3, 1e30, 1e30, 1e30])
     assert "the loss is" in curve.stopped
+
+
+@pytest.mark.parametrize("losses", [[2.0, 1.0, *[1e-4] * 25, 0.3, 0.01], [1.0, -1.0, -3.0, -4.0, -4.1, -4.0]])
+def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Callable[..., Any], losses: list[float]) -> None:
+    small, given = bench(samples=4), iter(losses)
+
+    def step(state: Any, *_: Any) -> None:
+        state.meter.add(torch.tensor(next(given)), 1)
+
+    curve = swept(small, small.state(), exponential(1e-3, 1, len(losses)), step=step)
+    assert (curve.losses, curve.stopped) == (pytest.approx(losses), "")
     assert np.isfinite(curve.losses).all()
 
 
@@ -204,6 +215,17 @@ def test_suggestions_are_where_the_curve_says() -> None:
     smoothed = [2.3, 2.3, 2.2, 1.9, 1.3, 0.9, 0.8, 1.0, 3.0]
     found = suggest(Curve(rates, smoothed, smoothed))
     assert (found.lowest, found.tenth, found.steepest) == (rates[6], pytest.approx(rates[6] / 10), rates[4])
+    assert (found.edge, found.fifth) == (rates[6], pytest.approx(rates[6] / 5)), "0.95 is level with 0.8, 1.0 is not"
+
+
+def test_noise_in_a_long_level_part_does_not_move_the_edge() -> None:
+    rates = exponential(1e-4, 1, 10)
+    level = [2.3, 2.0, 1.0, 0.60, 0.61, 0.62, 0.61, 0.63, 0.62, 2.0]
+    early, late = list(level), list(level)
+    early[3] = late[8] = 0.55
+    found = [suggest(Curve(rates, smoothed, smoothed)) for smoothed in (early, late)]
+    assert [one.lowest for one in found] == [rates[3], rates[8]]
+    assert [one.edge for one in found] == [rates[8], rates[8]]
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,6 @@ def test_a_loaded_state_follows_the_settings_of_the_optimizer_that_loads_it() ->
         (("optimizer=adam", "optimizer.foreach=true"), "update     foreach"),
     ],
 )
-def test_a_run_says_how_its_weights_are_updated(words: tuple[str, ...], row: str, train: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+def test_a_run_says_how_its_weights_are_updated(words: tuple[str, ...], row: str, train: Any) -> None:
     result = train(*words, "data=synthetic", "data.dataset.samples=24", "max_steps=2", "evaluate.test=false")
     assert row in result.out

@@ -14,7 +14,8 @@ from runner.checkpoint.file import read
 SMALL = (
     "data=synthetic", "data.dataset.samples=64", "data.image_size=8", "data.batch_size=8", "epochs=3", "data.split.val=0",
     "data.split.test=0.2", "model=small_cnn", "model.width=4", "transform=none", "evaluate.test=false", "threads=1",
-    "logger=none", "log.progress=false", "log.every_steps=4", "checkpoint.every_steps=5", "optimizer=sgd", "optimizer.lr=0.01",
+    "logger=none", "log.progress=false", "log.curves=false", "log.every_steps=4",
+    "checkpoint.every_steps=5", "optimizer=sgd", "optimizer.lr=0.01",
 )  # fmt: skip
 FAULTS = """
 import torch
@@ -53,7 +54,6 @@ def faulty(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPat
     (workdir / "faults.py").write_text(FAULTS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.delitem(__import__("sys").modules, "faults", raising=False)
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
 
     def call(fault: str, policy: str, *words: str) -> Any:
         return run(

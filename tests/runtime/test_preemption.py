@@ -50,7 +50,6 @@ def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "slow")
     monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     return workdir
 
 
@@ -61,7 +60,7 @@ def start(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def call(*words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "runner", *WORDS, "log.progress=false", *words],
+            [sys.executable, "-m", "runner", *WORDS, "log.progress=false", "log.curves=false", *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(process)

@@ -15,7 +15,7 @@ from runner.config.schema.find_lr import FindLr
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
     "model=mlp", "model.hidden=[16]", "model.dropout=0.3", "transform=strong", "evaluate.test=false", "threads=1",
-    "logger=none", "log.progress=false", "log.every_steps=1", "checkpoint.min_seconds=0",
+    "logger=none", "log.progress=false", "log.curves=false", "log.every_steps=1", "checkpoint.min_seconds=0",
 )  # fmt: skip
 STOP = """
 import os, signal
@@ -42,7 +42,6 @@ def again(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatc
     (workdir / "stop.py").write_text(STOP, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "stop")
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     return lambda *words: run("train", *SMALL, *STOPPING, "resume=auto", *words)
 
 

@@ -18,8 +18,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.chdir(tmp_path_factory.mktemp("made"))
-        patch.setattr("runner.train.learning_curves", lambda *_: None)
-        assert main(["train", "threads=1", "logger=none", "log.progress=false", *request.module.SMALL]) == 0
+        assert (
+            main(["train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *request.module.SMALL])
+            == 0
+        )
         return Path(out.getvalue().splitlines()[-1]).resolve()
 
 

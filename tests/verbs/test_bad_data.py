@@ -58,7 +58,6 @@ def wrong(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that says what goes wrong."""
     (workdir / "wrecks.py").write_text(WRECKS)
     monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     return workdir / "wrong"
 
 
@@ -80,7 +79,7 @@ def test_a_run_whose_reading_breaks_down_says_so_and_loses_no_step(
 ) -> None:
     expected = train(*WORDS).summary["weights_sha256"]
     wrong.write_text(what)
-    broken = run("train", *WORDS, "threads=1", "logger=none", "log.progress=false")
+    broken = run("train", *WORDS, "threads=1", "logger=none", "log.progress=false", "log.curves=false")
     assert broken.status == status
     assert all(word in broken.err for word in words), broken.err
     assert "Traceback" not in broken.err

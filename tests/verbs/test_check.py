@@ -112,10 +112,7 @@ def test_each_check_in_the_docs_says_what_it_finds() -> None:
     assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
 
 
-def test_a_training_after_checks_is_the_one_without_them(
-    run: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
+def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any], train: Callable[..., Any]) -> None:
     words = ("model=mlp", "model.hidden=[16]", "model.dropout=0.1", "epochs=1", "evaluate.test=false")
     before = train(*words).summary["weights_sha256"]
     assert run("check", "threads=1", *words, "only=[model,loss,loop]", "skip=[overfit,zero-input]").status == 0

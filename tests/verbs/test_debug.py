@@ -13,11 +13,6 @@ from runner.config.schema.train import Train
 TINY = ("model=mlp", "model.hidden=[32]")
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
 def test_smoke_does_everything_once(train: Callable[..., Any]) -> None:
     """Also where a run would do without."""
     result = train(*TINY, "debug=smoke", "log.every_steps=1", "accumulate=2")

@@ -27,11 +27,6 @@ SMALL = (
 EVAL = ("eval", "threads=1", "json=true")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
 @pytest.fixture
 def trained(train: Callable[..., Any]) -> Any:
     return train(*SMALL)

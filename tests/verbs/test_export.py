@@ -28,7 +28,6 @@ with_packages = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     monkeypatch.setattr("runner.verbs._export.compare._SECONDS", 0.0)
 
 

@@ -31,7 +31,6 @@ PARTS = ("layers", "weights", "activations", "gradients", "inputs", "filters", "
 
 @pytest.fixture(autouse=True)
 def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     monkeypatch.setattr("runner.tracking.plots._DPI", 30)
 
 

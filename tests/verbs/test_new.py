@@ -14,7 +14,7 @@ import yaml
 
 from runner.verbs._new.plan import _camel, _snake
 
-SMOKE = ("threads=1", "logger=none", "log.progress=false", "debug=smoke", "device=cpu")
+SMOKE = ("threads=1", "logger=none", "log.progress=false", "log.curves=false", "debug=smoke", "device=cpu")
 PARTS = {
     "model": ("MyNet", "model=my_net", "MyNet, "),
     "data": ("MyImages", "data=my_images", "my_images, 1x16x16, 4 classes"),

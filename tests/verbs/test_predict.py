@@ -31,11 +31,6 @@ SMALL = (*DATA, "data.batch_size=8", "epochs=1", "model=small_cnn", "model.width
 CALL = ("predict", "threads=1")
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
-
-
 @pytest.fixture
 def predict(run: Callable[..., Any], trained: Path) -> Callable[..., list[dict[str, Any]]]:
     """Rows of a prediction that must succeed."""

@@ -139,9 +139,8 @@ def test_it_works_with_what_changes_a_step(profile: Callable[..., Any], words: t
 
 
 def test_profiling_leaves_the_next_training_in_the_process_alone(
-    profile: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    profile: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     words = [word for word in SMALL if not word.startswith(("profile", "warmup", "steps", "trace"))]
     before = train(*words, "epochs=1").summary["weights_sha256"]
     profile()
@@ -228,9 +227,8 @@ def test_a_budget_that_is_used_up_ends_the_phases_early(profile: Callable[..., A
 
 
 def test_a_run_that_exists_is_profiled_by_its_checkpoint(
-    profile: Callable[..., Any], train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    profile: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr("runner.train.learning_curves", lambda *_: None)
     done = train("data=synthetic", "data.dataset.samples=30", "data.image_size=8", "model=mlp", "epochs=1")
     found = profile(f"ckpt_path={done.directory}", "data.batch_size=4", "trace_steps=0")
     assert found["batch_size"] == 4

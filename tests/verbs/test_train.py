@@ -20,6 +20,14 @@ SMALL = (
 )  # fmt: skip
 
 
+def test_curves_are_drawn_unless_they_are_not_wanted(run: Callable[..., Any]) -> None:
+    quick = ("train", *SMALL, "threads=1", "logger=none", "epochs=1")
+    drawn = [
+        (run(*quick, f"log.curves={word}").directory / "plots" / "curves.png").is_file() for word in ("true", "false")
+    ]
+    assert drawn == [True, False]
+
+
 def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], workdir: Path) -> None:
     result = run("train", *SMALL, "threads=1", "log.every_steps=4", "name=mine", "seed=3")
     assert result.status == 0, result.err

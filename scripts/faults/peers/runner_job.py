@@ -21,7 +21,7 @@ NAME = "runner"
 def train(job: Job) -> None:
     """Train to the end and write the fingerprint."""
     words = [
-        "train", f"hydra.run.dir={job.folder}", "threads=1", "device=cpu", "logger=none", "log.progress=false",
+        "train", f"hydra.run.dir={job.folder}", "threads=1", "device=cpu", "logger=none", "log.progress=false", "log.curves=false",
         "evaluate.test=false", "data.split.test=0", f"data.batch_size={BATCH}", f"epochs={EPOCHS}",
         f"checkpoint.every_steps={EVERY_STEPS}", "checkpoint.min_seconds=0", "model.width=4", "model.dropout=0.2",
         "data.shift=0.125", "data.residency=disk", f"data.num_workers={job.workers}",

@@ -19,7 +19,7 @@ from runner.engine.range_test import Curve, Suggestions, exponential, range_test
 from runner.tracking.files import write_json
 from runner.tracking.plots import rate_curve
 
-REASON = "a tenth of the rate with the lowest loss"
+REASON = "a fifth of the rate at which the loss begins to rise"
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class FoundRate:
         """Draw the curve with the suggestions."""
         marks = {
             "steepest fall": self.suggestions.steepest,
-            "a tenth of the lowest (recommended)": self.suggestions.tenth,
-            "lowest loss": self.suggestions.lowest,
+            "a fifth of the edge (recommended)": self.suggestions.fifth,
+            "edge: the loss begins to rise": self.suggestions.edge,
         }
         rate_curve(self.curve.rates, self.curve.losses, self.curve.smoothed, marks, target, title)
 
@@ -103,14 +103,14 @@ def find_rate(
             "or num_steps"
         ) from error
     further = {
-        name: _rounded(value * suggestions.tenth / reference)
+        name: _rounded(value * suggestions.fifth / reference)
         for name, value in node.items()
         if name.endswith("_lr") and isinstance(value, int | float) and names_argument(node, name)
     }
     warning = ""
-    if not curve.stopped and suggestions.lowest == curve.rates[-1]:
+    if not curve.stopped and suggestions.edge == curve.rates[-1]:
         warning = f"the loss was still falling at the last rate, {end:g}: a larger end may suggest a larger rate"
-    return FoundRate(curve, suggestions, {"lr": _rounded(suggestions.tenth), **further}, warning)
+    return FoundRate(curve, suggestions, {"lr": _rounded(suggestions.fifth), **further}, warning)
 
 
 def _rounded(rate: float) -> float:

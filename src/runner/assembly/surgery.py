@@ -193,7 +193,7 @@ def _all_but(model: nn.Module, head: str) -> Iterator[str]:
 def _matching(model: nn.Module, pattern: str) -> set[str]:
     """Dotted names of modules and parameters that match a pattern."""
     names = [*(name for name, _ in model.named_modules() if name), *(name for name, _ in model.named_parameters())]
-    return matching("freeze", pattern, names, "module or parameter", f"{ALL_BUT_HEAD}, or ")
+    return matching("freeze", pattern, names, "module or parameter", [ALL_BUT_HEAD])
 
 
 def known_head(model: nn.Module, image: Tensor) -> Head | None:

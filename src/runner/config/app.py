@@ -167,13 +167,18 @@ def launch(
     sources = Sources(_folders(request))
     for path in sources.hidden():
         print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
-    known = overrides.examine(request.words, schema, sources, request.multirun or _asks_for_sweep(request, sources))
+    sweeps = request.multirun or _asks_for_sweep(request, sources)
+    known = overrides.examine(request.words, schema, sources, sweeps)
     flag_words = [word for word in argv if word not in request.words]
     if request.only_shows:
         unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
         if known.problems or unknown:
             raise ConfigError([*known.problems, *unknown])
         return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
+    if not (sweeps or known.problems or known.unknown or _not_folders(known.accepted)):
+        status = _run_one(task, request, known.accepted)
+        if status is not None:
+            return Outcome(status)
     composition, multirun = _compose(request, known, schema, sources, also)
     if not (multirun or request.multirun):
         return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
@@ -287,6 +292,42 @@ def _as_problem(error: Exception) -> Problem:
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
 
 
+def _run_one(task: Callable[[DictConfig], Any], request: Request, words: list[str]) -> int | None:
+    """Run a single job; returns its exit status, or None if it did not begin, and why is still to be found out.
+
+    The application that `hydra.main` makes composes everything twice, once to find out whether it is a sweep. Composing is
+    most of the time until a run begins.
+    """
+    begun = False
+
+    def job(cfg: DictConfig) -> Any:
+        nonlocal begun
+        try:
+            _plain(cfg)
+        except OmegaConfBaseException:  # an interpolation that leads nowhere
+            return None
+        begun = True
+        return task(cfg)
+
+    name = task.__module__.rpartition(".")[2]
+    try:
+        with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=name, **_VERSION_BASE):
+            _search_also([Path(request.flags.config_dir).absolute()] if request.flags.config_dir else [])
+            application: Any = GlobalHydra.instance().hydra
+            application.run(config_name=request.primary, task_function=job, overrides=words)
+    except SystemExit as stop:
+        return _status(stop)
+    except Exception:
+        if begun:
+            raise
+        return None
+    return 0 if begun else None
+
+
+def _status(stop: SystemExit) -> int:
+    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
 def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
     """Hand over to Hydra as if it had been started by itself; returns the exit status."""
     saved = sys.argv
@@ -295,7 +336,7 @@ def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]
     try:
         hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task)()
     except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        return _status(stop)
     finally:
         sys.argv = saved
     return 0

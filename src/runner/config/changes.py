@@ -61,7 +61,7 @@ _OF = {
         *("data.timeout_s", "data.identity", "evaluate.batch_size", "evaluate.test"),
         *("checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.min_seconds", "checkpoint.keep"),
         "checkpoint.async",
-        *("log.every_steps", "log.progress", "log.utilization"),
+        *("log.every_steps", "log.progress", "log.utilization", "log.curves"),
     ),
 }
 CHANGES = {key: change for change, keys in _OF.items() for key in keys}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from runner.config.errors import UserError, nearest
 
 
-def matching(key: str, pattern: str, names: Iterable[str], what: str, otherwise: str = "") -> set[str]:
+def matching(key: str, pattern: str, names: Iterable[str], what: str, others: Sequence[str] = ()) -> set[str]:
     """The dotted names that match a pattern with `*` and `?`, which stand for dots, too.
 
     Args:
@@ -16,7 +16,7 @@ def matching(key: str, pattern: str, names: Iterable[str], what: str, otherwise:
         pattern: the pattern.
         names: all there are.
         what: what they are names of, such as `module`.
-        otherwise: what the key may be instead, such as `all-but-head, or `.
+        others: what else the key may be, such as `all-but-head`.
 
     Raises:
         UserError: if there is none, with the nearest name and what names begin with.
@@ -24,11 +24,11 @@ def matching(key: str, pattern: str, names: Iterable[str], what: str, otherwise:
     pool = list(dict.fromkeys(names))
     found = {name for name in pool if fnmatchcase(name, pattern)}
     if not found:
-        close = nearest(pattern.replace("*", "").strip("."), pool)
+        close = nearest(pattern.replace("*", "").strip("."), [*others, *pool])
         hint = f"; did you mean '{close}'?" if close else ""
         top = ", ".join(dict.fromkeys(name.partition(".")[0] for name in pool))
         raise UserError(
             f"{key}: the model has no {what} '{pattern}'{hint}\n"
-            f"    allowed: {otherwise}names with * and ?, which begin with {top}"
+            f"    allowed: {', '.join([*others, 'or names'] if others else ['names'])} with * and ?, which begin with {top}"
         )
     return found

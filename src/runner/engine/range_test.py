@@ -20,6 +20,7 @@ from runner.engine.step import StepParts, train_step
 _KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
 _LEAST_FALL = 0.05  # of the first smoothed loss, for there to be anything to suggest
+_VALLEY = 0.1  # of the whole fall: what lies no higher above the lowest smoothed loss is level with it
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,15 @@ class Suggestions:
     """Rates that a curve suggests.
 
     Attributes:
+        edge: the last rate at which the smoothed loss is still about as low as it gets; above it, it rises.
+        fifth: a fifth of that.
         lowest: where the smoothed loss is lowest.
         tenth: a tenth of that.
         steepest: where the smoothed loss falls fastest over the logarithm of the rate.
     """
 
+    edge: float
+    fifth: float
     lowest: float
     tenth: float
     steepest: float
@@ -114,7 +119,7 @@ def range_test(
                     break
                 losses.append(loss)
                 smoothed.append(_corrected(losses))
-                if smoothed[-1] > _DIVERGED * min(smoothed):
+                if smoothed[-1] > max(_DIVERGED * min(smoothed), _level(smoothed)):
                     stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
                     break
                 if guard is not None and guard.found():
@@ -141,10 +146,19 @@ def suggest(curve: Curve) -> Suggestions:
             f"the loss hardly falls at any rate from {curve.rates[0]:.3g} to {curve.rates[-1]:.3g}: "
             f"from {smoothed[0]:.4g} to {smoothed[lowest]:.4g} at best{_because(curve)}"
         )
+    # Where the loss is level over many rates, noise decides where it is lowest, but not where it begins to rise.
+    level = _level(smoothed)
+    edge = curve.rates[max(place for place, loss in enumerate(smoothed) if loss <= level)]
     # The rates are evenly spaced on a logarithmic scale, so differences between steps are slopes.
     slopes = [smoothed[place + 1] - smoothed[place - 1] for place in range(1, lowest)] or [0.0]
     steepest = 1 + min(range(len(slopes)), key=slopes.__getitem__)
-    return Suggestions(curve.rates[lowest], curve.rates[lowest] / 10, curve.rates[steepest])
+    bottom = curve.rates[lowest]
+    return Suggestions(edge, edge / 5, bottom, bottom / 10, curve.rates[steepest])
+
+
+def _level(smoothed: Sequence[float]) -> float:
+    """Up to where a loss is about as low as the lowest."""
+    return min(smoothed) + _VALLEY * (smoothed[0] - min(smoothed))
 
 
 def _because(curve: Curve) -> str:

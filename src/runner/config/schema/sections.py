@@ -163,11 +163,12 @@ class Checkpoint:
 
 @dataclass
 class Log:
-    """How often the device is asked for numbers, whether a live progress bar is shown, and utilisation logged."""
+    """How often the device is asked for numbers, what is shown meanwhile and logged, and whether curves are drawn."""
 
     every_steps: Count = 50
     progress: bool | Literal["auto"] = "auto"
     utilization: bool | Literal["auto"] = "auto"
+    curves: bool = True
 
 
 @dataclass

@@ -80,8 +80,10 @@ def _show(console: Console, rate: FoundRate, folder: Path) -> None:
     curve, found = rate.curve, rate.suggestions
     rows = [
         ["steepest fall", f"{found.steepest:.2g}", ""],
-        ["a tenth of the lowest", f"{found.tenth:.2g}", "<- recommended"],
-        ["lowest loss", f"{found.lowest:.2g}", "too high to train with: it diverges a little above"],
+        ["a tenth of the lowest", f"{found.tenth:.2g}", ""],
+        ["a fifth of the edge", f"{found.fifth:.2g}", "<- recommended"],
+        ["lowest loss", f"{found.lowest:.2g}", ""],
+        ["edge", f"{found.edge:.2g}", "too high to train with: the loss rises above it"],
     ]
     console.table(f"{len(curve.rates)} steps, up to {curve.rates[-1]:.2g}", ["suggestion", "rate", ""], rows)
     if curve.stopped:
