@@ -29,6 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests, so that no process is left alone with them in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @dataclass
 class Result:
     """A call of the program that has ended."""

@@ -19,6 +19,7 @@ from faults import damage, table, writing
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections", [("kills", "damage", "same_bits", "disk"), ("writing", "sweep", "signals", "hostile")], ids=" ".join
 )

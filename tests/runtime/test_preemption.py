@@ -156,6 +156,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> Non
     assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
 ) -> None:

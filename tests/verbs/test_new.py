@@ -64,12 +64,14 @@ def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Pa
     assert sign in result.out + (result.directory / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
     for kind, (name, _, _) in PARTS.items():
         assert run("new", kind, name).status == 0
     own_tests(own)
 
 
+@pytest.mark.slow
 def test_a_project_trains_and_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
     written = run("new", "project", "mine")
     assert written.status == 0, written.err
