@@ -68,6 +68,15 @@ def test_an_interruption_anywhere_changes_nothing_about_when_it_stops(
     assert (before if before is not None else None if after is None else after + min(cut, len(values))) == whole
 
 
+def test_what_was_the_best_of_another_metric_is_not_the_best_of_this_one() -> None:
+    loss = EarlyStopping("val/loss", "min", 2)
+    assert stops_at(loss, [0.1, 0.2]) is None
+    for other in (EarlyStopping("val/accuracy", "max", 2), EarlyStopping("val/loss", "max", 2)):
+        other.load_state_dict(loss.state_dict())
+        assert other.state_dict()["best"] is None
+        assert other.state_dict()["waited"] == 0
+
+
 def test_a_run_that_had_stopped_stops_again_when_resumed(bench: Callable[..., Any]) -> None:
     waited = EarlyStopping("val/loss", "min", 1)
     waited.load_state_dict({"best": -1.0, "waited": 1})

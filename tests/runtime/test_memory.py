@@ -200,3 +200,12 @@ def test_a_torch_that_cannot_record_writes_no_snapshot(monkeypatch: pytest.Monke
     monkeypatch.delattr(torch.cuda.memory, "_record_memory_history")
     with memory_history(Path("memory.pickle")) as recording:
         assert not recording
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (-5, "0 B"), (1023, "1,023 B"), (1024, "1 KiB"), (1023 * 2**20, "1,023 MiB"), (251_000_000, "239.4 MiB"),
+     (3 * 2**50, "3,072 TiB")],
+)  # fmt: skip
+def test_bytes_are_told_in_the_unit_that_reads_best(size: int, text: str) -> None:
+    assert memory.readable(size) == text

@@ -17,7 +17,7 @@ from runner.assembly.learner import as_given
 from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.engine.splitting import is_out_of_memory
-from runner.runtime.memory import SavedTensors
+from runner.runtime.memory import SavedTensors, readable
 
 if TYPE_CHECKING:
     from runner.assembly.training import Training
@@ -89,14 +89,14 @@ def _largest_batch(training: Training) -> Fitting:
     room = int(_SHARE * free_memory(training.device)) - _BESIDE * weights
     if room < each:
         raise UserError(
-            f"data.batch_size: a sample takes about {_readable(each)}, and {_readable(room)} are free for it on {training.device}\n"
+            f"data.batch_size: a sample takes about {readable(each)}, and {readable(room)} are free for it on {training.device}\n"
             f"    allowed: {_LESS_A_SAMPLE}"
         )
     size = largest_power(min(samples, room // each))
     while training.device.type == "cuda" and size > 1 and not _fits(training, size):
         size //= 2
-    limit = f"{samples:,} training samples" if 2 * size > samples else f"{_readable(room)} free"
-    return Fitting(size, f"auto: about {_readable(each)} a sample, {limit}")
+    limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
+    return Fitting(size, f"auto: about {readable(each)} a sample, {limit}")
 
 
 def largest_power(number: int) -> int:
@@ -178,13 +178,3 @@ def _forward(training: Training, size: int) -> tuple[Tensor, Tensor]:
     targets = training.task.targets(splits.example[1].expand(size, *splits.example[1].shape[1:]))
     with training.precision.autocast():
         return images, training.loss(training.model(images), targets)
-
-
-def _readable(size: int) -> str:
-    """Bytes for people."""
-    number, unit = float(max(0, size)), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{number:.3g} {unit}"

@@ -74,12 +74,13 @@ class EarlyStopping:
         return f"{self.monitor} has not improved on {self._best} for {self._waited} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value and evaluations waited."""
-        return {"best": self._best, "waited": self._waited}
+        """Best value, evaluations waited, and what the value is of."""
+        return {"best": self._best, "waited": self._waited, "monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self._best, self._waited = state["best"], state["waited"]
+        """Continue from a saved state; anew, if it is of another metric or direction."""
+        if (state.get("monitor", self.monitor), state.get("mode", self.mode)) == (self.monitor, self.mode):
+            self._best, self._waited = state["best"], state["waited"]
 
 
 class LearningRateMonitor:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointError
 from runner.config.errors import UserError, first_line
 from runner.config.patterns import matching
 from runner.runtime import activation
-from runner.runtime.memory import SavedTensors
+from runner.runtime.memory import SavedTensors, readable
 
 Setting = bool | int | float | str | list[str]
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
@@ -55,13 +55,9 @@ class Recomputed:
             what = f"recomputed in {len(self.names)} of {self.found} {blocks}, {self.kinds}"
         else:
             what = "recomputed in marked functions" if self.after < self.before else "nothing recomputed"
-        before, after = (_readable(size * batch_size) for size in (self.before, self.after))
+        before, after = (readable(size * batch_size) for size in (self.before, self.after))
         setting = str(self.setting).lower() if isinstance(self.setting, bool) else self.setting
         return "activations", what, f"{_KEY}={setting}: {before} kept of a batch became {after}"
-
-
-def _readable(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
 
 
 def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, autocast: Autocast) -> Recomputed | None:

@@ -31,6 +31,16 @@ class Peak(NamedTuple):
     what: str
 
 
+def readable(size: int) -> str:
+    """A number of bytes for people, such as `239.4 MiB`."""
+    number, unit = float(max(0, size)), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:,.1f}".removesuffix(".0") + f" {unit}"
+
+
 def peak_memory(device: torch.device) -> Peak:
     """The most memory that this process has used on a device, since `reset_peak_memory` where that is possible.
 
