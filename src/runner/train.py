@@ -76,7 +76,7 @@ def run(cfg: DictConfig) -> float | None:
     status, value = OK, None
     console = Console(None)
     signals = StopSignals()
-    debugged = composition.values["post_mortem"] is True
+    debugged = composition.values.get("post_mortem") is True
     raised: BaseException | None = None  # what the debugger is to be opened at
     try:
         with signals, operations_named(lambda text: console.warn(text)):

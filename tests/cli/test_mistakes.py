@@ -173,6 +173,7 @@ ROWS = [
     ),
     Mistake("deleting a key of a section", ("train", "~data.batch_size"), ("data.batch_size: cannot be deleted",)),
     Mistake("--experimental-rerun", ("train", "--experimental-rerun", "x"), ("a pickle", "use ckpt_path= instead")),
+    Mistake("--resolve", ("train", "--resolve", "seed=1"), ("--resolve is for what --cfg shows",)),
     Mistake("--config-path", ("train", "--config-path", "x"), ("--config-path", "--config-dir")),
     Mistake("--config-dir", ("train", "--config-dir", "mine"), ("--config-dir: there is no folder", "mine")),
     Mistake("--config-dir of list", ("list", "--config-dir=mine"), ("--config-dir: there is no folder", "mine")),
@@ -498,6 +499,11 @@ def test_a_mistake_in_the_config_leaves_nothing_behind(run, tiny, workdir):
     result = run("train", *tiny, "data.batch_size=0")
     assert result.status == 2
     assert list(workdir.iterdir()) == []
+    for mistake in ("name=${nothere}", "name=${oc.env:NOT_THERE}"):
+        result = run("train", *tiny, mistake, "hydra.run.dir=mine", "hydra.output_subdir=.hydra")
+        assert result.status == 2, result.err
+        assert "error: 1 problem" in result.err
+        assert list(workdir.iterdir()) == []
 
 
 def test_a_mistake_found_while_building_is_kept_with_the_run(run, tiny, workdir):
@@ -508,6 +514,15 @@ def test_a_mistake_found_while_building_is_kept_with_the_run(run, tiny, workdir)
     assert summary["status"] == "failed"
     assert "dropout must be" in summary["error"]
     assert "dropout must be" in (directory / "run.log").read_text()
+
+
+def test_a_config_of_ones_own_that_lacks_sections_is_told_which(run, workdir):
+    (workdir / "mine").mkdir()
+    (workdir / "mine" / "bare.yaml").write_text("seed: 1\n")
+    result = run("train", "--config-dir", "mine", "--config-name", "bare")
+    assert result.status == 2
+    assert "model: is missing" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_a_run_whose_directory_is_named_leaves_another_run_as_it_was(run, tiny, workdir, trained):

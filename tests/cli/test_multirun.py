@@ -128,6 +128,15 @@ def test_a_preset_starts_a_sweep_without_the_flag(sweep):
     assert seeds == [0, 1, 2, 3, 4]
 
 
+def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
+    (workdir / "mine" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      seed: 1,2\n"
+    (workdir / "mine" / "experiment" / "two.yaml").write_text(text)
+    result, folder = sweep("--config-dir", "mine", "experiment=two")
+    assert result.status == 0, result.err
+    assert [yaml.safe_load((folder / job / "config.yaml").read_text())["seed"] for job in "01"] == [1, 2]
+
+
 def test_options_of_a_group_can_be_swept(sweep):
     result, folder = sweep("--multirun", "optimizer=sgd,adam", "+amp=false")
     assert result.status == 0, result.err

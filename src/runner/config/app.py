@@ -123,6 +123,8 @@ def parse(argv: Sequence[str], primary: str) -> Request:
         raise UserError(
             "--config-path would replace the configs that come with the program; add yours with --config-dir"
         )
+    if flags.resolve and not (flags.cfg or flags.help):
+        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
     name = (flags.config_name or primary).removesuffix(".yaml")
     return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
@@ -255,7 +257,7 @@ def _compose(
     )
     if problems:
         raise ConfigError([*problems, *also(composition)])
-    return composition, str(cfg.hydra.mode or "").endswith("MULTIRUN")
+    return composition, _is_sweep(cfg)
 
 
 def _search_also(folders: Sequence[Path]) -> None:
@@ -292,36 +294,50 @@ def _as_problem(error: Exception) -> Problem:
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
 
 
+class _NotOne(BaseException):
+    """What was composed is no single run, or has a mistake; no `Exception`, as Hydra would show a traceback of it."""
+
+
 def _run_one(task: Callable[[DictConfig], Any], request: Request, words: list[str]) -> int | None:
-    """Run a single job; returns its exit status, or None if it did not begin, and why is still to be found out.
+    """Run a single job; returns its exit status, or None if nothing was begun, and why is still to be found out.
 
-    The application that `hydra.main` makes composes everything twice, once to find out whether it is a sweep. Composing is
-    most of the time until a run begins.
+    What `hydra.main` makes composes everything twice, once to find out whether it is a sweep, and composing is most of the
+    time until a run begins.
     """
-    begun = False
+    from hydra._internal.utils import run_and_report
 
-    def job(cfg: DictConfig) -> Any:
-        nonlocal begun
-        try:
-            _plain(cfg)
-        except OmegaConfBaseException:  # an interpolation that leads nowhere
-            return None
-        begun = True
-        return task(cfg)
-
+    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     name = task.__module__.rpartition(".")[2]
-    try:
-        with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=name, **_VERSION_BASE):
-            _search_also([Path(request.flags.config_dir).absolute()] if request.flags.config_dir else [])
-            application: Any = GlobalHydra.instance().hydra
-            application.run(config_name=request.primary, task_function=job, overrides=words)
-    except SystemExit as stop:
-        return _status(stop)
-    except Exception:
-        if begun:
-            raise
-        return None
-    return 0 if begun else None
+    with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=name, **_VERSION_BASE):
+        folder = request.flags.config_dir
+        _search_also([Path(folder).resolve()] if folder else [])
+        application: Any = GlobalHydra.instance().hydra
+        compose = application.compose_config
+
+        def checked(**given: Any) -> DictConfig:
+            """Compose, and look at it before folders are made and callbacks are told."""
+            try:
+                cfg: DictConfig = compose(**given)
+                _plain(cfg)
+            except Exception as error:
+                raise _NotOne from error
+            if _is_sweep(cfg):
+                raise _NotOne
+            return cfg
+
+        application.compose_config = checked
+        config = request.flags.config_name or request.primary
+        try:
+            run_and_report(lambda: application.run(config_name=config, task_function=task, overrides=words))
+        except _NotOne:
+            return None
+        except SystemExit as stop:
+            return _status(stop)
+    return 0
+
+
+def _is_sweep(cfg: DictConfig) -> bool:
+    return str(cfg.hydra.mode or "").endswith("MULTIRUN")
 
 
 def _status(stop: SystemExit) -> int:
