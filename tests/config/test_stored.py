@@ -92,7 +92,7 @@ def test_a_mapping_sets_the_keys_in_it_and_no_other(overlaid):
 
 def test_a_preset_sets_the_keys_of_its_file_and_no_other(overlaid):
     _, changed = overlaid("performance=fast")
-    assert changed == {"amp": ("false", "true"), "channels_last": ("false", "true")}
+    assert changed == {"amp": ("false", "auto"), "channels_last": ("false", "true")}
     values, changed = overlaid("debug=overfit")
     assert changed["epochs"] == ("3", "200")
     assert changed["scheduler._target_"][1] == "runner.optim.schedules.Constant"

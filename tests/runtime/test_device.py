@@ -175,6 +175,34 @@ def test_sixteen_bits_that_are_emulated_are_said(monkeypatch: pytest.MonkeyPatch
     assert choose_precision("fp16", CPU).warnings == [], "nothing is said where nothing is known"
 
 
+@pytest.mark.parametrize(
+    ("units", "dtype", "reason"),
+    [
+        (("amx_bf16", "avx512_bf16"), torch.bfloat16, "amp=auto: cpu has bf16"),
+        (("avx512_bf16",), None, "amp=auto: this cpu has no units for matrices of 16 bits"),
+        ((), None, "amp=auto: this cpu has no units"),
+    ],
+)
+def test_auto_computes_in_16_bits_only_where_that_is_faster(
+    units: tuple[str, ...], dtype: torch.dtype | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", capable(*units), raising=False)
+    precision = choose_precision("auto", CPU)
+    assert precision.dtype == dtype
+    assert precision.reason.startswith(reason)
+    assert precision.warnings == []
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((6, 1), None), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
+def test_auto_asks_a_gpu_for_its_generation(
+    capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: capability >= (8, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_precision("auto", torch.device("cuda")).dtype == dtype
+
+
 @pytest.mark.parametrize("native", [False, True])
 def test_a_gpu_that_emulates_bf16_is_given_fp16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)

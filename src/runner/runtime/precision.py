@@ -17,6 +17,8 @@ _INSTRUCTIONS = {
     "bf16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
     "fp16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
+# Of x86 and of ARM, whose bf16 extension has a product of matrices.
+_MATRIX_UNITS = ("amx_bf16", "bf16", "sve_bf16")
 
 
 @dataclass
@@ -45,20 +47,24 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
 
-def choose_precision(amp: bool | Literal["bf16", "fp16"], device: torch.device) -> Precision:
-    """The precision that `amp=` asks for on a device.
+def choose_precision(amp: bool | Literal["auto", "bf16", "fp16"], device: torch.device) -> Precision:
+    """The precision that `amp=` asks for on a device; `auto` is `true` where that is known to be faster.
 
     Raises:
         UserError: if the device cannot compute in it.
     """
     if amp is False:
         return Precision(device, None, None, "float32", "amp=false")
-    if amp is True:
+    if amp == "auto" and not has_matrix_units(device):
+        reason = f"amp=auto: this {device.type} has no units for matrices of 16 bits, so they are no faster"
+        return Precision(device, None, None, "float32", reason)
+    if amp is True or amp == "auto":
+        word = f"amp={str(amp).lower()}"
         kind: Literal["bf16", "fp16"] = "bf16" if device.type == "cpu" or is_native("bf16", device) else "fp16"
         if not is_native("bf16", device):
-            reason = f"amp=true: {device.type} " + ("emulates bf16" if kind == "bf16" else "has no bf16")
+            reason = f"{word}: {device.type} " + ("emulates bf16" if kind == "bf16" else "has no bf16")
         else:
-            reason = f"amp=true: {device.type} has bf16"
+            reason = f"{word}: {device.type} has bf16"
     else:
         kind, reason = amp, f"amp={amp}"
     warnings = [] if is_native(kind, device) else [_emulated(kind, device)]
@@ -85,6 +91,19 @@ def is_native(kind: Literal["bf16", "fp16"], device: torch.device) -> bool:
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     known = [capabilities[name] for name in _INSTRUCTIONS[kind] if name in capabilities]
     return any(known) or not known
+
+
+def has_matrix_units(device: torch.device) -> bool:
+    """Whether a device has units that multiply matrices of 16 bits faster than those of 32; False where nothing is known.
+
+    Instructions alone (`avx512_bf16`) are not enough: where they were measured, float32 was faster.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 0)
+    if device.type == "mps":
+        return is_native("fp16", device)
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in _MATRIX_UNITS)
 
 
 def _emulated(kind: str, device: torch.device) -> str:

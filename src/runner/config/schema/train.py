@@ -52,7 +52,7 @@ class Train:
     output_root: str = "outputs"
     device: str = "auto"
     threads: Count | None = None
-    amp: bool | Literal["bf16", "fp16"] = False
+    amp: bool | Literal["auto", "bf16", "fp16"] = False
     channels_last: bool = False
     compile: bool | Literal["model", "step"] = False
     activation_checkpointing: (  # strict, as 1 is not true here, nor 1.0 or the text 1 the same as 1
