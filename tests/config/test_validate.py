@@ -95,7 +95,7 @@ WRONG = [
     ("data.split.val", False, "cannot be false", "a number of at least 0 and below 1"),
     ("clip.norm", 0, "cannot be 0", "a number above 0 or null"),
     ("data.hflip", 1.01, "cannot be 1.01", "a number of at least 0 and at most 1"),
-    ("amp", "bf17", "cannot be bf17", "true, false, bf16 or fp16"),
+    ("amp", "bf17", "cannot be bf17", "true, false, auto, bf16 or fp16"),
     ("compile", "maybe", "cannot be maybe", "true, false, model or step"),
     ("data.residency", "gpu", "cannot be gpu", "auto, device, ram or disk"),
     ("trust", "mine", "cannot be mine", "a list, each item text"),

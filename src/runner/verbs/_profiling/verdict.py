@@ -12,7 +12,7 @@ import torch
 from runner.data.marks import PREPARE, WAIT, reading
 from runner.engine.marks import BACKWARD, FORWARD, OPTIMIZER
 from runner.runtime.peaks import kind_of
-from runner.runtime.precision import is_native
+from runner.runtime.precision import has_matrix_units
 from runner.runtime.stopwatch import OTHER
 from runner.tracking.formats import percent
 from runner.verbs._profiling.ops import SMALL_OP_MS
@@ -43,7 +43,7 @@ class Facts:
         cached: whether decoded images are kept, or could not be.
         in_memory_possible: whether the images could be, or are, held in memory.
         on_device: whether they are there already.
-        amp: whether mixed precision is on, or would be emulated.
+        amp: whether mixed precision is on, or would be no faster.
         tf32: likewise; True where there is no such thing.
         channels_last: likewise; True where no layer is a convolution.
         compiled: likewise; True where it would need a compiler that is not there.
@@ -179,7 +179,7 @@ def facts_of(
         cached=config.data.cache is not None,
         in_memory_possible=read.could_be_resident or read.resident is not None,
         on_device=read.resident == device,
-        amp=config.amp is not False or not is_native("bf16", device),
+        amp=config.amp is not False or not has_matrix_units(device),
         tf32=kind_of(None, device) == "tf32" or device.type != "cuda" or bool(config.deterministic),
         channels_last=config.channels_last or not convolutions,
         compiled=bool(config.compile) or device.type != "cuda",
