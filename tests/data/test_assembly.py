@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,12 @@ def test_workers_without_effect_are_a_warning_and_none_else() -> None:
 def test_automatic_workers_are_measured_and_told() -> None:
     value, reason = choice(put_together(residency="disk", num_workers="auto"), "workers")
     assert value == "0"
-    assert reason.startswith("auto: a batch takes ")
-    assert reason.endswith(" ms to read, not worth handing over from another process")
+    # Which of the two it is depends on how fast the machine is just now; tests/data/test_crew.py has each of them.
+    assert re.fullmatch(
+        r"auto: (a batch takes \S+ ms to read, not worth handing over from another process"
+        r"|an epoch takes \S+ ms to read, less than starting a process)",
+        reason,
+    )
 
 
 def test_statistics_are_those_of_the_training_pixels() -> None:
