@@ -184,6 +184,8 @@ def launch(
     composition, multirun = _compose(request, known, schema, sources, also)
     if not (multirun or request.multirun):
         return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
+    if not request.multirun:  # Hydra 1.4 takes a sweep from a preset only if it is told of it
+        flag_words.append("--multirun")
     given = [word.split("=", 1)[1].strip("'\"") for word in known.accepted if word.startswith("hydra.sweep.dir=")]
     folder = Path(given[-1]) if given else sweep_root(composition.values)
     extra = [] if given else [f"hydra.sweep.dir='{folder}'"]
