@@ -372,6 +372,8 @@ def train(
             learning_curves(directory.metrics_file, directory.plots / "curves.png")
         except Exception as error:  # a picture must not cost a finished run
             console.warn(f"no learning curves were drawn: {error}")
+    else:
+        (directory.plots / "curves.png").unlink(missing_ok=True)  # those of an earlier part of the run
     return state.best.value if state.best else None
 
 

@@ -140,7 +140,9 @@ def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
     assert "the loss is" in curve.stopped
 
 
-@pytest.mark.parametrize("losses", [[2.0, 1.0, *[1e-4] * 25, 0.3, 0.01], [1.0, -1.0, -3.0, -4.0, -4.1, -4.0]])
+@pytest.mark.parametrize(
+    "losses", [[2.0, 1.0, *[1e-4] * 25, 0.3, 0.01], [1.0, -1.0, -3.0, -4.0, -4.1, -4.0], [-0.5, -0.499, -1.0]]
+)
 def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Callable[..., Any], losses: list[float]) -> None:
     small, given = bench(samples=4), iter(losses)
 
@@ -216,6 +218,13 @@ def test_suggestions_are_where_the_curve_says() -> None:
     found = suggest(Curve(rates, smoothed, smoothed))
     assert (found.lowest, found.tenth, found.steepest) == (rates[6], pytest.approx(rates[6] / 10), rates[4])
     assert (found.edge, found.fifth) == (rates[6], pytest.approx(rates[6] / 5)), "0.95 is level with 0.8, 1.0 is not"
+
+
+def test_a_high_first_loss_does_not_hide_where_it_rises() -> None:
+    """As a regression on targets far from zero has it, or a head that is far off."""
+    rates = exponential(1e-4, 1, 8)
+    smoothed = [10000, 5000, 200, 60, 50, 55, 300, 1000.0]
+    assert suggest(Curve(rates, smoothed, smoothed)).edge == rates[5]
 
 
 def test_noise_in_a_long_level_part_does_not_move_the_edge() -> None:

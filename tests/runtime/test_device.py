@@ -179,8 +179,8 @@ def test_sixteen_bits_that_are_emulated_are_said(monkeypatch: pytest.MonkeyPatch
     ("units", "dtype", "reason"),
     [
         (("amx_bf16", "avx512_bf16"), torch.bfloat16, "amp=auto: cpu has bf16"),
-        (("avx512_bf16",), None, "amp=auto: this cpu has no units for matrices of 16 bits"),
-        ((), None, "amp=auto: this cpu has no units"),
+        (("avx512_bf16",), None, "amp=auto: this cpu is not known to have units for matrices of 16 bits"),
+        ((), None, "amp=auto: this cpu is not known to have units"),
     ],
 )
 def test_auto_computes_in_16_bits_only_where_that_is_faster(

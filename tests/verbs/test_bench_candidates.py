@@ -72,6 +72,15 @@ def test_on_the_cpu_each_toggle_that_applies_is_tried_and_compiling_only_if_aske
     assert all(name.startswith(("compile=", "performance=")) for name in found)
 
 
+def test_a_preset_that_changes_nothing_here_is_not_measured(tried: Tried) -> None:
+    assert "performance=fast" in tried(CPU)[0]
+    assert "performance=fast" not in tried(CPU, channels_last=True)[0]
+    plain = dataclasses.replace(CPU, convolutions=False)
+    assert "performance=fast" not in tried(plain)[0]
+    assert "performance=fast" in tried(dataclasses.replace(plain, automatic="bf16"))[0]
+    assert "performance=fast" not in tried(dataclasses.replace(plain, automatic="bf16", precision="bf16"), amp=True)[0]
+
+
 def test_on_cuda_its_own_toggles_and_compiling_are_tried(tried: Tried) -> None:
     found, left_out = tried(CUDA)
     assert {"compile=true", "tf32=true", "cudnn_benchmark=true", "performance=max"} <= set(found)

@@ -26,6 +26,9 @@ def test_curves_are_drawn_unless_they_are_not_wanted(run: Callable[..., Any]) ->
         (run(*quick, f"log.curves={word}").directory / "plots" / "curves.png").is_file() for word in ("true", "false")
     ]
     assert drawn == [True, False]
+    first = run(*quick).directory
+    assert run("train", f"ckpt_path={first}", f"hydra.run.dir={first}", "epochs=2", "log.curves=false").status == 0
+    assert not (first / "plots" / "curves.png").exists(), "of the first part only"
 
 
 def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], workdir: Path) -> None:

@@ -109,7 +109,7 @@ def find_rate(
     }
     warning = ""
     if not curve.stopped and suggestions.edge == curve.rates[-1]:
-        warning = f"the loss was still falling at the last rate, {end:g}: a larger end may suggest a larger rate"
+        warning = f"the loss had not risen by the last rate, {end:g}: a larger end may suggest a larger rate"
     return FoundRate(curve, suggestions, {"lr": _rounded(suggestions.fifth), **further}, warning)
 
 

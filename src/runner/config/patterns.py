@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 from runner.config.errors import UserError, nearest
 
 
-def matching(key: str, pattern: str, names: Iterable[str], what: str, others: Sequence[str] = ()) -> set[str]:
+def matching(
+    key: str, pattern: str, names: Iterable[str], what: str, others: Sequence[str] = (), prose: str = ""
+) -> set[str]:
     """The dotted names that match a pattern with `*` and `?`, which stand for dots, too.
 
     Args:
@@ -16,7 +18,8 @@ def matching(key: str, pattern: str, names: Iterable[str], what: str, others: Se
         pattern: the pattern.
         names: all there are.
         what: what they are names of, such as `module`.
-        others: what else the key may be, such as `all-but-head`.
+        others: words that the key may be instead, such as `all-but-head`.
+        prose: what else it may be, for people, such as `a number`.
 
     Raises:
         UserError: if there is none, with the nearest name and what names begin with.
@@ -27,8 +30,10 @@ def matching(key: str, pattern: str, names: Iterable[str], what: str, others: Se
         close = nearest(pattern.replace("*", "").strip("."), [*others, *pool])
         hint = f"; did you mean '{close}'?" if close else ""
         top = ", ".join(dict.fromkeys(name.partition(".")[0] for name in pool))
+        besides = [*others, prose] if prose else others
+        allowed = ", ".join([*besides, "or names"] if besides else ["names"])
         raise UserError(
             f"{key}: the model has no {what} '{pattern}'{hint}\n"
-            f"    allowed: {', '.join([*others, 'or names'] if others else ['names'])} with * and ?, which begin with {top}"
+            f"    allowed: {allowed} with * and ?, which begin with {top}"
         )
     return found

@@ -20,7 +20,8 @@ from runner.engine.step import StepParts, train_step
 _KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
 _LEAST_FALL = 0.05  # of the first smoothed loss, for there to be anything to suggest
-_VALLEY = 0.1  # of the whole fall: what lies no higher above the lowest smoothed loss is level with it
+# What lies no higher above the lowest smoothed loss than these parts of the whole fall is level with it.
+_VALLEY, _VALLEY_LOG = 0.1, 0.2
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def range_test(
                     break
                 losses.append(loss)
                 smoothed.append(_corrected(losses))
-                if smoothed[-1] > max(_DIVERGED * min(smoothed), _level(smoothed)):
+                if smoothed[-1] > _diverged(smoothed):
                     stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
                     break
                 if guard is not None and guard.found():
@@ -157,8 +158,16 @@ def suggest(curve: Curve) -> Suggestions:
 
 
 def _level(smoothed: Sequence[float]) -> float:
-    """Up to where a loss is about as low as the lowest."""
-    return min(smoothed) + _VALLEY * (smoothed[0] - min(smoothed))
+    """Up to where a loss is about as low as the lowest; by its logarithm as well, lest a high beginning hide a rise."""
+    first, low = smoothed[0], min(smoothed)
+    level = low + _VALLEY * (first - low)
+    return min(level, low * (first / low) ** _VALLEY_LOG) if low > 0 else level
+
+
+def _diverged(smoothed: Sequence[float]) -> float:
+    """Above which a loss diverges; near or below zero a multiple of the lowest is still no more than noise."""
+    first, low = smoothed[0], min(smoothed)
+    return max(low + (_DIVERGED - 1) * abs(low), low + _VALLEY * (first - low))
 
 
 def _because(curve: Curve) -> str:

@@ -200,7 +200,7 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
     names = [name for name, _ in model.named_modules() if name]
     chosen: set[int] = set()
     for pattern in patterns:
-        for name in matching(_KEY, pattern, names, "module", ["true", "a number"]):
+        for name in matching(_KEY, pattern, names, "module", prose="true, a number"):
             module = model.get_submodule(name)
             chosen |= {id(called) for called in _called(module)}
     return _outermost(model, lambda module: id(module) in chosen)

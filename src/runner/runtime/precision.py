@@ -56,7 +56,7 @@ def choose_precision(amp: bool | Literal["auto", "bf16", "fp16"], device: torch.
     if amp is False:
         return Precision(device, None, None, "float32", "amp=false")
     if amp == "auto" and not has_matrix_units(device):
-        reason = f"amp=auto: this {device.type} has no units for matrices of 16 bits, so they are no faster"
+        reason = f"amp=auto: this {device.type} is not known to have units for matrices of 16 bits"
         return Precision(device, None, None, "float32", reason)
     if amp is True or amp == "auto":
         word = f"amp={str(amp).lower()}"
@@ -100,8 +100,8 @@ def has_matrix_units(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (7, 0)
-    if device.type == "mps":
-        return is_native("fp16", device)
+    if device.type != "cpu":
+        return False
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(capabilities.get(name) for name in _MATRIX_UNITS)
 

@@ -91,6 +91,7 @@ class Facts:
         kernels: of `fused` and `foreach` those that the optimizer has, and whether they are on.
         convolutions: whether the model has weights of four dimensions.
         no_compiler: why nothing can be compiled here, or an empty string.
+        automatic: what `amp=auto` computes in on this device.
     """
 
     device: str
@@ -102,6 +103,7 @@ class Facts:
     kernels: Mapping[str, bool]
     convolutions: bool
     no_compiler: str = ""
+    automatic: bool | str = False
 
 
 LeftOut = tuple[str, str]
@@ -277,13 +279,22 @@ def _presets(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candid
     for option in sources.options("performance"):
         word = f"performance={option.name}"
         settings = _settings_of(option.path)
-        if all(_value(config, key) == value for key, value in settings.items()):
+        if all(_is_so(config, facts, key, value) for key, value in settings.items()):
             continue
         if settings.get("compile") and not config.compile and (facts.no_compiler or not may_compile(config, facts)):
             left_out.append((word, facts.no_compiler or "compiles; toggles=[compile,performance] measures it"))
             continue
         found.append(Candidate("preset", (word,), tuple(settings.items()), frozenset(settings)))
     return found, left_out
+
+
+def _is_so(config: Bench, facts: Facts, key: str, value: Any) -> bool:
+    """Whether a setting changes nothing here."""
+    if key == "amp" and value == "auto":
+        return facts.automatic == facts.precision
+    if key == "channels_last" and not facts.convolutions:
+        return True
+    return bool(_value(config, key) == value)
 
 
 def _settings_of(preset: Path) -> dict[str, Any]:

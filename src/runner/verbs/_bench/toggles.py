@@ -14,6 +14,7 @@ from runner.config.app import Composition
 from runner.config.schema.bench import Bench
 from runner.data.crew import cores
 from runner.runtime.device import missing_compiler
+from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console
 from runner.verbs._bench import decide
 from runner.verbs._bench.candidates import (
@@ -283,4 +284,5 @@ def facts_of(baseline: Stand) -> Facts:
         kernels=training.kernels.arguments,
         convolutions=any(parameter.ndim == 4 for parameter in training.model.parameters()),
         no_compiler=missing_compiler(training.device),
+        automatic=precisions[choose_precision("auto", training.device).dtype],
     )

@@ -83,7 +83,11 @@ def _show(console: Console, rate: FoundRate, folder: Path) -> None:
         ["a tenth of the lowest", f"{found.tenth:.2g}", ""],
         ["a fifth of the edge", f"{found.fifth:.2g}", "<- recommended"],
         ["lowest loss", f"{found.lowest:.2g}", ""],
-        ["edge", f"{found.edge:.2g}", "too high to train with: the loss rises above it"],
+        [
+            "edge",
+            f"{found.edge:.2g}",
+            "the last rate tried" if rate.warning else "too high to train with: the loss rises above it",
+        ],
     ]
     console.table(f"{len(curve.rates)} steps, up to {curve.rates[-1]:.2g}", ["suggestion", "rate", ""], rows)
     if curve.stopped:
