@@ -123,8 +123,6 @@ def parse(argv: Sequence[str], primary: str) -> Request:
         raise UserError(
             "--config-path would replace the configs that come with the program; add yours with --config-dir"
         )
-    if flags.resolve and not (flags.cfg or flags.help):
-        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
     name = (flags.config_name or primary).removesuffix(".yaml")
     return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
@@ -164,8 +162,11 @@ def launch(
 
     Raises:
         ConfigError: with every problem found in the overrides and the composition.
+        UserError: for a flag that Hydra does not have, or one that is refused.
     """
     request = parse(argv, primary)
+    if request.flags.resolve and not request.only_shows:
+        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     sources = Sources(_folders(request))
     for path in sources.hidden():
         print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
