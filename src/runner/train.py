@@ -367,13 +367,13 @@ def train(
             if said := splits.skipped.summary():
                 summary["skipped"] = len(splits.skipped)
                 console.warn(said)
-    if config.log.curves:
-        try:
+    try:
+        if config.log.curves:
             learning_curves(directory.metrics_file, directory.plots / "curves.png")
-        except Exception as error:  # a picture must not cost a finished run
-            console.warn(f"no learning curves were drawn: {error}")
-    else:
-        (directory.plots / "curves.png").unlink(missing_ok=True)  # those of an earlier part of the run
+        else:
+            (directory.plots / "curves.png").unlink(missing_ok=True)  # those of an earlier part of the run
+    except Exception as error:  # a picture must not cost a finished run
+        console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
 
 
