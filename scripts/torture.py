@@ -30,6 +30,8 @@ SECTIONS = {
     "disk": "a disk that is full while checkpoints, logs and caches are written",
     "damage": "truncated and altered checkpoints",
     "hostile": "files made by somebody who means harm",
+    "memory": "small files that want to become large, and the peak of memory",
+    "downloads": "a stranger's config that would download or write, in every section",
     "same_bits": "settings that must not change a bit",
     "signals": "SIGTERM, SIGINT and SIGUSR1 in every phase",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
@@ -43,6 +45,8 @@ COUNTS = {
     "flips": (1000, 60, "altered bytes"),
     "settings": (0, 2, "settings that must not change a bit; 0 for all"),
     "hostile": (0, 6, "malicious files; 0 for all"),
+    "memory": (0, 6, "small files that want to become large; 0 for all"),
+    "downloads": (0, 6, "targets in sections that would download or write; 0 for all"),
     "signals": (0, 1, "phases that a signal comes in; 0 for all"),
     "places": (0, 2, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),
@@ -59,8 +63,8 @@ def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) ->
 
     folder.mkdir(parents=True, exist_ok=True)
     job = whole(("max_steps=2", "logger=all", directory(folder / "preload")))
-    evaluating = [["eval", f"ckpt_path={folder / 'preload'}", "split=val"]] if "hostile" in sections else []
-    preload(folder, ["train", *job], *evaluating)
+    evaluates = {"hostile", "memory", "downloads"} & {*sections}
+    preload(folder, ["train", *job], *([["eval", f"ckpt_path={folder / 'preload'}", "split=val"]] if evaluates else []))
 
     rows = []
     for name in sections:

@@ -297,6 +297,14 @@ def test_a_config_that_is_too_long_or_has_endless_numbers_is_refused() -> None:
         stored.load("seed: " + "9" * 400, "c.pt")
 
 
+@pytest.mark.parametrize(
+    "text", ["a: [" + "1," * 40_000 + "]", "a: {" + "".join(f"k{n}: 1, " for n in range(20_000)) + "}"]
+)
+def test_a_config_of_tens_of_thousands_of_values_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"c\.pt: .* over 32,768 keys and values"):
+        stored.load(text, "c.pt")
+
+
 @pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b", "line\nend", "\x1b[2J", "x" * 300, ""])
 def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, compose) -> None:
     text = stored.dump(original | {"name": name})

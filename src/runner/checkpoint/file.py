@@ -11,14 +11,14 @@ import contextlib
 import hashlib
 import os
 import pickle
-import warnings
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint.scan import wrong_archive, wrong_contents
+from runner.checkpoint import pickles
+from runner.checkpoint.scan import wrong_contents
 from runner.config.errors import UserError, first_line
 
 FORMAT = 1
@@ -182,13 +182,10 @@ def read(path: Path) -> dict[str, Any]:
     with _opened(path) as file:
         _verify(file, path)
         size = file.seek(0, os.SEEK_END)
-        if reason := wrong_archive(file, size):
-            raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {reason}")
-        file.seek(0)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                contents = torch.load(file, map_location="cpu", weights_only=True)
+            contents = pickles.load(file, size)
+        except pickles.NotSaved as error:
+            raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {error}") from error
         except pickle.UnpicklingError as error:
             reason = _reason(str(error))
             raise DamagedCheckpoint(

@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from runner.config.errors import first_line
+
 _DEEPEST = 64  # containers inside each other; states of optimizers have about five
 _LARGEST_IMAGE = 2**28  # numbers of one image: over 9,000 pixels a side, in colour
 _LARGEST = 2**53  # the last whole number that every program keeps exactly
@@ -42,6 +44,16 @@ def wrong_archive(file: BinaryIO, size: int) -> str:
         return "its archive is compressed, which torch.save never does"
     if sum(record.file_size for record in records) > size:
         return "its archive claims to hold more bytes than the file has"
+    # torch has a reader of its own, which can be made to see another list of records than Python's.
+    file.seek(0)
+    try:
+        reader = torch._C.PyTorchFileReader(file)
+        listed = reader.get_all_records()
+        seen = sum(reader.get_record_size(name) for name in listed)
+    except RuntimeError as error:
+        return f"it is not a zip archive that can be read ({first_line(error)})"
+    if len({name.lower() for name in listed}) != len(listed) or seen > size:
+        return "its archive has other records than it lists"
     return ""
 
 

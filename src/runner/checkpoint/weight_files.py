@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.checkpoint import find
+from runner.checkpoint import find, pickles
 from runner.checkpoint.file import is_marked
-from runner.checkpoint.scan import wrong_archive, wrong_extent
+from runner.checkpoint.scan import wrong_extent
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError, first_line
 
@@ -78,15 +77,9 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a file that torch saved: a state dict, or a mapping that has one under a usual name."""
     try:
         with path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\3\4"
-            if is_zip and (reason := wrong_archive(file, path.stat().st_size)):
-                raise UserError(f"{_KEY}: {path} is no file of torch.save's: {reason}")
-            file.seek(0)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                contents = torch.load(file, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
+            contents = pickles.load(file, path.stat().st_size, older=True)
+    except pickles.NotSaved as error:
+        raise UserError(f"{_KEY}: {path} is no file of torch.save's: {error}") from error
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{_KEY}: {path} is refused: it is damaged, or holds more than tensors and plain containers; nothing in it "

@@ -21,6 +21,7 @@ from runner.config.validate import shown
 _MISSING = object()
 _DEEPEST = 64  # levels of nesting; configs have about six
 _LONGEST = 2**18  # characters; configs have about six thousand, and reading takes a second for each such length
+_MOST_EVENTS = 2**15  # of the YAML reader, one or two a value; configs have about a thousand
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -45,7 +46,9 @@ def load(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")
     try:
         depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
+            if number > _MOST_EVENTS:
+                raise UserError(f"{where}: its config is not plain YAML: it has over {_MOST_EVENTS:,} keys and values")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             # A few lines of aliases of aliases stand for more values than fit into memory.
             if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import math
+import os
 import struct
 import tarfile
 import warnings
@@ -32,6 +34,9 @@ _CLASSES = {
 }
 _PREFIXES = {"train": "train", "test": "t10k"}
 _GZIP_MAGIC = b"\x1f\x8b"
+_ALWAYS_READ = 2**26  # bytes of data; the images of MNIST have 47 million
+_MOST_UNZIPPED = 16  # times the size of the file; images of digits have five
+_BLOCK = 2**20
 # What torchvision raises when a download, its checksum or its unpacking fails; URLError is an OSError.
 _FETCH_FAILURES = (OSError, RuntimeError, HTTPException, tarfile.TarError, zlib.error, EOFError)
 
@@ -135,24 +140,39 @@ def read_idx(path: Path, dims: int) -> Tensor:
     Raises:
         UserError: if the file cannot be read, is truncated or damaged, or is of another kind; it names the file.
     """
+    header = 4 + 4 * dims
     try:
-        content = path.read_bytes()
-        if content.startswith(_GZIP_MAGIC):
-            content = gzip.decompress(content)
+        with path.open("rb") as file:
+            zipped = file.read(2) == _GZIP_MAGIC
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            with gzip.GzipFile(fileobj=file) if zipped else contextlib.nullcontext(file) as source:
+                head = source.read(header)
+                promised = _promised(path, head, dims)
+                # A megabyte of gzip stands for a gigabyte of zeros.
+                if promised > max(_ALWAYS_READ, _MOST_UNZIPPED * size if zipped else size):
+                    raise _damaged(path, f"promises {promised:,} bytes of data, and is a file of {size:,} bytes")
+                content, found = bytearray(promised), 0
+                while read := source.readinto(memoryview(content)[found : found + _BLOCK]):
+                    found += read
+                more = len(source.read(1))
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, f"cannot be read ({_reason(error)})") from error
-    header = 4 + 4 * dims
+    if more or promised != found or promised == 0:
+        amount = f"over {found}" if more else str(found)
+        raise _damaged(path, f"has {amount} bytes of data where its header promises {promised}")
+    sizes = struct.unpack(f">{dims}I", head[4:])
+    return torch.frombuffer(content, dtype=torch.uint8).reshape(sizes)
+
+
+def _promised(path: Path, head: bytes, dims: int) -> int:
+    """Bytes of data that follow the header of an idx file."""
     # Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each size, big-endian.
-    if content[:4] != bytes((0, 0, 8, dims)):
-        raise _damaged(path, f"is not an idx file of bytes with {dims} dimensions: it begins with {content[:4].hex()}")
-    if len(content) < header:
+    if head[:4] != bytes((0, 0, 8, dims)):
+        raise _damaged(path, f"is not an idx file of bytes with {dims} dimensions: it begins with {head[:4].hex()}")
+    if len(head) < 4 + 4 * dims:
         raise _damaged(path, "ends within its header")
-    sizes = struct.unpack(f">{dims}I", content[4:header])
-    promised, found = math.prod(sizes), len(content) - header
-    if promised != found or promised == 0:
-        shape = "x".join(map(str, sizes))
-        raise _damaged(path, f"has {found} bytes of data where its header promises {promised} ({shape})")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).reshape(sizes)
+    return math.prod(struct.unpack(f">{dims}I", head[4:]))
 
 
 def _idx_set(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
