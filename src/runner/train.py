@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import time
@@ -138,6 +139,9 @@ def run(cfg: DictConfig) -> float | None:
     if directory is not None:
         print(directory.path, flush=True)
     in_sweep = composition.job_dir is not None
+    if in_sweep:
+        # The loop freezes what exists, and what was frozen does not count towards Python's own full collections.
+        gc.collect()
     if status == PREEMPTED or (status != OK and not in_sweep):
         raise SystemExit(status)
     return value

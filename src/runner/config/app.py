@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -349,13 +351,25 @@ def _status(stop: SystemExit) -> int:
 
 def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
     """Hand over to Hydra as if it had been started by itself; returns the exit status."""
+    Plugins.instance()  # loads the launcher's module anew, the first time
+    launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
+    run_job = launcher.run_job
+
+    def run_job_and_drop_configs(**given: Any) -> Any:
+        # Hydra's launcher keeps the results of all jobs until the sweep ends, with two configs of 0.5 MiB in each.
+        result = run_job(**given)
+        result.cfg = result.hydra_cfg = None
+        return result
+
     saved = sys.argv
     sys.argv = [saved[0], *argv]
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    launcher.run_job = run_job_and_drop_configs
     try:
         hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task)()
     except SystemExit as stop:
         return _status(stop)
     finally:
         sys.argv = saved
+        launcher.run_job = run_job
     return 0
