@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.keys import flatten
-from runner.config.sources import Sources, searchpath_folder, shipped
+from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -219,8 +219,7 @@ def _folders(request: Request) -> list[Path]:
 def _asks_for_sweep(request: Request, sources: Sources) -> bool:
     """Whether a selected preset turns a plain call into a sweep."""
     return any(
-        (option := sources.option("sweep", word.split("=", 1)[1])) is not None
-        and "MULTIRUN" in option.path.read_text(encoding="utf-8")
+        (option := sources.option("sweep", word.split("=", 1)[1])) is not None and "MULTIRUN" in text_of(option.path)
         for word in request.words
         if word.lstrip("+").startswith("sweep=")
     ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in request.words)
