@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import time
@@ -22,7 +23,7 @@ from runner.assembly.optimizer import table_of_groups
 from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, record
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
-from runner.assembly.start import carried
+from runner.assembly.start import begun
 from runner.assembly.training import build_training, look_ahead, training_flops
 from runner.assembly.watch import watch_modules
 from runner.checkpoint import file as checkpoint_file
@@ -138,6 +139,9 @@ def run(cfg: DictConfig) -> float | None:
     if directory is not None:
         print(directory.path, flush=True)
     in_sweep = composition.job_dir is not None
+    if in_sweep:
+        # The loop freezes what exists, and what was frozen does not count towards Python's own full collections.
+        gc.collect()
     if status == PREEMPTED or (status != OK and not in_sweep):
         raise SystemExit(status)
     return value
@@ -181,10 +185,9 @@ def train(
     if setup.again is not None and not continued:
         directory.forget()
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
-    summary["resumed_from"] = str(setup.found.path) if setup.found else None
-    summary |= carried(setup.found)
+    summary |= begun(config, setup.found)
+    directory.write_overrides(composition.words)  # first, as a summary without them belongs to an unknown command
     directory.write_summary(summary)
-    directory.write_overrides(composition.words)
     directory.write_environment(environment())
 
     # Device, data, model, optimizer
@@ -303,7 +306,7 @@ def train(
     if groups := table_of_groups(state.optimizer):
         columns = ["group", "tensors", "parameters", "lr", "weight decay"]
         console.table("parameter groups", columns, groups)
-    for warning in [*warnings, *(setup.found.warnings if setup.found else [])]:
+    for warning in [*warnings, *setup.warnings]:
         console.warn(warning)
     if training.started:
         summary["init_from"] = training.started.record()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint.file import DamagedCheckpoint
+from runner.checkpoint.file import DamagedCheckpoint, read
 from runner.checkpoint.find import load, newest_run
 from runner.checkpoint.keeper import Keeper
 from runner.config.errors import UserError
@@ -58,6 +59,22 @@ def test_the_newest_run_is_the_one_saved_last_in_sweeps_too(runs: Path, contents
     job.mkdir(parents=True)
     Keeper(job, 1).save(contents(1), 1, is_best=False)
     assert newest_run(runs).name == "3"
+
+
+def test_the_newest_run_is_the_one_that_started_last_where_its_summary_says_when(runs: Path) -> None:
+    for name, started in (("old", "2026-11-20T12:00:00.000001+00:00"), ("new", "2026-11-20T12:00:00+00:00")):
+        (runs / name / "summary.json").write_text(json.dumps({"started": started}))
+    assert newest_run(runs).name == "old"
+
+
+def test_a_checkpoint_that_is_a_named_pipe_is_no_run_with_a_checkpoint(runs: Path) -> None:
+    (runs / "pipe" / "checkpoints").mkdir(parents=True)
+    os.mkfifo(runs / "pipe" / "checkpoints" / "last.pt")
+    assert newest_run(runs).name == "new"
+    (runs / "new" / "checkpoints" / "best.pt").unlink()
+    os.mkfifo(runs / "new" / "checkpoints" / "best.pt")
+    with pytest.raises(UserError, match="not a regular file"):
+        read(runs / "new" / "checkpoints" / "best.pt")
 
 
 def test_a_damaged_last_falls_back_to_the_newest_valid_one_and_says_so(runs: Path) -> None:

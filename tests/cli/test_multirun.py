@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from runner import train
 from runner.tracking import run_directory
 from runner.verbs import train as train_verb
 
@@ -206,3 +209,21 @@ def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
     result = run("train", *tiny, "--config-dir", "mine", "debug=smoke")
     assert result.status == 0
     assert f"{hidden} is never read" in result.err
+
+
+def test_a_job_leaves_no_objects_files_or_threads_behind(sweep, monkeypatch):
+    counts = []
+    run_job = train.run
+
+    def run_and_count(cfg):
+        value = run_job(cfg)
+        counts.append((len(gc.get_objects()), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()))
+        return value
+
+    monkeypatch.setattr(train, "run", run_and_count)
+    result, _ = sweep("--multirun", "seed=range(6)")
+    assert result.status == 0, result.err
+    assert len(counts) == 6
+    objects, files, threads = (last - third for third, last in zip(counts[2], counts[5], strict=True))
+    assert objects < 300, "a job has about 8,000"
+    assert (files, threads) == (0, 0)

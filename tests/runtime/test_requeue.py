@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from runner.config import reading
 from runner.config.schema.find_lr import FindLr
 
 SMALL = (
@@ -149,3 +152,50 @@ def test_the_same_command_goes_on_with_the_rates_that_it_found(
     assert second.summary["resumed_from"] is not None
     assert "changed on the command line" not in second.out
     assert "range test" not in second.out
+
+
+def test_bad_neighbours_are_skipped_with_a_warning(again: Callable[..., Any], workdir: Path) -> None:
+    first = again()
+    assert first.status == 75, first.err
+    runs = first.directory.parent
+    for name, text in (("9999-01-01_00-00-00", "- 2024-99-99"), ("9999-01-01_00-00-01", "[" * 50_000)):
+        (runs / name).mkdir()
+        (runs / name / "overrides.yaml").write_text(text)
+    for name in ("overrides.yaml", "summary.json"):
+        bad = runs / f"9999-01-01_{name}"
+        bad.mkdir()
+        (bad / "overrides.yaml").write_bytes((first.directory / "overrides.yaml").read_bytes())
+        (bad / name).unlink(missing_ok=True)
+        os.mkfifo(bad / name)
+    second = again()
+    assert second.status == 0, second.err
+    assert second.directory == first.directory
+    for name in ("9999-01-01_00-00-01", "9999-01-01_overrides.yaml", "9999-01-01_summary.json"):
+        assert f"resume=auto skips {runs / name}" in second.out
+
+
+def test_after_the_clock_was_set_back_the_newest_run_is_still_the_newest(
+    again: Callable[..., Any], train: Callable[..., Any], workdir: Path
+) -> None:
+    first = again()
+    ahead = first.directory.rename(first.directory.with_name("9999-01-01_00-00-00"))
+    started = datetime.fromisoformat(summary_of(ahead)["started"])
+    (ahead / "summary.json").write_text(
+        json.dumps(summary_of(ahead) | {"started": (started + timedelta(days=1)).isoformat(), "status": "finished"})
+    )
+    for path in (ahead / "checkpoints").iterdir():
+        os.utime(path, (2e9, 2e9))
+    reading._newest.clear()  # as in a process of its own
+    (workdir / "stopped").unlink()
+    second = again()
+    assert second.status == 75, second.err
+    assert second.directory != ahead
+    third = again()
+    assert third.status == 0, third.err
+    assert third.directory == second.directory
+    last = train(*SMALL, "ckpt_path=last")
+    assert last.summary["resumed_from"].startswith(str(second.directory))
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())

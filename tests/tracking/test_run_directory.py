@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import pytest
 import yaml
 
 from runner.config.errors import UserError
-from runner.tracking.run_directory import RunDirectory, claim, timestamp
+from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
 
 
 def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):
@@ -112,3 +113,56 @@ def test_metrics_taken_over_are_those_up_to_the_step_and_none_that_is_no_metric(
     (source / "metrics.jsonl").write_text("\n".join([*lines[:1], *odd, *lines[1:]]) + "\n" + "x" * 2**21)
     directory.copy_metrics(source, 2)
     assert directory.metrics_file.read_text().splitlines() == lines[:2]
+
+
+WORDS = ["seed=1", "resume=auto"]
+
+
+def begin_run(runs, name, started=None, words=WORDS, status="preempted"):
+    run = RunDirectory(runs / name)
+    run.write_overrides(words)
+    run.write_summary({"status": status} | ({"started": started} if started else {}))
+    return run.path
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- 2024-99-99", "- " + "9" * 5000, "[" * 50_000, "- " + "x" * 2**21, "\0"],
+    ids=["impossible date", "huge number", "deep", "long", "control character"],
+)
+def test_a_neighbour_with_odd_overrides_does_not_stop_the_search(text, tmp_path):
+    good = begin_run(tmp_path, "2026-01-01_00-00-00")
+    (tmp_path / "2026-09-09_00-00-00").mkdir()
+    (tmp_path / "2026-09-09_00-00-00" / "overrides.yaml").write_text(text)
+    found, warnings = unfinished(tmp_path, WORDS)
+    assert found.path == good
+    assert all("2026-09-09_00-00-00" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("name", ["overrides.yaml", "summary.json", "run.log", ".lock", "skipped.jsonl", "checkpoints"])
+def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path):
+    good = begin_run(tmp_path, "2026-01-01_00-00-00")
+    bad = begin_run(tmp_path, "2026-09-09_00-00-00")
+    if (bad / name).is_dir():
+        (bad / name).rmdir()
+    (bad / name).unlink(missing_ok=True)
+    os.mkfifo(bad / name)
+    found, [warning] = unfinished(tmp_path, WORDS)
+    assert found.path == good
+    assert str(bad) in warning
+    assert name in warning
+
+
+def test_the_newest_run_is_the_one_that_started_last_whatever_its_name_says(tmp_path):
+    begin_run(tmp_path, "2026-09-09_12-00-00", "2026-09-09T12:00:00+00:00")
+    newer = begin_run(tmp_path, "2026-09-09_10-00-00", "2026-09-09T12:00:00.000001+00:00")
+    assert unfinished(tmp_path, WORDS)[0].path == newer
+    begin_run(tmp_path, "2026-01-01_00-00-00", "2026-09-09T12:00:00.000002+00:00", status="finished")
+    assert unfinished(tmp_path, WORDS) == (None, [])
+
+
+def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
+    for count, name in enumerate(["2026-09-09_12-00-00", "2026-09-09_10-00-00", "2026-09-09_10-00-00_1"]):
+        summary = begin_run(tmp_path, name) / "summary.json"
+        os.utime(summary, (1000 + min(count, 1), 1000 + min(count, 1)))
+    assert unfinished(tmp_path, WORDS)[0].path.name == "2026-09-09_10-00-00_1"

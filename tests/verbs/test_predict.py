@@ -204,7 +204,7 @@ def test_links_are_followed_once_and_pipes_never_opened(predict: Callable[..., A
     assert [row["path"] for row in rows] == ["linked/a.png"]
     listed = Path("rows_unreadable.txt").read_text()
     assert "linked/gone.png: no such file" in listed
-    assert "linked/pipe.png: it is no regular file" in listed
+    assert "linked/pipe.png: it is not a regular file" in listed
 
 
 def test_an_image_larger_than_pillow_allows_is_listed_and_not_decoded(

@@ -26,6 +26,7 @@ class Setup:
         differences: (key, before, after) of what the command line changed in the checkpoint's config.
         again: the directory of a run that `resume=auto` goes on with, or starts anew.
         finished: the same if that run has nothing left to do.
+        warnings: what was skipped on the way.
     """
 
     config: Train
@@ -34,6 +35,7 @@ class Setup:
     differences: list[tuple[str, str, str]] = field(default_factory=list)
     again: RunDirectory | None = None
     finished: RunDirectory | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 def settle(composition: Composition) -> Setup:
@@ -43,18 +45,18 @@ def settle(composition: Composition) -> Setup:
         UserError: with everything that is wrong.
     """
     values = composition.values
-    ckpt_path, again = values.get("ckpt_path"), None
+    ckpt_path, again, warnings = values.get("ckpt_path"), None, list[str]()
     if values.get("resume") == "auto":
         if ckpt_path is not None:
             message = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise ConfigError([Problem("resume", message, "one of them")])
-        again = to_continue(composition)
+        again, warnings = to_continue(composition)
         if again is not None and (again.read_summary() or {}).get("status") == "finished":
             return Setup(checked(values, composition, Train), values, finished=again)
         if again is not None and any(again.checkpoints.glob("*.pt")):
             ckpt_path = again.path
     if ckpt_path is None:
-        return Setup(checked(values, composition, Train), values, again=again)
+        return Setup(checked(values, composition, Train), values, again=again, warnings=warnings)
     found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
     merged_values, differences = merged(found.contents["config"], str(found.path), composition)
     if merged_values.get("lr") == "auto":  # the rate was found when the run began, or given
@@ -67,23 +69,26 @@ def settle(composition: Composition) -> Setup:
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:
         raise ConfigError(refused)
-    return Setup(config, merged_values, found, differences, again)
+    return Setup(config, merged_values, found, differences, again, warnings=[*warnings, *found.warnings])
 
 
-def to_continue(composition: Composition) -> RunDirectory | None:
-    """The run that `resume=auto` means: that in the folder which Hydra was given, or the newest unfinished one of this command."""
+def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str]]:
+    """The run that `resume=auto` means, and warnings about others that were skipped.
+
+    It is the run in the folder that Hydra was given, or the newest unfinished one of this command.
+    """
     fixed = composition.job_dir or composition.run_dir
     if fixed is not None:
-        return RunDirectory(fixed) if (fixed / "summary.json").is_file() else None
+        return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
     runs = Path(str(composition.values["output_root"])) / str(composition.values["name"])
-    path = unfinished(runs, composition.words)
-    return RunDirectory(path) if path is not None else None
+    return unfinished(runs, composition.words)
 
 
 def read_best(directory: RunDirectory) -> float | None:
     """The best value of the monitored metric of a run that has finished."""
     best = (directory.read_summary() or {}).get("best")
-    return float(best["value"]) if best else None
+    value = best.get("value") if isinstance(best, dict) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
 
 
 def open_directory(setup: Setup, composition: Composition) -> RunDirectory:

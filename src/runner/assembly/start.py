@@ -14,9 +14,9 @@ from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.find import Found
 from runner.checkpoint.weight_files import Weights, read_weights
 from runner.config.errors import UserError
+from runner.config.reading import next_start_time, read_summary
 from runner.config.schema.train import Train
 from runner.models.heads import Head
-from runner.tracking.run_directory import read_summary
 
 _SHOWN = 40
 Lack = Literal["missing", "unexpected", "of another shape", "of other classes"]
@@ -174,9 +174,11 @@ def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
     return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
 
 
-def carried(found: Found | None) -> dict[str, Any]:
-    """What the summary of a resumed run takes over from that of the run that it resumes: what that one started from."""
-    if found is None or found.path.parent.name != "checkpoints":
-        return {}
-    before = read_summary(found.path.parents[1]) or {}
-    return {"init_from": before["init_from"]} if "init_from" in before else {}
+def begun(config: Train, found: Found | None) -> dict[str, Any]:
+    """What the summary says when a run starts: from which checkpoint and weights, and at what time."""
+    summary: dict[str, Any] = {"started": next_start_time(Path(config.output_root) / config.name)}
+    summary["resumed_from"] = str(found.path) if found else None
+    if found is not None and found.path.parent.name == "checkpoints":
+        before = read_summary(found.path.parents[1]) or {}
+        summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
+    return summary

@@ -20,6 +20,7 @@ import torch
 from runner.checkpoint import pickles
 from runner.checkpoint.scan import wrong_contents
 from runner.config.errors import UserError, first_line
+from runner.config.reading import open_regular
 
 FORMAT = 1
 KEYS = (
@@ -212,9 +213,9 @@ def _reason(message: str) -> str:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open_regular(path)
     except OSError as error:
-        raise UserError(f"checkpoint: cannot read {path}: {error.strerror}") from error
+        raise UserError(f"checkpoint: cannot read {path}: {error.strerror or error}") from error
 
 
 def _verify(file: BinaryIO, path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.checkpoint.file import DamagedCheckpoint, read
 from runner.config.errors import UserError, nearest
+from runner.config.reading import modified, start_time
+
+_LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
 class Found(NamedTuple):
@@ -50,19 +54,25 @@ def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> Fou
 
 
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
-    """The run directory whose `last.pt` was written last.
+    """The run directory of the newest run that has a checkpoint: the one that was started last, see `start_time`.
 
     Raises:
         UserError: if no run in `runs` has one.
     """
-    found = [*runs.glob("*/checkpoints/last.pt"), *runs.glob("sweeps/*/*/checkpoints/last.pt")]
+    globbed = (path for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/checkpoints/last.pt"))
+    found = [path for path in globbed if path.is_file()]
     if not found:
         others = sorted({path.parts[len(runs.parent.parts)] for path in runs.parent.glob("*/*/checkpoints/last.pt")})
         hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others else ""
         raise UserError(
             f"{key}: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory{hint}"
         )
-    return max(found, key=lambda path: path.stat().st_mtime_ns).parents[1]
+
+    def age(path: Path) -> tuple[datetime, datetime]:
+        written = modified(path) or _LONG_AGO
+        return start_time(path.parents[1]) or written, written
+
+    return max(found, key=age).parents[1]
 
 
 def step_files(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -23,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.keys import flatten
-from runner.config.sources import Sources, searchpath_folder, shipped
+from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -217,8 +219,7 @@ def _folders(request: Request) -> list[Path]:
 def _asks_for_sweep(request: Request, sources: Sources) -> bool:
     """Whether a selected preset turns a plain call into a sweep."""
     return any(
-        (option := sources.option("sweep", word.split("=", 1)[1])) is not None
-        and "MULTIRUN" in option.path.read_text(encoding="utf-8")
+        (option := sources.option("sweep", word.split("=", 1)[1])) is not None and "MULTIRUN" in text_of(option.path)
         for word in request.words
         if word.lstrip("+").startswith("sweep=")
     ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in request.words)
@@ -349,13 +350,25 @@ def _status(stop: SystemExit) -> int:
 
 def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
     """Hand over to Hydra as if it had been started by itself; returns the exit status."""
+    Plugins.instance()  # loads the launcher's module anew, the first time
+    launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
+    run_job = launcher.run_job
+
+    def run_job_and_drop_configs(**given: Any) -> Any:
+        # Hydra's launcher keeps the results of all jobs until the sweep ends, with two configs of 0.5 MiB in each.
+        result = run_job(**given)
+        result.cfg = result.hydra_cfg = None
+        return result
+
     saved = sys.argv
     sys.argv = [saved[0], *argv]
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    launcher.run_job = run_job_and_drop_configs
     try:
         hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task)()
     except SystemExit as stop:
         return _status(stop)
     finally:
         sys.argv = saved
+        launcher.run_job = run_job
     return 0

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.config.errors import UserError
+from runner.config.reading import read_regular
+
+_LARGEST = 2**20  # bytes; the longest of ours has ten thousand
 
 
 def shipped() -> Path:
@@ -19,6 +22,24 @@ def shipped() -> Path:
         if (candidate / "train.yaml").is_file():
             return candidate
     raise UserError(f"the config tree is missing: neither {package / 'conf'} nor {package.parents[1] / 'conf'} has it")
+
+
+def text_of(path: Path) -> str:
+    """The text of a config file.
+
+    Raises:
+        UserError: if it cannot be read, or is not a small regular file of UTF-8 text.
+    """
+    try:
+        return read_regular(path, _LARGEST).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the config file {path}: {reason}") from error
+
+
+def _usable(path: Path) -> bool:
+    """Whether a config file can be read at all: it is a regular file, and not a huge one."""
+    return path.is_file() and path.stat().st_size <= _LARGEST
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Option:
     def comments(self) -> list[str]:
         """The comment lines at the top of the file, without their marks."""
         lines = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in text_of(self.path).splitlines():
             if not line.startswith("#"):
                 break
             if not line.startswith("# @"):
@@ -42,13 +63,16 @@ class Option:
 
     @property
     def description(self) -> str:
-        """The first comment line of the file."""
-        return self.comments[0] if self.comments else ""
+        """The first comment line of the file; if it cannot be read, that it cannot."""
+        try:
+            return next(iter(self.comments), "")
+        except UserError:
+            return "(cannot be read)"
 
     @property
     def is_global(self) -> bool:
         """Whether the file sets keys at the top level instead of under its group."""
-        return "@package _global_" in self.path.read_text(encoding="utf-8")
+        return "@package _global_" in text_of(self.path)
 
 
 class Sources:
@@ -86,7 +110,7 @@ class Sources:
         found: dict[str, Option] = {}
         for folder in self.folders:
             for path in sorted((folder / group).glob("*.yaml")):
-                if not path.name.startswith("_"):
+                if not path.name.startswith("_") and _usable(path):
                     found.setdefault(path.stem, Option(group, path.stem, path))
         return [found[name] for name in sorted(found)]
 
@@ -94,7 +118,7 @@ class Sources:
         """The option `name` of `group`, parts included, or None."""
         for folder in self.folders:
             path = folder / group / f"{name.removesuffix('.yaml')}.yaml"
-            if path.is_file():
+            if _usable(path):
                 return Option(group, path.stem, path)
         return None
 
@@ -102,7 +126,7 @@ class Sources:
         """The file of the primary config `name` (such as `train`), or None."""
         for folder in self.folders:
             path = folder / f"{name.removesuffix('.yaml')}.yaml"
-            if path.is_file():
+            if _usable(path):
                 return path
         return None
 

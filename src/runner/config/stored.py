@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import UserError, first_line
 from runner.config.keys import flatten
-from runner.config.sources import Sources
+from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 
 _MISSING = object()
@@ -120,7 +120,7 @@ def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]
     option = sources.option(group, str(name)) if name else None
     if option is None or not option.is_global:
         return [group.replace("/", ".")]
-    content = yaml.safe_load(option.path.read_text(encoding="utf-8")) or {}
+    content = yaml.safe_load(text_of(option.path)) or {}
     found = []
     for entry in content.pop("defaults", []):
         if isinstance(entry, dict):

@@ -11,9 +11,9 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runner.config import keys
-from runner.config.errors import Problem, nearest
+from runner.config.errors import Problem, UserError, nearest
 from runner.config.schema.sections import HasTarget
-from runner.config.sources import Sources
+from runner.config.sources import Sources, text_of
 
 T = TypeVar("T")
 
@@ -166,8 +166,8 @@ def origin(key: str, words: Sequence[str], choices: dict[str, str], sources: Sou
 
 def _defines(path: Any, key: str) -> bool:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError:
+        content = yaml.safe_load(text_of(path))
+    except (UserError, yaml.YAMLError, ValueError, RecursionError):
         return False
     for part in key.split("."):
         if not isinstance(content, dict) or part not in content:

@@ -123,7 +123,7 @@ class Cache:
         except FileNotFoundError:
             return ""
         except OSError as error:
-            return f"{path} was made anew: it cannot be read ({error.strerror})"
+            return f"{path} was made anew: it cannot be read ({error.strerror or error})"
         except Unusable as error:
             return f"{path} was made anew: {error}"
         count = len(dataset)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.config.reading import open_regular
 
 HEADER_BYTES = 4096
 NOT_READ = "it could not be read when the cache was made"
@@ -137,7 +138,7 @@ class MappedImages(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, path: Path, key: str | None = None) -> None:
         self.path, self.key = path, key
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             header = parse(file.read(HEADER_BYTES), size)
             if key is not None and header.key != key:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +65,6 @@ class ImageFiles(ImageFolder):
         Raises:
             UserError: if the file cannot be decoded; it names the file.
         """
-        path = self.path(index)
-        _require_file(path)
         if self._cut is not None:
             image = self.read_part(index, self._cut.region, self._cut.size)[0]
         else:
@@ -105,16 +102,6 @@ def fitted(image: Tensor, height: int, width: int) -> Tensor:
     top, left = (image.shape[1] - rows) // 2, (image.shape[2] - columns) // 2
     part = image[:, top : top + rows, left : left + columns]
     return F.interpolate(part[None], size=(height, width), mode="bilinear", antialias=True)[0].contiguous()
-
-
-def _require_file(path: Path) -> None:
-    """Refuse pipes and devices under the name of an image: opening one would wait for ever, or never come to an end."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise UserError(f"cannot read the image {path}: {(error.strerror or 'it is not there').lower()}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"cannot read the image {path}: it is no regular file")
 
 
 @dataclass(frozen=True)

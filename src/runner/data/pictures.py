@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.config.errors import UserError
+from runner.config.reading import open_regular
 
 # Raise it when the same file comes out as other pixels than before: caches of decoded images are then made anew.
 DECODING = 2
@@ -74,7 +75,7 @@ def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, 
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:
-        with Image.open(path, formats=_FORMATS) as opened:
+        with open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
             if opened.format not in _REDUCIBLE:
                 opened.load()
             turn = _orientation(opened)
@@ -88,7 +89,8 @@ def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, 
     except MemoryError:
         raise
     except Exception as error:  # Pillow's decoders raise a dozen kinds for damaged files, SyntaxError among them.
-        reason = " ".join(str(error).split()) or type(error).__name__
+        said = (getattr(error, "strerror", None) or "").lower() or str(error)
+        reason = " ".join(said.split()) or type(error).__name__
         raise UserError(f"cannot read the image {path}: {reason}. Replace it or delete it.") from error
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
     whole = (0, 0, image.height, image.width)

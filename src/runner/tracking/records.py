@@ -18,7 +18,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Returns:
         One dictionary a line; a metric that was NaN or infinite is None. Empty if there is no such file.
     """
-    if not path.exists():
+    if not path.is_file():
         return []
     return [record for line in _lines(path) if (record := _parse(line)) is not None]
 
@@ -33,7 +33,7 @@ def drop_after(path: Path, global_step: int | None) -> None:
     Raises:
         UserError: the file cannot be read or written.
     """
-    if not path.exists():
+    if not path.is_file():
         return
     with writing(path):
         kept = b"".join(line + b"\n" for line in _lines(path) if _keep(_parse(line), global_step))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
 import socket
+import stat
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from runner.config.errors import UserError
+from runner.config.reading import read_overrides, read_summary, start_time
 
 if sys.platform != "win32":
     import fcntl
@@ -54,31 +56,39 @@ def claim(parent: Path, stamp: str) -> Path:
     raise AssertionError("itertools.count() has no end")
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The content of `folder/summary.json`, or None if there is none that can be read."""
-    try:
-        summary = json.loads((folder / "summary.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return summary if isinstance(summary, dict) else None
+def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, list[str]]:
+    """The newest run in `runs` that was started with the same overrides, unless it has finished, and warnings.
+
+    Directories that cannot be read or used are skipped with a warning, as they may be somebody else's.
+    """
+    same, warnings = [], []
+    for path in sorted(runs.glob("*/overrides.yaml")):
+        folder = path.parent
+        try:
+            if read_overrides(folder) == overrides:
+                if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
+                    raise ValueError("its summary.json cannot be read")
+                same.append(folder)
+        except (OSError, ValueError) as error:
+            warnings.append(_skipped(folder, f"{path.name}: {getattr(error, 'strerror', None) or error}"))
+    for folder in sorted(same, key=_recency, reverse=True):
+        if (read_summary(folder) or {}).get("status") == "finished":
+            break
+        try:
+            return RunDirectory(folder), warnings
+        except UserError as error:
+            warnings.append(_skipped(folder, str(error)))
+    return None, warnings
 
 
-def unfinished(runs: Path, overrides: list[str]) -> Path | None:
-    """The newest run in `runs` that was started with the same overrides, if it has not finished; else None."""
-    same = [path.parent for path in runs.glob("*/overrides.yaml") if _read_list(path) == overrides]
-    # The name says when it was started; of those of one second the later has the larger number.
-    newest = max(same, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
-    if newest is None or (read_summary(newest) or {}).get("status") == "finished":
-        return None
-    return newest
+def _skipped(folder: Path, reason: str) -> str:
+    return f"resume=auto skips {folder}: {reason}"
 
 
-def _read_list(path: Path) -> list[str] | None:
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError):
-        return None
-    return content if isinstance(content, list) else None
+def _recency(folder: Path) -> tuple[datetime, list[int]]:
+    """Larger for a run that was started later; of runs of the same time for the one with larger numbers in its name."""
+    numbers = [int(part) for part in re.findall(r"\d{1,18}", folder.name)]
+    return start_time(folder) or datetime.min.replace(tzinfo=UTC), numbers
 
 
 class RunDirectory:
@@ -112,16 +122,26 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"
         self._lock: int | None = None
-        self._refuse_links()
+        self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
 
-    def _refuse_links(self) -> None:
-        """Write into no file or folder elsewhere that a link in here stands for: a directory may come from somebody else."""
+    def _refuse_special_files(self) -> None:
+        """Open no link, named pipe, socket or device in here: a directory may come from somebody else."""
         own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
-        for path in sorted({*own, self.path / ".lock", self.path / "nonfinite", *self.path.glob("metrics_*.csv")}):
-            if path.is_symlink():
+        own |= {self.path / name for name in (".lock", "nonfinite", "skipped.jsonl")}
+        for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
+            try:
+                mode = path.lstat().st_mode
+            except OSError:
+                continue
+            if not stat.S_ISLNK(mode) and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise UserError(
+                    f"{path} is not a regular file\n"
+                    "    allowed: another directory, or this one once you have removed that file"
+                )
+            if stat.S_ISLNK(mode):
                 raise UserError(
                     f"{path} is a link, and a run writes into no other place than its directory\n"
                     "    allowed: another directory, or output_root=... to keep runs on another disk"

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from runner.config.reading import read_overrides, read_summary
 from runner.tracking.console import Console
 from runner.tracking.files import write_json
 from runner.tracking.formats import duration, number
-from runner.tracking.run_directory import read_summary
 
 _FAILED = ("failed", "died")
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
@@ -175,10 +173,9 @@ def _overrides(folder: Path, jobs: list[list[str]] | None) -> list[str]:
     if jobs is not None and folder.name.isdecimal() and int(folder.name) < len(jobs):
         return list(jobs[int(folder.name)])
     try:
-        found = yaml.safe_load((folder / "overrides.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return read_overrides(folder)
+    except (OSError, ValueError):
         return []
-    return [str(override) for override in found] if isinstance(found, list) else []
 
 
 def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
@@ -192,13 +189,18 @@ def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
     if status not in {"finished", "failed", "preempted"}:
         status = "died"
         error = error or "it is still marked as running: it was killed"
-    wall_s = summary.get("wall_s")
-    row = replace(row, status=status, error=error, wall_s=wall_s if isinstance(wall_s, int | float) else None)
+    row = replace(row, status=status, error=error, wall_s=_number(summary.get("wall_s")))
     best = summary.get("best")
     if not isinstance(best, dict) or best.get("metric") is None:
         return row
     mode: Literal["max", "min"] = "min" if best.get("mode") == "min" else "max"
-    return replace(row, metric=str(best["metric"]), mode=mode, value=best.get("value"), step=best.get("global_step"))
+    value, step = (_number(best.get(name)) for name in ("value", "global_step"))
+    return replace(row, metric=str(best["metric"]), mode=mode, value=value, step=None if step is None else int(step))
+
+
+def _number(value: Any) -> float | None:
+    """A finite number of a summary, or None for anything else that a file may hold."""
+    return value if isinstance(value, int | float) and abs(value) < 2**63 else None
 
 
 def _first_line(error: Any) -> str | None:

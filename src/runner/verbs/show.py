@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.errors import UserError, nearest
-from runner.config.sources import Sources
+from runner.config.sources import Sources, text_of
 from runner.verbs._folders import sources_and_words
 
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     for word in words:
         for path in _files(word, sources):
             print(f"# {path}")
-            print(path.read_text(encoding="utf-8").rstrip(), end="\n\n")
+            print(text_of(path).rstrip(), end="\n\n")
     return 0
 
 
@@ -41,5 +41,5 @@ def _files(word: str, sources: Sources) -> list[Path]:
         hint = f"; did you mean '{close}'?" if close else ""
         raise UserError(f"show: {group} has no option '{name}'{hint}\n    allowed: {', '.join(names)}")
     base = option.path.with_name("_base.yaml")
-    uses_base = base.is_file() and "_base" in option.path.read_text(encoding="utf-8")
+    uses_base = base.is_file() and "_base" in text_of(option.path)
     return [option.path, base] if uses_base else [option.path]

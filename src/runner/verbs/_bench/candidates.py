@@ -11,7 +11,7 @@ import yaml
 
 from runner.config import keys
 from runner.config.schema.bench import Bench, Toggle
-from runner.config.sources import Sources
+from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 
 Kind = Literal["baseline", "toggle", "varied", "preset", "combination"]
@@ -298,7 +298,7 @@ def _is_so(config: Bench, facts: Facts, key: str, value: Any) -> bool:
 
 
 def _settings_of(preset: Path) -> dict[str, Any]:
-    content = yaml.safe_load(preset.read_text(encoding="utf-8")) or {}
+    content = yaml.safe_load(text_of(preset)) or {}
     return keys.flatten({key: value for key, value in content.items() if key not in ("defaults", "hydra")})
 
 

@@ -1,0 +1,107 @@
+"""Reading files that anybody may have put there: regular files only, of a bounded size, opened without blocking."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_LARGEST = 2**20  # bytes; the files of a run that a scan reads have a few thousand
+_LARGEST_OVERRIDES = 2**17  # bytes; reading YAML takes about half a second for as much
+_newest: dict[Path, datetime] = {}  # for the jobs of a sweep, which need not read all the others again
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; a named pipe, socket or device never blocks.
+
+    Raises:
+        OSError: if it cannot be opened, or is not a regular file.
+    """
+    # Opening a device can have effects of its own, so the kind is known before, and again once the file is open.
+    _require_regular(os.stat(path).st_mode)  # noqa: PTH116  called for every image of a data set
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _require_regular(os.fstat(descriptor).st_mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _require_regular(mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise OSError("it is not a regular file")
+
+
+def read_regular(path: Path, largest: int = _LARGEST) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: if it cannot be read, is not a regular file, or has more than `largest` bytes.
+    """
+    with open_regular(path) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise OSError(f"it is larger than {largest:,} bytes")
+    return content
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The content of `folder/summary.json`, or None if there is none that can be read."""
+    try:
+        summary = json.loads(read_regular(folder / "summary.json"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return summary if isinstance(summary, dict) else None
+
+
+def read_overrides(folder: Path) -> list[str]:
+    """The content of `folder/overrides.yaml`: the words that a run was started with.
+
+    Raises:
+        OSError: if it cannot be read, or is not a small regular file.
+        ValueError: if it is not a list of texts.
+    """
+    import yaml
+
+    try:
+        # The base loader reads every scalar as text, so no date or number in a file can fail.
+        content = yaml.load(read_regular(folder / "overrides.yaml", _LARGEST_OVERRIDES), Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ValueError("it is not plain YAML") from error
+    if not isinstance(content, list) or not all(isinstance(word, str) for word in content):
+        raise ValueError("it is not a list of texts")
+    return content
+
+
+def start_time(folder: Path) -> datetime | None:
+    """When the run in a folder was started last, as its summary says, else when the summary was written; None without one."""
+    try:
+        found = datetime.fromisoformat((read_summary(folder) or {})["started"])
+    except (KeyError, TypeError, ValueError):
+        found = None
+    return found if found is not None and found.tzinfo else modified(folder / "summary.json")
+
+
+def modified(path: Path) -> datetime | None:
+    """When a file was modified; None if it is not there."""
+    try:
+        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except (OSError, OverflowError, ValueError):
+        return None
+
+
+def next_start_time(runs: Path) -> str:
+    """The time of a run that starts now: UTC, and later than that of every run in `runs` even if the clock was set back."""
+    now = datetime.now(UTC)
+    if runs not in _newest:
+        found = (
+            start_time(path.parent) for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/summary.json")
+        )
+        # A time more than a year ahead does not come from a clock that was set back.
+        _newest[runs] = max((time for time in found if time and time < now + timedelta(days=366)), default=now)
+    _newest[runs] = max(now, _newest[runs] + timedelta(microseconds=1))
+    return _newest[runs].isoformat(timespec="microseconds")
