@@ -32,6 +32,7 @@ SECTIONS = {
     "hostile": "files made by somebody who means harm",
     "same_bits": "settings that must not change a bit",
     "signals": "SIGTERM, SIGINT and SIGUSR1 in every phase",
+    "ending": "SIGKILL at every place of a run's end, all loggers compared line by line",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
 }
 COUNTS = {
@@ -43,6 +44,7 @@ COUNTS = {
     "flips": (1000, 60, "altered bytes"),
     "settings": (0, 2, "settings that must not change a bit; 0 for all"),
     "hostile": (0, 6, "malicious files; 0 for all"),
+    "endings": (0, 2, "places of a run's end; 0 for all"),
     "signals": (0, 1, "phases that a signal comes in; 0 for all"),
     "places": (0, 2, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),
