@@ -34,6 +34,7 @@ SECTIONS = {
     "downloads": "a stranger's config that would download or write, in every section",
     "same_bits": "settings that must not change a bit",
     "signals": "SIGTERM, SIGINT and SIGUSR1 in every phase",
+    "ending": "SIGKILL at every place of a run's end, all loggers compared line by line",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
 }
 COUNTS = {
@@ -47,6 +48,7 @@ COUNTS = {
     "hostile": (0, 6, "malicious files; 0 for all"),
     "memory": (0, 6, "small files that want to become large; 0 for all"),
     "downloads": (0, 6, "targets in sections that would download or write; 0 for all"),
+    "endings": (0, 2, "places of a run's end; 0 for all"),
     "signals": (0, 1, "phases that a signal comes in; 0 for all"),
     "places": (0, 2, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),

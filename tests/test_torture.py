@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from runner.checkpoint import file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
-from faults import damage, table, writing
+from faults import damage, ending, table, writing
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -22,7 +23,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    [("kills", "damage", "same_bits", "disk"), ("writing", "sweep", "signals", "hostile", "memory")],
+    [("kills", "damage", "same_bits", "disk"), ("writing", "sweep", "signals", "hostile", "memory", "ending")],
     ids=" ".join,
 )
 def test_whatever_is_done_to_a_run_nothing_is_lost(sections: tuple[str, ...], tmp_path: Path) -> None:
@@ -43,6 +44,14 @@ def test_a_broken_promise_is_counted_and_said() -> None:
     assert row.broken
     assert (row.injected, row.kept) == (2, 1)
     assert said == ["BROKEN kills, SIGKILL: other bits"]
+
+
+def test_a_line_that_is_there_twice_or_missing_would_be_found() -> None:
+    whole: ending.Lines = {"metrics.jsonl": [{"loss": 1.0}, {"loss": 2.0}], "tensorboard loss/val": [(1, math.nan)]}
+    assert ending.difference(whole, {name: list(found) for name, found in whole.items()}) == ""
+    twice = whole | {"metrics.jsonl": [{"loss": 1.0}, {"loss": 2.0}, {"loss": 2.0}]}
+    assert ending.difference(whole, twice) == "metrics.jsonl, line 3: {'loss': 2.0} instead of nothing"
+    assert "tensorboard loss/val, line 1: nothing" in ending.difference(whole, whole | {"tensorboard loss/val": []})
 
 
 def test_a_damaged_checkpoint_that_is_believed_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

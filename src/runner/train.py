@@ -21,7 +21,7 @@ from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.optimizer import table_of_groups
 from runner.assembly.rate import settle_rate
-from runner.assembly.saving import Saving, record
+from runner.assembly.saving import Saving, build_loggers, record, repeated
 from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
 from runner.assembly.start import begun
 from runner.assembly.training import build_training, look_ahead, training_flops
@@ -35,7 +35,6 @@ from runner.config.changes import changes_result
 from runner.config.durations import seconds
 from runner.config.errors import DataFailed, UserError
 from runner.config.resolve import writes_where_told
-from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
@@ -53,7 +52,6 @@ from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.left_out import LeftOut
-from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.outbox import Outbox
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory
@@ -207,7 +205,7 @@ def train(
     splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
-    loggers: list[Logger] = [JsonLines(), *(build(f"logger.{name}", node) for name, node in config.logger.items())]
+    loggers = build_loggers(config.logger, console.warn)
     extra = build_callbacks(config, task, monitor, mode)
     kind = kind_of(training.precision.dtype, training.device)
     gauges = choose_gauges(
@@ -296,6 +294,7 @@ def train(
         # A checkpoint that was moved away from its run has no metrics beside it.
         if not continued and path.parent.name == directory.checkpoints.name:
             directory.copy_metrics(path.parents[1], resumed_step)
+        directory.truncate_metrics(resumed_step, repeated(state))
     directory.write_config(text)
     for logger in loggers:
         logger.open(directory.path, resumed_step if setup.found else None)

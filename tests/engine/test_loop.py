@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runner.checkpoint.digest import weights_sha256
-from runner.engine.callbacks import Checkpointing
+from runner.engine.callbacks import Checkpointing, Log
 from runner.engine.errors import Preempted
 from runner.engine.loop import Loop
 
@@ -146,9 +146,47 @@ def test_a_callback_ends_training_at_the_boundary_it_asks_at(bench: Callable[...
     diary = Enough()
     loop = bench(10).loop(diary)
     loop.run()
-    assert diary.book[-3:] == ["step 2:0.2", "boundary 2:0.2", "end 2:0.2"]
+    assert diary.book[-4:] == ["step 2:0.2", "evaluation 2:0.2", "boundary 2:0.2", "end 2:0.2"]
     assert loop.stop_reason == "it is enough"
     assert loop.finished
+
+
+@pytest.mark.parametrize(
+    ("method", "at"),
+    [
+        *((method, at) for method in ("on_step", "on_log", "on_boundary") for at in (1, 2, 3)),
+        ("on_evaluation", 2),
+        ("on_evaluation", 3),
+    ],
+)
+def test_a_run_that_a_callback_ends_is_evaluated_and_saved_once_at_its_last_step(
+    bench: Callable[..., Any], method: str, at: int
+) -> None:
+    evaluated: list[int] = []
+    saved: list[tuple[int, bool]] = []
+    logged: list[tuple[str, int]] = []
+
+    def ask(loop: Loop, *_: Any) -> None:
+        if loop.state.position.global_step == at:
+            loop.request_stop("it is enough")
+
+    class Seen:
+        def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
+            evaluated.append(loop.state.position.global_step)
+
+    def save(loop: Loop, is_best: bool, best: Any) -> None:
+        saved.append((loop.state.position.global_step, loop.state.position.evaluation_due))
+
+    asking = type("Asking", (), {method: staticmethod(ask)})()
+    log = Log(1 if method == "on_log" else 1000, [lambda split, metrics, step, epoch: logged.append((split, step))])
+    limits = {"epochs": 5, "max_steps": None, "evaluate_every_steps": 2}
+    loop = bench(limits=limits).loop(asking, log, Seen(), Checkpointing(None, None, save))
+    loop.run()
+    assert loop.state.position.global_step == at
+    assert evaluated.count(at) == 1
+    assert saved[-1] == (at, False)
+    if method in ("on_step", "on_log"):
+        assert ("train", at) in logged, "the last line of training is logged"
 
 
 def test_the_best_evaluation_is_remembered_with_its_step(bench: Callable[..., Any]) -> None:

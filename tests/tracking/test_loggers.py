@@ -8,6 +8,7 @@ import yaml
 
 from runner.config.errors import UserError
 from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard
+from runner.tracking.run_directory import RunDirectory
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
 
@@ -121,6 +122,63 @@ def test_tensorboard_event_files_read_back_and_resuming_takes_back_later_steps(t
     second.close()
     second.close()
     assert _scalars(tmp_path, "loss/train") == [(10, 2.5), (20, 5.0), (30, 1.0)]
+
+
+@pytest.mark.parametrize("due", [False, True], ids=["evaluated", "evaluation due"])
+def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_logger(tmp_path, due):
+    first = [JsonLines(), Csv(), TensorBoard()]
+    for logger in first:
+        logger.open(tmp_path, None)
+        logger.log("train", {"loss": 4.0}, 10, 1)
+        logger.log("train", {"loss": 2.0}, 20, 1)
+        logger.log("val", {"loss": math.nan}, 20, 1)
+        logger.log("test", {"loss": 1.0}, 20, 1)
+        logger.flush()  # and the process is killed
+    RunDirectory(tmp_path).truncate_metrics(20, ("test", "val") if due else ("test",))
+    second = [JsonLines(), Csv(), TensorBoard()]
+    for logger in second:
+        logger.open(tmp_path, 20)
+    for logger in second:
+        if due:
+            logger.log("val", {"loss": math.nan}, 20, 1)
+        logger.log("test", {"loss": 1.0}, 20, 1)
+        logger.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["split"], record["global_step"]) for record in records] == [
+        ("train", 10),
+        ("train", 20),
+        ("val", 20),
+        ("test", 20),
+    ]
+    assert [row[0] for row in _rows(tmp_path / "metrics_train.csv")] == ["global_step", "10", "20"]
+    assert [row[0] for row in _rows(tmp_path / "metrics_val.csv")] == ["global_step", "20"]
+    assert [row[0] for row in _rows(tmp_path / "metrics_test.csv")] == ["global_step", "20"]
+    assert _scalars(tmp_path, "loss/train") == [(10, 4.0), (20, 2.0)]
+    assert [step for step, _ in _scalars(tmp_path, "loss/val")] == [20]
+    assert _scalars(tmp_path, "loss/test") == [(20, 1.0)]
+    for logger in first:
+        logger.close()
+
+
+def test_event_files_of_runs_within_a_second_are_read_in_the_order_they_were_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("runner.tracking.loggers.time.time", lambda: 1000.0)
+    for attempt, pid in enumerate((9, 10)):  # "10" comes before "9" in the order of names
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        logger = TensorBoard()
+        logger.open(tmp_path, 10 if attempt else None)
+        logger.log("train", {"loss": 1.0 + attempt}, 20, 1)
+        logger.close()
+    assert _scalars(tmp_path, "loss/train") == [(20, 2.0)]
+
+
+def test_a_metrics_file_that_somebody_else_wrote_does_not_break_a_resumed_run(tmp_path):
+    lines = ['{"global_step": 20}', '{"global_step": 20, "split": [1], "loss": {}, "x": 1e999, "y": 1' + 60 * "0" + "}"]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for logger in (Csv(), TensorBoard()):
+        logger.open(tmp_path, 20)
+        logger.log("train", {"loss": 1.0}, 30, 1)
+        logger.close()
+    assert _scalars(tmp_path, "loss/train") == [(30, 1.0)]
 
 
 def test_a_tensorboard_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runner.checkpoint import file, resume
@@ -12,11 +12,12 @@ from runner.checkpoint.background import Background, Snapshot
 from runner.checkpoint.find import Found
 from runner.checkpoint.keeper import Keeper
 from runner.checkpoint.space import require_space, scarce, size_of
+from runner.config.targets import build
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
 from runner.tracking.environment import versions
-from runner.tracking.loggers import Logger
+from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.outbox import Outbox
 from runner.tracking.run_directory import RunDirectory
 
@@ -170,6 +171,7 @@ class Saving:
         self._show.empty()
         found = Found(self.keeper.last, file.read(self.keeper.last), [])
         resume.restore(found, loop.state, self._callbacks)
+        self._directory.truncate_metrics(loop.state.position.global_step, repeated(loop.state))
         for logger in self._loggers:
             logger.close()
             logger.open(self._directory.path, loop.state.position.global_step)
@@ -197,6 +199,16 @@ class Saving:
     def _record(self, state: TrainState) -> dict[str, Any]:
         record(self._summary, state, self._monitor)
         return self._summary
+
+
+def build_loggers(chosen: Mapping[str, Any], warn: Callable[[str], None]) -> list[Logger]:
+    """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config."""
+    return [JsonLines(warn), *(build(f"logger.{name}", node, facts={"warn": warn}) for name, node in chosen.items())]
+
+
+def repeated(state: TrainState) -> tuple[str, ...]:
+    """Splits that a run evaluates at the step that it resumes from, where an earlier attempt may have done so already."""
+    return ("test", "val") if state.position.evaluation_due else ("test",)
 
 
 def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:

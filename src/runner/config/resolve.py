@@ -31,6 +31,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "scheduler": ("total_steps", "steps_per_epoch", "mode"),
     "metrics": ("num_classes", "task"),
     "callbacks": ("monitor", "mode"),
+    "logger": ("warn",),
     "optimizer": ("foreach", "fused"),
 }
 _POSITIONAL = {"optimizer": 1}

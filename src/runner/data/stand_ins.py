@@ -182,6 +182,9 @@ class Skipped:
         if self._path is None:
             return
         try:
+            if len(new) < len(self._entries) and not self._path.exists():
+                tell(f"{self._path} was deleted during the run; it was written again")
+                new, self._cut_short = list(self._entries.values()), False
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" if self._cut_short else "")
                 self._cut_short = False

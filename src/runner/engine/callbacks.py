@@ -143,7 +143,7 @@ class Log:
     def on_step(self, loop: Loop) -> None:
         """Log if it is time, or if training ends here."""
         step = loop.state.position.global_step
-        if step % self.every_steps and step < loop.total_steps:
+        if step % self.every_steps and not loop.finished:
             return
         loop.settle()
         loss = loop.state.meter.read()

@@ -121,7 +121,7 @@ class Loop:
         self.epoch_ended = False  # whether this boundary is the end of an epoch
         self.stop_reason = ""
         self.stopping = ""  # the signal that ends the run at this boundary
-        self._evaluate = evaluate
+        self._evaluate, self._evaluated_at = evaluate, -1  # the step of the latest evaluation in this process
         self._on_step = self._methods("on_step")
         self._on_boundary = self._methods("on_boundary")
 
@@ -146,7 +146,7 @@ class Loop:
         return bool(self.stop_reason) or self.state.position.global_step >= self.total_steps
 
     def request_stop(self, reason: str) -> None:
-        """End training at the next boundary; `reason` is a clause that people read."""
+        """End training at the next boundary, after the last evaluation; `reason` is a clause that people read."""
         self.stop_reason = self.stop_reason or reason
 
     def run(self) -> None:
@@ -210,7 +210,7 @@ class Loop:
             for method in self._on_step:
                 method(self)
             state.set_learning_rate()
-            if self.epoch_ended or done >= self.total_steps or (interval is not None and done % interval == 0):
+            if self.epoch_ended or self.finished or (interval is not None and done % interval == 0):
                 position.evaluation_due = self._evaluation_due()
             self._boundary()
             if self.finished or self.epoch_ended or self._ask_again:
@@ -283,7 +283,7 @@ class Loop:
         return (
             (by_epochs is not None and self.epoch_ended and position.epoch % by_epochs == 0)
             or (by_steps is not None and position.global_step % by_steps == 0)
-            or position.global_step >= self.total_steps
+            or self.finished
         )
 
     def _boundary(self) -> None:
@@ -306,6 +306,10 @@ class Loop:
             method(self)
         if self.stopping:
             raise Preempted(self.stopping)
+        if self.stop_reason and self._evaluated_at != position.global_step and self._evaluation_due():
+            # A callback asked for the end after what was due was decided.
+            position.evaluation_due = True
+            self._boundary()
 
     def _save_before(self, error: Exception) -> None:
         """Let callbacks save what was trained before reading failed, unless that was inside an accumulation window."""
@@ -321,7 +325,7 @@ class Loop:
         assert self._evaluate is not None, "an evaluation is due without a validation split"
         state = self.state
         metrics = self._evaluate(lambda: bool(self.interrupted()))
-        state.last_metrics = metrics
+        state.last_metrics, self._evaluated_at = metrics, state.position.global_step
         name, mode = self.monitor
         value = metrics[name]
         beside = loss_beside(name)  # which there is not if a metric of one's own is called ema_something

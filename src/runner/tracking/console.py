@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import IO, TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from runner.config.errors import UserError
+from runner.tracking.appended import AppendedFile
 from runner.tracking.formats import GAUGES, aligned, clean, duration, encodable, in_order, metric
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._terminal = self._make_terminal()
         self._wants_bar = progress is not False
-        self._log = _open_log(log_file)
+        warn = weakref.WeakMethod(self.warn)  # or the file would keep the console alive, and never be closed
+        self._log = _open_log(log_file, lambda text: (tell := warn()) and tell(text))
         if self._log is not None:
             weakref.finalize(self, self._log.close)
         self._silent = False
@@ -248,7 +251,7 @@ class Console:
         text = "".join(f"{now}  {line}".rstrip() + "\n" for line in lines)
         try:
             self._log.write(text.encode("utf-8", "backslashreplace"))
-        except (OSError, ValueError):
+        except (OSError, UserError):
             self._log = None
             self.warn("run.log cannot be written any more; the run goes on without it")
 
@@ -264,10 +267,10 @@ def _marked(split: str, metrics: list[str]) -> list[str]:
     return [f"[{split}]", *metrics]
 
 
-def _open_log(path: Path | None) -> IO[bytes] | None:
+def _open_log(path: Path | None, warn: Callable[[str], None]) -> AppendedFile | None:
     if path is None:
         return None
     try:
-        return path.open("ab", buffering=0)
-    except OSError:
+        return AppendedFile(path, warn)
+    except UserError:
         return None

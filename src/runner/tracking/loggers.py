@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import itertools
 import json
+import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from runner.config.errors import UserError
+from runner.tracking.appended import AppendedFile, content, is_at
 from runner.tracking.files import finite, write_atomically, writing
-from runner.tracking.records import drop_after
+from runner.tracking.records import drop_after, read_records
 
+METRICS = "metrics.jsonl"
 _FIRST_COLUMNS = ["global_step", "epoch"]
+_LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers
+
+
+def _say_nothing(text: str) -> None:
+    """Report to nobody."""
 
 
 class Logger(Protocol):
@@ -30,7 +37,8 @@ class Logger(Protocol):
         Args:
             directory: the run directory; exists.
             resume_step: for a run that continues in this directory, the `global_step` it continues from: what was
-                logged for later steps is taken back. None for a new run.
+                logged for later steps is taken back. Of this step itself, `metrics.jsonl` in `directory` has the lines
+                that count: the others will be logged again. None for a new run.
         """
         ...
 
@@ -53,36 +61,33 @@ class JsonLines:
     Each line reaches the operating system at once, so that killing the process loses none.
     """
 
-    def __init__(self) -> None:
-        self._path = Path("metrics.jsonl")
-        self._file: IO[bytes] | None = None
+    def __init__(self, warn: Callable[[str], None] = _say_nothing) -> None:
+        """Report to `warn`, in a sentence, what happened to the file."""
+        self._warn = warn
+        self._file: AppendedFile | None = None
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
-        self._path = directory / "metrics.jsonl"
-        drop_after(self._path, resume_step)
-        with writing(self._path):
-            self._file = self._path.open("ab")
+        path = directory / METRICS
+        drop_after(path, resume_step)
+        self._file = AppendedFile(path, self._warn)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
         file = _opened(self._file)
         record = {"global_step": global_step, "epoch": epoch, "split": split}
         record.update({name: finite(float(value)) for name, value in metrics.items()})
-        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
-        with writing(self._path):
-            file.write(line.encode() + b"\n")
-            file.flush()
+        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def flush(self) -> None:
         """See `Logger.flush`."""
         if self._file is not None:
-            _sync(self._path, self._file)
+            self._file.sync()
 
     def close(self) -> None:
         """See `Logger.close`."""
         if self._file is not None:
-            _close(self._file)
+            self._file.close()
             self._file = None
 
 
@@ -92,14 +97,18 @@ class Csv:
     A metric that first appears later adds a column: the file is then rewritten whole, the older rows empty there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warn: Callable[[str], None] = _say_nothing) -> None:
+        """Report to `warn`, in a sentence, what happened to a file."""
+        self._warn = warn
         self._directory: Path | None = None
         self._columns: dict[Path, list[str]] = {}
-        self._files: dict[Path, IO[str]] = {}
+        self._files: dict[Path, AppendedFile] = {}
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
         self._directory = directory
+        again = _at(directory, resume_step)
+        counted = None if again is None else {_csv_name(split) for split, _ in again}
         for path in sorted(directory.glob("metrics_*.csv")):
             with writing(path):
                 data = path.read_bytes()
@@ -108,49 +117,49 @@ class Csv:
             columns, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [[]]
             if columns[:2] != _FIRST_COLUMNS:
                 continue
-            kept = [row for row in rows if _keep(row, resume_step)]
+            last = resume_step
+            if resume_step is not None and counted is not None and path.name not in counted:
+                last = resume_step - 1
+            kept = [row for row in rows if _keep(row, last)]
             if _csv([columns, *kept]) != data:
                 write_atomically(path, _csv([columns, *kept]))
             self._columns[path] = columns
+            self._files[path] = AppendedFile(path, self._warn)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
         if self._directory is None:
             raise RuntimeError("log() came before open()")
-        path = self._directory / f"metrics_{split.replace('/', '_')}.csv"
+        path = self._directory / _csv_name(split)
         values = {"global_step": str(global_step), "epoch": str(epoch)}
         values.update({name: repr(float(value)) for name, value in metrics.items()})
         columns = self._columns.get(path, [])
         new = [name for name in values if name not in columns]
         if new:
             columns = self._widen(path, [*columns, *new])
-        with writing(path):
-            if path not in self._files:
-                self._files[path] = path.open("a", encoding="utf-8", newline="")
-            row = [values.get(name, "") for name in columns]
-            csv.writer(self._files[path], lineterminator="\n").writerow(row)
-            self._files[path].flush()
+        self._files[path].write(_csv([[values.get(name, "") for name in columns]]))
 
     def flush(self) -> None:
         """See `Logger.flush`."""
-        for path, file in self._files.items():
-            _sync(path, file)
+        for file in self._files.values():
+            file.sync()
 
     def close(self) -> None:
         """See `Logger.close`."""
         for file in self._files.values():
-            _close(file)
+            file.close()
         self._files.clear()
 
     def _widen(self, path: Path, columns: list[str]) -> list[str]:
-        if path in self._files:
-            _close(self._files.pop(path))
         rows: list[list[str]] = []
-        if self._columns.get(path):
+        if path in self._files:
+            self._files[path].check()
             with writing(path), path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.reader(file))[1:]
+            self._files.pop(path).close()
         write_atomically(path, _csv([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]))
         self._columns[path] = columns
+        self._files[path] = AppendedFile(path, self._warn)
         return columns
 
 
@@ -158,24 +167,29 @@ class TensorBoard:
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
     The file is made at the first `log`, as importing the library takes time. Records are written where they are logged: the
-    library's own writer hands them to a thread, which costs small steps more than the writing. A continued run marks its
-    first step, and TensorBoard hides what an earlier attempt had logged beyond it.
+    library's own writer hands them to a thread, which costs small steps more than the writing. A continued run marks the
+    step that it continues from, TensorBoard hides what an earlier attempt had logged from there on, and the values of that
+    step that still count are written again.
     """
 
-    def __init__(self, flush_s: int = 10) -> None:
-        """Flush at least every `flush_s` seconds (at least 1)."""
+    def __init__(self, flush_s: int = 10, warn: Callable[[str], None] = _say_nothing) -> None:
+        """Flush at least every `flush_s` seconds (at least 1); report to `warn` what happened to the file."""
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
-        self.flush_s = flush_s
+        self.flush_s, self._warn, self._reported = flush_s, warn, False
         self._directory: Path | None = None
-        self._resume_step: int | None = None
+        self._path = Path("tensorboard")
+        self._first_step: int | None = None
+        self._again: list[tuple[str, dict[str, float]]] = []
         self._events: _Events | None = None
         self._flushed = 0.0
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
         self._directory = directory / "tensorboard"
-        self._resume_step = resume_step
+        again = _at(directory, resume_step)
+        self._again = again or []
+        self._first_step = None if resume_step is None else resume_step + (again is None)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -184,8 +198,9 @@ class TensorBoard:
         with writing(self._directory):
             if self._events is None:
                 self._events = self._begin(self._directory)
-            # One record for all of them, as each one takes time.
-            self._events.write(global_step, {f"{name}/{split}": value for name, value in metrics.items()})
+            elif not is_at(self._path, self._events.file.fileno()):
+                self._events = self._begin_again(self._directory, self._events)
+            self._events.write(global_step, split, metrics)
             if time.monotonic() - self._flushed >= self.flush_s:
                 self._flush(self._events)
 
@@ -213,15 +228,36 @@ class TensorBoard:
             raise UserError(
                 f"logger=tensorboard cannot be used ({error}): install the package tensorboard or set logger=none"
             ) from error
-        directory.mkdir(exist_ok=True)
-        # The name says when and where, as the library's do: TensorBoard reads the files of a folder in this order.
-        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        for count in itertools.count():
-            with contextlib.suppress(FileExistsError):
-                events.begin((directory / f"{stem}.{count}").open("xb"), self._resume_step)
-                break
+        events.begin(self._make(directory), self._first_step)
+        for split, metrics in self._again:
+            events.write(self._first_step or 0, split, {name: metrics[name] for name in metrics if name != "epoch"})
+        self._again = []
         self._flush(events)
         return events
+
+    def _begin_again(self, directory: Path, events: _Events) -> _Events:
+        """A new file with the records of one that was deleted or replaced; readers forget what they have of those."""
+        with contextlib.suppress(OSError):
+            events.file.flush()
+        records = content(events.file.fileno())
+        _close(events.file)
+        events.begin(self._make(directory), 0 if self._first_step is None else self._first_step)
+        events.file.write(records)
+        self._flush(events)
+        if not self._reported:
+            self._reported = True
+            self._warn(f"{directory} was deleted or replaced during the run; its values were written again")
+        return events
+
+    def _make(self, directory: Path) -> IO[bytes]:
+        directory.mkdir(exist_ok=True)
+        # The name says when and where, as the library's do. TensorBoard reads the files of a folder in the order of names,
+        # so this one has to come last, even where runs follow each other within a second or the clock was put back.
+        stamps = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*")]
+        latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=-1)
+        stamp = max(int(time.time()), latest + 1)
+        self._path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        return self._path.open("x+b")
 
 
 class _Events:
@@ -235,23 +271,23 @@ class _Events:
         self.file: IO[bytes] = io.BytesIO()
         self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
 
-    def begin(self, file: IO[bytes], resume_step: int | None) -> None:
+    def begin(self, file: IO[bytes], first_step: int | None) -> None:
         """Say which version the file has and, in a continued run, from which step on older files do not count."""
         self.file, self._records = file, self._writer(file)
         self._put(file_version="brain.Event:2")
-        if resume_step is not None:
-            self._put(step=resume_step + 1, session_log=self._session(status=self._session.START))
+        if first_step is not None:
+            self._put(step=first_step, session_log=self._session(status=self._session.START))
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Add a number for each tag."""
-        scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+    def write(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        """Add the metrics of a split, all in one record, as each one takes time."""
+        scalars = [self._summary.Value(tag=f"{name}/{split}", simple_value=value) for name, value in metrics.items()]
         self._put(step=step, summary=self._summary(value=scalars))
 
     def _put(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def _opened(file: IO[bytes] | None) -> IO[bytes]:
+def _opened(file: AppendedFile | None) -> AppendedFile:
     if file is None:
         raise RuntimeError("log() came before open()")
     return file
@@ -263,6 +299,26 @@ def _close(file: IO[Any]) -> None:
         file.close()
 
 
+def _at(directory: Path, step: int | None) -> list[tuple[str, dict[str, float]]] | None:
+    """Split and metrics of each line of a step in `metrics.jsonl`; None without a step or where there is no such file."""
+    path = directory / METRICS
+    if step is None or not path.is_file():
+        return None
+    lines = [record for record in read_records(path) if record.pop("global_step") == step]
+    return [
+        (str(record.pop("split", "")), {name: _number(value) for name, value in record.items()}) for record in lines
+    ]
+
+
+def _number(value: Any) -> float:
+    """A number as it was before JSON, which stores NaN as null; NaN for what is no number."""
+    return float(value) if isinstance(value, float | int) and abs(value) < _LARGEST else math.nan
+
+
+def _csv_name(split: str) -> str:
+    return f"metrics_{split.replace('/', '_')}.csv"
+
+
 def _keep(row: list[str], resume_step: int | None) -> bool:
     return bool(row) and row[0].isdecimal() and (resume_step is None or int(row[0]) <= resume_step)
 
@@ -271,9 +327,3 @@ def _csv(rows: Iterable[list[str]]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue().encode()
-
-
-def _sync(path: Path, file: IO[Any]) -> None:
-    with writing(path):
-        file.flush()
-        os.fsync(file.fileno())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for line in _lines(path) if (record := _parse(line)) is not None]
 
 
-def drop_after(path: Path, global_step: int | None) -> None:
+def drop_after(path: Path, global_step: int | None, repeated: Collection[str] = ()) -> None:
     """Remove, atomically, the lines whose `global_step` is larger, and lines that are not whole.
 
     Args:
         path: a metrics file; nothing happens if it does not exist.
         global_step: the last step to keep, or None to remove damaged lines only.
+        repeated: splits whose lines of `global_step` itself are removed too.
 
     Raises:
         UserError: the file cannot be read or written.
@@ -36,7 +37,7 @@ def drop_after(path: Path, global_step: int | None) -> None:
     if not path.is_file():
         return
     with writing(path):
-        kept = b"".join(line + b"\n" for line in _lines(path) if _keep(_parse(line), global_step))
+        kept = b"".join(line + b"\n" for line in _lines(path) if _keep(_parse(line), global_step, repeated))
         changed = len(kept) != path.stat().st_size or kept != path.read_bytes()
     if changed:
         write_atomically(path, kept)
@@ -70,5 +71,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("global_step"), int) else None
 
 
-def _keep(record: dict[str, Any] | None, global_step: int | None) -> bool:
-    return record is not None and (global_step is None or record["global_step"] <= global_step)
+def _keep(record: dict[str, Any] | None, global_step: int | None, repeated: Collection[str] = ()) -> bool:
+    if record is None or global_step is None:
+        return record is not None
+    step = record["global_step"]
+    return bool(step < global_step or (step == global_step and record.get("split") not in repeated))

@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,14 @@ class RunDirectory:
             with writing(path):
                 path.unlink(missing_ok=True)
 
-    def truncate_metrics(self, global_step: int) -> None:
-        """Drop the metrics of steps after `global_step`, which a run continued here will write again."""
-        drop_after(self.metrics_file, global_step)
+    def truncate_metrics(self, global_step: int, repeated: Collection[str] = ()) -> None:
+        """Drop the metrics that a run continued here will write again.
+
+        Args:
+            global_step: the step to continue from; all metrics of later steps are dropped.
+            repeated: splits that are evaluated again at `global_step` itself.
+        """
+        drop_after(self.metrics_file, global_step, repeated)
 
     def lock(self) -> None:
         """Keep other processes from writing here until this one ends, however it ends.

@@ -1,0 +1,104 @@
+"""Log files that survive being deleted, replaced or cut short by another program while a run writes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from runner.tracking.files import write_atomically, writing
+
+_BLOCK = 2**20
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether `path` still names the open file; a link in its place does not count."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def content(descriptor: int) -> bytes:
+    """All bytes of an open file, which the system keeps for as long as it is open, whatever became of its name."""
+    blocks, offset = [], 0
+    while block := os.pread(descriptor, _BLOCK, offset):
+        blocks.append(block)
+        offset += len(block)
+    return b"".join(blocks)
+
+
+class AppendedFile:
+    """A file that lines are added to. Each write reaches the operating system at once.
+
+    Before a write it looks whether the file is still there. One that was deleted or replaced is written again, with all
+    that it held, as the open file still has it. That is reported once.
+
+    Args:
+        path: the file; created if it does not exist.
+        warn: called with a sentence.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self.path, self._warn, self._reported = path, warn, False
+        self._size = 0
+        self._descriptor = self._open()
+        # On a file system whose inode numbers change between two looks, no comparison means anything.
+        self._comparable = is_at(path, self._descriptor)
+
+    def write(self, data: bytes) -> None:
+        """Append `data`.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self.check()
+        with writing(self.path):
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+            self._size += len(data)
+
+    def check(self) -> None:
+        """Write the file again if it is gone, and report if it was cut short.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        if self._comparable and not is_at(self.path, self._descriptor):
+            with writing(self.path):
+                lost = content(self._descriptor)
+            self.close()
+            write_atomically(self.path, lost)
+            self._descriptor = self._open()
+            self._report("was deleted or replaced during the run; it was written again, with all that was logged in it")
+        elif (size := os.fstat(self._descriptor).st_size) < self._size:
+            self._size = size
+            self._report("was cut short by another program during the run; what was cut off is lost")
+
+    def sync(self) -> None:
+        """Make everything written so far survive a power cut.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        with writing(self.path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; call it once."""
+        os.close(self._descriptor)
+
+    def _open(self) -> int:
+        with writing(self.path):
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._size = os.fstat(descriptor).st_size
+        return descriptor
+
+    def _report(self, what: str) -> None:
+        if not self._reported:
+            self._reported = True  # first, as the report may be written to this very file
+            self._warn(f"{self.path} {what}")
