@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.augment import Pipeline
@@ -217,4 +217,4 @@ def files_loader(
 
 def _workers_for(images: int) -> int:
     """Processes that read: none for a few images, else one a core that this process may use."""
-    return 0 if images < _FEW else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return 0 if images < _FEW else min(cores(), _MOST_WORKERS)
