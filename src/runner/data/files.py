@@ -44,6 +44,7 @@ class ImageFiles(ImageFolder):
         channels: 3 for RGB, 1 for grey.
         crop_share: edge of that square as a share of the shorter side.
         transforms: sample transforms.
+        max_pixels: most pixels that a file may have.
     """
 
     def __init__(
@@ -54,8 +55,9 @@ class ImageFiles(ImageFolder):
         channels: Literal[1, 3],
         crop_share: float,
         transforms: Sequence[SampleTransform],
+        max_pixels: int,
     ) -> None:
-        super().__init__(paths, [0] * len(paths), (), size, channels, crop_share)
+        super().__init__(paths, [0] * len(paths), (), size, channels, crop_share, max_pixels)
         self.shape = shape
         self._transforms = list(transforms)
         self._cut: Any = self._transforms.pop(0) if cuts_while_reading(self, transforms) else None
@@ -190,7 +192,9 @@ def files_loader(
             "    allowed: train, val or test, a split of the data"
         )
     try:
-        files = ImageFiles(paths, shape, size, channels, share, transforms)
+        files = ImageFiles(
+            paths, shape, size, channels, share, transforms, dataset.get("max_pixels") or data.max_pixels
+        )
     except ValueError as error:
         raise UserError(f"data.dataset: {error}") from error
     everything: Indices = Whole(len(paths))
