@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,13 +103,3 @@ def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytes
     none = mustered(Slow(0.01), batch=100, sample_bytes=2**20)
     assert none == Crew(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
     assert mustered(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1)])
-def test_the_share_of_a_container_counts(
-    quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(crew, "_CPU_QUOTA", tmp_path / "cpu.max")
-    monkeypatch.setattr(crew.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert crew.cores() == expected

@@ -131,6 +131,57 @@ def test_a_worker_that_hangs_is_waited_for_as_long_as_is_said(persistent: bool) 
         assert gone(pids)
 
 
+@pytest.mark.parametrize("frozen_when", ["its batch is in the queue", "a batch is passed over", "it reads"])
+def test_workers_that_are_frozen_are_waited_for_as_long_as_is_said(frozen_when: str) -> None:
+    made = loader("" if frozen_when != "it reads" else "SIGSTOP", timeout_s=1.0)
+    with contextlib.closing(made):
+        batches = made.batches(0, 0, 10)
+        next(batches)
+        pids = [worker.pid for worker in made._iterator._workers]
+        if frozen_when == "its batch is in the queue":
+            time.sleep(0.3)
+        if frozen_when != "it reads":
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s"):
+            list(batches)
+        assert time.monotonic() - began < 8, "twenty seconds and more without a limit of its own"
+        assert gone(pids)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
+    made = loader(workers=3, persistent=persistent)
+    batches = made.batches(0, 0, 10)
+    next(batches)
+    pids = [worker.pid for worker in made._iterator._workers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    made.close()
+    batches.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 8, "five to ten seconds for each worker without a limit for all"
+    assert gone(pids)
+
+
+def test_a_timer_of_the_users_own_code_goes_on() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    try:
+        with contextlib.closing(loader("hangs", timeout_s=1.0)) as made:
+            batches = made.batches(0, 0, 10)
+            next(batches)
+            assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(DataFailed, match="for 1 s"):  # torch's own limit is enough where the queue is empty
+                list(batches)
+        assert rung == [signal.SIGALRM]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 HANGING = """
 import pathlib, sys, time
 sys.path.insert(0, sys.argv[1])

@@ -384,3 +384,18 @@ def test_pictures_of_every_kind_make_one_batch(tmp_path):
         (batch,) = WorkerLoader(dataset, torch.arange(7), 7, 0, False, torch.device("cpu")).batches(0, 0, 1)
         assert batch.images.shape == (7, channels, 6, 6)
         assert batch.images.dtype == torch.uint8
+
+
+def test_the_memory_of_an_image_is_bounded_by_its_pixels(tmp_path):
+    path = tmp_path / "large.png"
+    Image.new("RGBA", (3000, 3000)).save(path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(
+        UserError, match=r"large\.png: it has 3,000 x 3,000 = 9,000,000 pixels, and data\.max_pixels=8999999"
+    ):
+        read_image(path, 8, max_pixels=8_999_999)
+    assert read_image(path, 8, max_pixels=9_000_000).shape == (3, 8, 8)
+
+
+def test_a_limit_of_pixels_is_part_of_the_fingerprint(root):
+    assert len({image_folder(str(root), max_pixels=limit)["train"].fingerprint() for limit in (99, 100)}) == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.runtime.device import choose_device, configure_torch, missing_compiler
 from runner.runtime.precision import choose_precision
@@ -110,10 +110,10 @@ def test_a_precision_that_makes_no_difference_here_is_said() -> None:
 
 
 def test_more_threads_than_cores_are_said() -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    assert configure(threads=cores) == []
-    (said,) = configure(threads=cores + 1)
-    assert said.startswith(f"threads={cores + 1} is more than the {cores} CPU cores")
+    usable = cores()
+    assert configure(threads=usable) == []
+    (said,) = configure(threads=usable + 1)
+    assert said.startswith(f"threads={usable + 1} is more than the {usable} CPU cores")
 
 
 def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

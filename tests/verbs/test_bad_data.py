@@ -142,6 +142,55 @@ def test_a_run_without_damaged_images_lists_nothing(folder: Path, train: Callabl
     assert not (result.directory / "skipped.jsonl").exists()
 
 
+LARGE = ("images/a/04.png", "9 x 4 = 36 pixels", "data.max_pixels=35", "allowed: a larger data.max_pixels")
+
+
+@pytest.fixture
+def large(folder: Path) -> Path:
+    """A folder in which one image has 36 pixels as well, but another shape, and all others are smaller."""
+    for path in folder.rglob("*.png"):
+        with Image.open(path) as image:
+            image.crop((0, 0, 5, 5)).save(path)
+    Image.new("RGB", (9, 4)).save(folder / "a" / "04.png")
+    return folder
+
+
+def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
+    large: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    for words in ((), ("data.cache=disk",), ("data.num_workers=1",)):
+        result = run("train", *ON_FOLDER, "threads=1", "data.max_pixels=35", *words)
+        assert result.status == 2
+        assert [part for part in LARGE if part not in result.err] == []
+        assert "Traceback" not in result.err
+    trained = train(*ON_FOLDER, "data.max_pixels=36").directory
+    evaluated = [
+        run("eval", f"ckpt_path={trained}", f"split={split}", "data.max_pixels=35")
+        for split in ("train", "val", "test")
+    ]
+    assert sorted(result.status for result in evaluated) == [0, 0, 2]
+    assert all(part in "".join(result.err for result in evaluated) for part in LARGE)
+    checked = run("check", *ON_FOLDER, "data.max_pixels=35", "budget_s=5")
+    assert checked.status != 0
+    assert "data.max_pixels=35" in checked.out + checked.err
+
+
+def test_an_image_with_more_pixels_than_allowed_is_skipped_or_listed(
+    large: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    result = train(*ON_FOLDER, "data.max_pixels=35", "data.on_error=skip")
+    assert result.summary["skipped"] == 1
+    (line,) = (result.directory / "skipped.jsonl").read_text().splitlines()
+    assert all(part in json.loads(line)["reason"] for part in LARGE[:3])
+    words = ("input=images", f"ckpt_path={result.directory}", "output=rows.jsonl")
+    assert run("predict", *words).status == 0
+    assert "04.png" in Path("rows_unreadable.txt").read_text()
+    Path("rows.jsonl").unlink()
+    Path("rows_unreadable.txt").unlink()
+    assert run("predict", *words, "data.max_pixels=36").status == 0
+    assert len(Path("rows.jsonl").read_text().splitlines()) == 40
+
+
 def test_resuming_on_other_data_is_refused_unless_it_is_meant(
     folder: Path, workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

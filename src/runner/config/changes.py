@@ -35,7 +35,7 @@ _OF = {
     Change.REPORTED: (
         *("epochs", "max_steps", "lr", "optimizer", "scheduler", "loss", "clip.norm", "clip.value", "clip.agc"),
         *("transform.sample_train", "transform.sample_eval", "transform.train", "transform.eval", "transform.mix"),
-        *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error"),
+        *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error", "data.max_pixels"),
         *("device", "threads", "amp", "channels_last", "compile", "cudnn_benchmark", "tf32", "matmul_precision"),
         *("compiler.mode", "compiler.fullgraph", "compiler.dynamic", "deterministic"),
         *("evaluate.every_epochs", "evaluate.every_steps", "limit.eval_batches", "metrics", "callbacks"),

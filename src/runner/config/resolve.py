@@ -24,7 +24,7 @@ T = TypeVar("T", bound=Train)
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "image_size"),
+    "data.dataset": ("root", "download", "image_size", "max_pixels"),
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts"),
     "task": ("num_classes",),

@@ -116,7 +116,7 @@ def assemble(
     Raises:
         UserError: if the data cannot be found, read or split, or does not fit the settings.
     """
-    facts = {"root": data.root, "download": data.download, "image_size": data.image_size}
+    facts = {name: getattr(data, name) for name in ("root", "download", "image_size", "max_pixels")}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
     parts = carve(datasets, data.split)
     sample_train = callables("transform.sample_train", transform.sample_train)

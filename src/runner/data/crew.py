@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.config.cores import cores
 from runner.data.indices import Indices
 from runner.data.samples import Keyed, SampleTransform
 from runner.data.stand_ins import StandIns
@@ -26,7 +26,6 @@ _CHEAP_S = 0.002  # a batch that is read faster than this is not worth another p
 _START_S = 0.1  # what it takes to start one
 _MESSAGE_S = 0.0005  # what it takes to ask a worker for a batch and to be told of it
 _SHARED_MEMORY = Path("/dev/shm")  # where workers put their batches, on Linux
-_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MIB = 2**20
 
 
@@ -124,13 +123,6 @@ def enough(timing: Timing, cores: int, allowed: int) -> tuple[int, str]:
     if count == allowed:
         return count, f"{read} on one core; {_SHARED_MEMORY} has room for as many"
     return count, f"{read} on one core; at most {_MOST}"
-
-
-def cores() -> int:
-    """CPU cores that this process may use: those it is bound to, or a container's share if that is less."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _CPU_QUOTA.read_text().split() if _CPU_QUOTA.is_file() else ["max"]
-    return bound if quota[0] == "max" else min(bound, max(1, math.ceil(int(quota[0]) / int(quota[1]))))
 
 
 def _doubts(workers: int, ahead: int, room: int | None) -> list[str]:

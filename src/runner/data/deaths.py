@@ -14,6 +14,7 @@ _ADVICE = {
     "SIGKILL": "the system kills processes that take too much memory",
     "SIGBUS": "as happens when the shared memory in /dev/shm is full",
 }
+_PATIENCE_S = 2.0
 _END_S = 5.0
 _MOMENT_S = 10.0
 _FROM_A_WORKER = "in DataLoader worker process"
@@ -62,6 +63,37 @@ def awaited() -> Iterator[None]:
                 signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
 
 
+class TimedOut(RuntimeError):
+    """Nothing came from the workers in time."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """Raise `TimedOut` if the block takes longer, whatever it waits for.
+
+    torch's own time limit covers an empty queue alone. A tensor arrives as a message, and its memory as a file descriptor
+    that a thread of the worker sends over a socket: a worker that was frozen in between would be waited for without end.
+
+    Without effect outside of the main thread, and where a timer of the user's own code runs (`signal.setitimer`).
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if seconds is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimedOut(f"nothing came for {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        # Again every second: what a signal handler raises is lost inside a destructor.
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
 def told(iterators: Sequence[Any], error: Exception) -> str:
     """Which worker of some iterators of DataLoaders died, of what, and what to do; empty if none did.
 
@@ -95,11 +127,29 @@ def _sentence(number: int, pid: int, exitcode: int) -> str:
     )
 
 
+def end(iterator: Any) -> None:
+    """Ask an iterator's workers to end, and kill those that have not ended soon after.
+
+    torch alone would wait for 5 seconds for each worker that is frozen, and as long again after a SIGTERM.
+    """
+    impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
+    impatience.daemon = True
+    impatience.start()
+    try:
+        iterator._shutdown_workers()
+    finally:
+        impatience.cancel()
+        impatience.join()
+    kill(iterator)
+
+
 def kill(iterator: Any) -> None:
     """End what is left of an iterator's workers, whatever they are at."""
-    workers = getattr(iterator, "_workers", ())
-    for worker in workers:
-        if worker.is_alive():
-            worker.kill()
-    for worker in workers:
+    _send_sigkill(iterator)
+    for worker in getattr(iterator, "_workers", ()):
         worker.join(_END_S)
+
+
+def _send_sigkill(iterator: Any) -> None:
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.augment import Pipeline
@@ -43,6 +45,7 @@ class ImageFiles(ImageFolder):
         channels: 3 for RGB, 1 for grey.
         crop_share: edge of that square as a share of the shorter side.
         transforms: sample transforms.
+        max_pixels: most pixels that a file may have.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class ImageFiles(ImageFolder):
         channels: Literal[1, 3],
         crop_share: float,
         transforms: Sequence[SampleTransform],
+        max_pixels: int,
     ) -> None:
-        super().__init__(paths, [0] * len(paths), (), size, channels, crop_share)
+        super().__init__(paths, [0] * len(paths), (), size, channels, crop_share, max_pixels)
         self.shape = shape
         self._transforms = list(transforms)
         self._cut: Any = self._transforms.pop(0) if cuts_while_reading(self, transforms) else None
@@ -177,7 +181,9 @@ def files_loader(
             "    allowed: train, val or test, a split of the data"
         )
     try:
-        files = ImageFiles(paths, shape, size, channels, share, transforms)
+        files = ImageFiles(
+            paths, shape, size, channels, share, transforms, dataset.get("max_pixels") or data.max_pixels
+        )
     except ValueError as error:
         raise UserError(f"data.dataset: {error}") from error
     everything: Indices = Whole(len(paths))
@@ -204,4 +210,4 @@ def files_loader(
 
 def _workers_for(images: int) -> int:
     """Processes that read: none for a few images, else one a core that this process may use."""
-    return 0 if images < _FEW else min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return 0 if images < _FEW else min(cores(), _MOST_WORKERS)

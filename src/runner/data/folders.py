@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.config.schema.sections import Data
 from runner.data.pictures import DECODING, Cut, middle_square, read_image
 
 EXTENSIONS = frozenset(
@@ -33,6 +34,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         image_size: edge of the square that every image is resized and cropped to, or None to leave them as they are.
         channels: 3 for RGB, 1 for grey.
         crop_share: edge of the square that is cut from the middle, as a share of the shorter side.
+        max_pixels: most pixels that a file may have.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         image_size: int | None = None,
         channels: Literal[1, 3] = 3,
         crop_share: float = 1.0,
+        max_pixels: int = Data.max_pixels,
     ) -> None:
         if image_size is not None and image_size < 1:
             raise ValueError(f"image_size must be at least 1, got {image_size}")
@@ -62,6 +65,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.image_size = image_size
         self.channels = channels
         self.crop_share = crop_share
+        self.max_pixels = max_pixels
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -73,7 +77,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             UserError: if the file cannot be decoded; it names the file.
         """
         middle = functools.partial(middle_square, share=self.crop_share)
-        return read_image(self.path(index), self.image_size, self.channels, middle), int(self.targets[index])
+        return self._read(index, self.image_size, middle)
 
     def read_part(self, index: int, cut: Cut, size: int) -> tuple[Tensor, int]:
         """Decode no more of an image than a random crop needs: see `runner.data.crops`.
@@ -86,7 +90,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         Raises:
             UserError: if the file cannot be decoded; it names the file.
         """
-        return read_image(self.path(index), size, self.channels, cut), int(self.targets[index])
+        return self._read(index, size, cut)
+
+    def _read(self, index: int, size: int | None, cut: Cut) -> tuple[Tensor, int]:
+        return read_image(self.path(index), size, self.channels, cut, self.max_pixels), int(self.targets[index])
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with their sizes and times, settings, decoder.
@@ -94,7 +101,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         Raises:
             UserError: if a file is gone.
         """
-        settings = (DECODING, self.image_size, self.channels, self.crop_share)
+        settings = (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels)
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
         digest = hashlib.sha256(repr((settings, libraries)).encode())
         names = [self._names[begin:end] for begin, end in itertools.pairwise(self._ends.tolist())]
@@ -128,6 +135,7 @@ def image_folder(
     val_folder: str = "val",
     test_folder: str = "test",
     crop_share: float = 1.0,
+    max_pixels: int = Data.max_pixels,
 ) -> dict[str, ImageFolder]:
     """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` for one without splits.
 
@@ -143,6 +151,7 @@ def image_folder(
         val_folder: name of the folder with the validation images; it may be absent.
         test_folder: name of the folder with the test images; it may be absent.
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
+        max_pixels: most pixels that a file may have.
 
     Returns:
         'train', and 'val' and 'test' where they exist.
@@ -167,8 +176,9 @@ def image_folder(
     classes = {split: _classes_in(folder) for split, folder in folders.items()}
     for split, names in classes.items():
         _require_same(classes["train"], names, folders["train"], folders[split])
+    names = classes["train"]
     return {
-        split: ImageFolder(*_listed(folder, classes["train"]), classes["train"], image_size, channels, crop_share)
+        split: ImageFolder(*_listed(folder, names), names, image_size, channels, crop_share, max_pixels)
         for split, folder in folders.items()
     }
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from runner.config.errors import UserError
 from runner.config.reading import open_regular
+from runner.config.schema.sections import Data
 
 # Raise it when the same file comes out as other pixels than before: caches of decoded images are then made anew.
 DECODING = 2
@@ -54,7 +55,13 @@ def middle_square(height: int, width: int, share: float = 1.0) -> Region:
     return (height - edge) // 2, (width - edge) // 2, edge, edge
 
 
-def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, cut: Cut = middle_square) -> Tensor:
+def read_image(
+    path: Path,
+    image_size: int | None,
+    channels: Literal[1, 3] = 3,
+    cut: Cut = middle_square,
+    max_pixels: int = Data.max_pixels,
+) -> Tensor:
     """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its name ends in.
 
     The orientation that the camera noted is applied, transparent pixels are laid over white, 16-bit greys are scaled
@@ -66,16 +73,18 @@ def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, 
             as it is.
         channels: 3 for RGB, 1 for grey.
         cut: the part that is wanted of the upright image; called once, and without effect if `image_size` is None.
+        max_pixels: most pixels that the file may have.
 
     Returns:
         uint8 (channels, H, W), contiguous.
 
     Raises:
-        UserError: if the file is missing, truncated or no image; it names the file.
+        UserError: if the file is missing, truncated, no image or too large; it names the file.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:
         with open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
+            _require_few(path, opened.size, max_pixels)
             if opened.format not in _REDUCIBLE:
                 opened.load()
             turn = _orientation(opened)
@@ -86,7 +95,7 @@ def read_image(path: Path, image_size: int | None, channels: Literal[1, 3] = 3, 
             image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
             image = _as_mode(_cropped(image, _scaled(region, reduction, image.height, image.width)), mode)
             pixels = torch.from_numpy(np.array(image))
-    except MemoryError:
+    except (MemoryError, UserError):
         raise
     except Exception as error:  # Pillow's decoders raise a dozen kinds for damaged files, SyntaxError among them.
         said = (getattr(error, "strerror", None) or "").lower() or str(error)
@@ -113,6 +122,16 @@ def resized(image: Tensor, region: Region, size: int) -> Tensor:
     if (height, width) != (size, size):
         part = F.interpolate(part[None], size=(size, size), mode="bilinear", antialias=True)[0]
     return part.contiguous()
+
+
+def _require_few(path: Path, size: tuple[int, int], most: int) -> None:
+    """Refuse an image before it is decoded: a file of a few hundred kB can take gigabytes of memory."""
+    width, height = size
+    if width * height > most:
+        raise UserError(
+            f"cannot read the image {path}: it has {width:,} x {height:,} = {width * height:,} pixels, and "
+            f"data.max_pixels={most}\n    allowed: a larger data.max_pixels, a smaller image, or data.on_error=skip"
+        )
 
 
 def _orientation(image: Image.Image) -> int:

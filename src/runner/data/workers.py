@@ -191,10 +191,14 @@ class WorkerLoader:
     def _read(self) -> Iterator[Read]:
         iterator, request = None, self._slices.request
         try:
-            with self._watched(request), _without_advice(), _signals_wait():
+            with (
+                self._watched(request, None if self._iterator is None else self._timeout_s),
+                _without_advice(),
+                _signals_wait(),
+            ):
                 iterator = self._iterator = iter(self._loader)
             while True:
-                with self._watched(request):
+                with self._watched(request, self._timeout_s):
                     read = next(iterator, None)
                 if read is None:
                     return
@@ -211,17 +215,18 @@ class WorkerLoader:
                 self._iterator = None if self._iterator is iterator else self._iterator
 
     @contextlib.contextmanager
-    def _watched(self, request: _Request) -> Iterator[None]:
+    def _watched(self, request: _Request, timeout_s: float | None) -> Iterator[None]:
         """Wait for workers, and say what is wrong if one dies or nothing comes."""
         if not self.workers:
             yield
             return
         try:
-            with deaths.awaited():
+            with deaths.awaited(), deaths.limited(timeout_s):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
             complaint = deaths.told([loader._iterator for loader in _LOADERS], error)
-            if not complaint and str(error).startswith("DataLoader timed out"):
+            late = isinstance(error, deaths.TimedOut) or str(error).startswith("DataLoader timed out")
+            if late and not complaint:
                 complaint = self._nothing_came(request)
             if not complaint:
                 raise
@@ -246,9 +251,7 @@ class WorkerLoader:
 
 def _end(iterator: Any) -> None:
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        iterator._shutdown_workers()
-        # One that hangs does not hear torch's polite request, and Python would wait for it at its end.
-        deaths.kill(iterator)
+        deaths.end(iterator)
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()

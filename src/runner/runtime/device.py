@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from runner.config.cores import cores
 from runner.config.errors import UserError, nearest
 from runner.runtime.allocator import keep_freed_memory
 from runner.runtime.determinism import fill_uninitialised_memory
@@ -108,9 +109,9 @@ def configure_torch(
     if on_cuda:
         torch.backends.cudnn.allow_tf32 = tf32
     warnings = []
-    if threads is not None and threads > _cores():
+    if threads is not None and threads > cores():
         warnings.append(
-            f"threads={threads} is more than the {_cores()} CPU cores there are, which is slower than {_cores()}"
+            f"threads={threads} is more than the {cores()} CPU cores there are, which is slower than {cores()}"
         )
     if on_cuda and deterministic == "warn":
         rounded = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
@@ -129,10 +130,6 @@ def configure_torch(
             f"matmul_precision={matmul_precision} has no effect on this {device.type}: it has no faster product"
         )
     return warnings
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rounds_products(device: torch.device) -> bool:

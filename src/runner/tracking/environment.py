@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner import __version__
+from runner.config.cores import cores
 
 _PACKAGES = (
     "torch",
@@ -131,14 +132,12 @@ def _hashes_fixed() -> bool:
 
 
 def _cpu() -> dict[str, Any]:
-    logical = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if found:
             model = found.group(1).strip()
-    return {"model": model, "logical": logical, "usable": usable}
+    return {"model": model, "logical": os.cpu_count() or 1, "usable": cores()}
 
 
 def _memory() -> int | None:

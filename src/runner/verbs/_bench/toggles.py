@@ -11,8 +11,8 @@ import torch
 
 from runner.assembly.describe import describe
 from runner.config.app import Composition
+from runner.config.cores import cores
 from runner.config.schema.bench import Bench
-from runner.data.crew import cores
 from runner.runtime.device import missing_compiler
 from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console

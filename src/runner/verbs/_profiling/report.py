@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from runner.assembly.training import Training, training_flops
+from runner.config.cores import cores
 from runner.config.schema.profile import Profile
-from runner.data.crew import cores
 from runner.data.marks import PREPARE, WAIT
 from runner.engine.marks import BACKWARD, FORWARD, OPTIMIZER
 from runner.runtime.flops import Flops
