@@ -255,7 +255,7 @@ def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_ke
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
     words = (*MLP, "epochs=1", "metrics={swa_hits: {_target_: my_parts.Hits}}")
-    best = train(*words, "checkpoint.monitor=swa_hits").summary["best"]
+    best = train(*words, "checkpoint.monitor=swa_hits", "checkpoint.mode=max").summary["best"]
     assert (best["metric"], best["value"]) == ("val/swa_hits", 1.0)
     found = run("train", "threads=1", "logger=none", *words, "swa=0.1")
     assert found.status == 2

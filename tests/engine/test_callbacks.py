@@ -46,6 +46,10 @@ def stops_at(callback: EarlyStopping, values: list[float]) -> int | None:
         ("min", 2, 0.5, [3, 2.8, 2.6, 1], 2),
         ("min", 2, 0.0, [3, float("nan"), float("nan"), 1], 2),
         ("min", 2, 0.0, [float("nan"), 3, 3, 3], 3),
+        ("min", 2, 0.0, [float("nan"), float("nan"), 3], 1),
+        ("max", 2, 0.0, [float("nan"), 3, float("nan"), 4, float("nan"), float("nan")], 5),
+        ("max", 2, 0.0, [float("inf"), 3, 4, 5], None),
+        ("max", 2, 0.0, [float("-inf"), float("-inf"), 5], 1),
     ],
 )
 def test_training_stops_after_as_many_evaluations_without_improvement_as_asked(
@@ -66,6 +70,12 @@ def test_an_interruption_anywhere_changes_nothing_about_when_it_stops(
     second.load_state_dict(first.state_dict())
     after = stops_at(second, values[cut:]) if before is None else None
     assert (before if before is not None else None if after is None else after + min(cut, len(values))) == whole
+
+
+def test_a_metric_that_was_never_finite_is_named_as_the_reason_to_stop() -> None:
+    loop: Any = FakeLoop()
+    EarlyStopping("val/loss", "min", 1).on_evaluation(loop, {"val/loss": float("nan")})
+    assert loop.reason == "val/loss was not finite in any of 1 evaluations"
 
 
 def test_what_was_the_best_of_another_metric_is_not_the_best_of_this_one() -> None:

@@ -48,7 +48,6 @@ def test_left_open_it_is_foreach_where_nothing_is_fused_and_that_pays() -> None:
 
 def test_what_has_no_such_choice_is_left_alone() -> None:
     assert choose("torch.optim.Muon", SMALL[:1]) == Kernels({}, "", "")
-    assert choose("torch.optim.LBFGS") == Kernels({}, "", "")
     assert choose("runner.models.mlp.MLP") == Kernels({}, "", ""), "what torch does not know has its own defaults"
 
 
@@ -123,6 +122,46 @@ def test_kernels_that_a_class_lacks_are_refused_with_those_that_have_them(name: 
 def test_an_optimizer_that_cannot_take_a_step_is_a_sentence() -> None:
     with pytest.raises(UserError, match=r"^optimizer: AdamW cannot take a step: If capturable=True"):
         choose("AdamW", fused=False, capturable=True)
+    with pytest.raises(UserError, match=r"^optimizer: LBFGS cannot take a step: .*'closure'\n    allowed: "):
+        choose("LBFGS")
+
+
+EXTRAS = {"scale_lr": 64, "no_decay": "auto", "lr_mult": {"head": 2.0}, "layer_decay": 0.5}
+
+
+@pytest.mark.parametrize("extras", [{}, *({name: value} for name, value in EXTRAS.items()), EXTRAS], ids=str)
+def test_the_trial_leaves_out_the_keys_that_are_no_arguments(extras: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^optimizer: AdamW cannot take a step: If capturable=True"):
+        choose("AdamW", fused=False, capturable=True, **extras)
+    with pytest.raises(UserError, match=r"^optimizer.fused: true cannot be had: "):
+        choose("AdamW", [nn.Parameter(torch.zeros(3, device="meta"))], fused=True, **extras)
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, KeyError])
+def test_a_step_that_fails_in_any_way_is_no_success(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise error("not with these weights")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", refuses)
+    assert "not with these weights" in choose("AdamW").reason
+    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: .*not with these weights"):
+        choose("AdamW", fused=True)
+
+
+def test_a_class_that_refuses_only_a_kind_of_kernels_is_no_success_of_that_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = torch.optim.AdamW.__init__
+
+    def picky(self: Any, *args: Any, fused: bool | None = None, **options: Any) -> None:
+        if fused:
+            raise ValueError("fused is not for these weights")
+        made(self, *args, fused=fused, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "__init__", picky)
+    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: fused is not for these weights"):
+        choose("AdamW", fused=True)
+    assert choose("AdamW", fused=False, lr=-1.0).arguments["fused"] is False, "told when the optimizer itself is made"
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreach"])

@@ -58,19 +58,19 @@ class EarlyStopping:
             loop.request_stop(self._reason())
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
-        """Count evaluations without improvement; ask for the end after `patience` of them."""
+        """Count evaluations without improvement, which one that is not finite is; ask for the end after `patience` of them."""
         value = metrics[self.monitor]
         sign = 1.0 if self.mode == "max" else -1.0
-        if self._best is None or sign * (value - self._best) > self.min_delta:
-            if not math.isnan(value):
-                self._best = value
-            self._waited = 0
+        if math.isfinite(value) and (self._best is None or sign * (value - self._best) > self.min_delta):
+            self._best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self.patience:
             loop.request_stop(self._reason())
 
     def _reason(self) -> str:
+        if self._best is None:
+            return f"{self.monitor} was not finite in any of {self._waited} evaluations"
         return f"{self.monitor} has not improved on {self._best} for {self._waited} evaluations"
 
     def state_dict(self) -> dict[str, Any]:

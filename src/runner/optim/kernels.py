@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.config.errors import UserError
-from runner.config.targets import optimizers_taking, resolve
+from runner.config.errors import UserError, first_line
+from runner.config.extras import without_extras
+from runner.config.targets import optimizers_taking, resolve, signature_of
 from runner.optim.muon import Muon
 
 KINDS = ("fused", "foreach")
@@ -69,7 +70,9 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
             return _chosen(kind, has, f"optimizer.{kind}=true")
     chosen, reason = _by_itself(trial, node, has)
     if not chosen and not sparse and (failure := trial.obstacle("")):
-        raise UserError(f"optimizer: {_name(target)} cannot take a step: {failure}")
+        raise UserError(
+            f"optimizer: {_name(target)} cannot take a step: {failure}\n    allowed: other arguments, or another optimizer"
+        )
     return _chosen(chosen, has, reason) if has else Kernels({}, "", "")
 
 
@@ -178,17 +181,28 @@ class _Trial:
         weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
         weight.grad = torch.zeros_like(weight)
         try:
-            self._optimizer(kind, weight).step()
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            return str(error).strip().splitlines()[0]
-        except (ValueError, TypeError):
-            return ""  # wrong arguments are told when the optimizer itself is made
+            optimizer = self._optimizer(kind, weight)
+        except Exception as error:
+            # Arguments that are wrong with any kernels are reported when the optimizer itself is built.
+            return first_line(error) if kind and self._can_be_built(weight) else ""
+        try:
+            optimizer.step()
+        except Exception as error:
+            return first_line(error)
         return ""
+
+    def _can_be_built(self, weight: Tensor) -> bool:
+        try:
+            self._optimizer("", weight)
+        except Exception:
+            return False
+        return True
 
     def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
         if self.target is Muon:  # its AdamW has the choice
             return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
-        given = {name: value for name, value in self.node.items() if not name.startswith("_") and name not in KINDS}
+        node = without_extras("optimizer", self.node, signature_of(self.target))
+        given = {name: value for name, value in node.items() if not name.startswith("_") and name not in KINDS}
         kinds = {name: name == kind for name in KINDS if name in self.arguments}
         optimizer: Optimizer = self.target([weight], **given, **kinds)
         return optimizer
