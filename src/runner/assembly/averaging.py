@@ -16,7 +16,8 @@ from runner.config.schema.train import Train
 from runner.engine.averaging import Averaged, prefix
 from runner.engine.errors import Interrupted
 from runner.engine.generators import untouched_generators
-from runner.engine.plan import Plan
+from runner.engine.loop import Limits
+from runner.engine.plan import Timeline
 from runner.engine.state import Schedule, load_weights
 from runner.optim.schedules import Annealed
 
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 
 def build_averaged(
-    config: Train, model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, total_steps: int
+    config: Train,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    timeline: Timeline,
+    limits: Limits,
+    total_steps: int,
 ) -> Averaged | None:
     """The average that `ema` or `swa` asks for; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -36,8 +42,13 @@ def build_averaged(
         return Averaged("ema", model, parameters, config.ema, warmup, leaves_out=leaves_out)
     if config.swa is None:
         return None
-    start = swa_start(config.swa, plan, total_steps)
-    return Averaged("swa", model, parameters, start=start, every=plan.steps, leaves_out=leaves_out)
+    start = swa_start(config.swa, timeline, limits, total_steps)
+    turn, epoch = timeline.turns[-1] if timeline.turns else (0, 0)
+    if start < turn:
+        # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
+        part = (timeline.scaled(start) / timeline.steps - epoch) % 1
+        start = turn + round(part * timeline.steps) - timeline.steps
+    return Averaged("swa", model, parameters, start=start, every=timeline.steps, leaves_out=leaves_out)
 
 
 def check_average(config: Train, training: Training) -> None:
@@ -49,12 +60,13 @@ def check_average(config: Train, training: Training) -> None:
     averaged = training.state.averaged
     if averaged is None or config.swa is None:
         return
-    steps, total_steps = training.plan.steps, training.total_steps
-    start = swa_start(config.swa, training.plan, total_steps)
-    if start + steps > total_steps:
+    timeline, total_steps = training.timeline, training.total_steps
+    start = swa_start(config.swa, timeline, training.limits, total_steps)
+    first = round(timeline.step(timeline.scaled(start) / timeline.steps + 1))
+    if first > total_steps:
         raise UserError(
-            f"swa: {config.swa:g} begins after step {start:,} and takes weights {steps:,} steps later, an epoch, but the "
-            f"run ends at step {total_steps:,}\n    allowed: a smaller swa, or more epochs"
+            f"swa: {config.swa:g} begins after step {start:,} and takes weights {first - start:,} steps later, an epoch, but "
+            f"the run ends at step {total_steps:,}\n    allowed: a smaller swa, or more epochs"
         )
     with training.state.freezing.as_at(None):
         norms = averaged.norms()
@@ -65,17 +77,22 @@ def check_average(config: Train, training: Training) -> None:
         )
 
 
-def swa_start(swa: float, plan: Plan, total_steps: int) -> int:
+def swa_start(swa: float, timeline: Timeline, limits: Limits, total_steps: int) -> int:
     """The optimizer step after which SWA begins, given as a share of the run, or from 1 on in epochs."""
-    return round(swa * total_steps) if swa < 1 else round(swa * plan.steps)
+    if swa >= 1:
+        return round(timeline.step(swa))
+    if timeline.turns and limits.epochs_decide(timeline):
+        return round(timeline.step(swa * timeline.scaled(total_steps) / timeline.steps))
+    return round(swa * total_steps)
 
 
-def with_swa_rate(schedule: Schedule, config: Train, plan: Plan, total_steps: int) -> Schedule:
+def with_swa_rate(schedule: Schedule, config: Train, timeline: Timeline, limits: Limits, total_steps: int) -> Schedule:
     """The schedule, going over to SWA's rate where SWA begins."""
     if config.swa is None or config.averaging.lr is None:
         return schedule
-    steps = config.averaging.anneal_epochs * plan.steps
-    return Annealed(schedule, swa_start(config.swa, plan, total_steps), steps, config.averaging.lr)
+    start = swa_start(config.swa, timeline, limits, total_steps)
+    steps = config.averaging.anneal_epochs * timeline.steps
+    return Annealed(schedule, start, steps, config.averaging.lr, timeline.scaled)
 
 
 def evaluate_both(

@@ -1,4 +1,4 @@
-"""The optimizer over the parameters of a model."""
+"""The optimizer over the parameters of a model, and the schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from runner.config.errors import UserError
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
+from runner.engine.loop import Limits
+from runner.engine.plan import Timeline
+from runner.engine.state import Schedule
 from runner.optim.groups import Group, parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
+from runner.optim.schedules import Clock
 from runner.runtime.blocks import repeated_blocks
 
 
@@ -48,6 +52,27 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
         group["initial_lr"] = group["lr"]
     start_momentum(optimizer)
     return optimizer, kernels
+
+
+def build_schedule(config: Train, limits: Limits, timeline: Timeline, total_steps: int, mode: str) -> Schedule:
+    """Build the schedule; one that takes a clock keeps its place where the steps of an epoch have become more or fewer.
+
+    Args:
+        config: the config.
+        limits: whether epochs or steps end the run, which is what shares of the run are shares of.
+        timeline: the epochs of the run.
+        total_steps: optimizer steps of the run.
+        mode: whether a smaller (`min`) or a larger (`max`) value of the monitored metric is better.
+    """
+    node, clock = config.scheduler, Clock()
+    if timeline.turns and names_argument(node, "clock"):
+        follows = limits.epochs_decide(timeline) and node.get("total_steps") is None
+        run = timeline.scaled if follows else clock.run
+        clock = Clock(run, timeline.scaled if node.get("steps_per_epoch") is None else clock.epochs)
+        total_steps = round(clock.run(total_steps))
+    facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": mode, "clock": clock}
+    schedule: Schedule = build("scheduler", node, facts=facts)
+    return schedule
 
 
 def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[Group]:

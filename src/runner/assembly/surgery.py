@@ -12,6 +12,7 @@ from runner.config.patterns import matching
 from runner.config.schema.train import Train
 from runner.engine.evaluation import untouched
 from runner.engine.freezing import Freezing, Frozen
+from runner.engine.plan import Timeline
 from runner.models.heads import Head, HeadNotFound, find_head, replace_head
 from runner.models.initial import draw_weights, set_prior, zero_last_norms
 from runner.runtime.determinism import refusal
@@ -141,14 +142,14 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     return Freezing(model, parts)
 
 
-def never_thawed(freezing: Freezing, total_steps: int, steps_per_epoch: int) -> list[str]:
+def never_thawed(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
     """Warnings about what is frozen for a while that the run does not outlast."""
-    late = [part for part in freezing.parts if not part.for_good and _ends(part, steps_per_epoch) >= total_steps]
+    late = [part for part in freezing.parts if not part.for_good and _ends(part, timeline) >= total_steps]
     return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
 
 
-def _ends(part: Frozen, steps_per_epoch: int) -> int:
-    return part.steps if part.steps is not None else (part.epochs or 0) * steps_per_epoch
+def _ends(part: Frozen, timeline: Timeline) -> float:
+    return part.steps if part.steps is not None else timeline.step(part.epochs or 0)
 
 
 def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:

@@ -15,18 +15,17 @@ from runner.assembly.batch_size import settle_batch_size
 from runner.assembly.determinism import named
 from runner.assembly.learner import as_given, build_learner, place, probe
 from runner.assembly.metrics import monitored
-from runner.assembly.optimizer import build_optimizer
+from runner.assembly.optimizer import build_optimizer, build_schedule
 from runner.assembly.start import Started, start_from
 from runner.assembly.surgery import freeze, initialise, known_head, never_thawed
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.config.targets import build
 from runner.data.assembly import Splits, assemble
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.guard import Guard
 from runner.engine.loop import Limits
-from runner.engine.plan import Plan
+from runner.engine.plan import Plan, Timeline
 from runner.engine.splitting import SplittingStep
 from runner.engine.state import FiniteMeter, Meter, Position, TrainState
 from runner.engine.step import StepParts, train_step
@@ -47,6 +46,7 @@ class Training:
     precision: Precision
     splits: Splits
     plan: Plan
+    timeline: Timeline
     task: Task
     loss: nn.Module
     limits: Limits
@@ -146,12 +146,9 @@ def build_training(
     # Optimizer and schedule
     optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
-    schedule = build(
-        "scheduler",
-        config.scheduler,
-        facts={"total_steps": total_steps, "steps_per_epoch": plan.steps, "mode": mode},
-    )
-    schedule = with_swa_rate(schedule, config, plan, total_steps)
+    timeline = Timeline.of(start or Position(), plan)
+    schedule = build_schedule(config, limits, timeline, total_steps, mode)
+    schedule = with_swa_rate(schedule, config, timeline, limits, total_steps)
     scaled = precision.scaler is not None
     guard = Guard(model, optimizer, config.on_nonfinite, scaled)
     if guard.waits and device.type != "cpu":
@@ -160,9 +157,10 @@ def build_training(
             "kept from steps whose gradients are not finite"
         )
     meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
-    averaged = build_averaged(config, model, optimizer, plan, total_steps)
+    averaged = build_averaged(config, model, optimizer, timeline, limits, total_steps)
     state = TrainState(model, optimizer, schedule, precision.scaler, meter, averaged=averaged)
     state.freezing = freezing
+    state.position.turns = [list(turn) for turn in timeline.turns]
     parts = StepParts(
         targets=task.targets,
         loss=loss,
@@ -181,6 +179,7 @@ def build_training(
         precision=precision,
         splits=splits,
         plan=plan,
+        timeline=timeline,
         task=task,
         loss=loss,
         limits=limits,
@@ -211,7 +210,7 @@ def look_ahead(config: Train, training: Training) -> list[str]:
         UserError: if it cannot average weights as `swa` says.
     """
     check_average(config, training)
-    return never_thawed(training.state.freezing, training.total_steps, training.plan.steps)
+    return never_thawed(training.state.freezing, training.total_steps, training.timeline)
 
 
 def training_flops(training: Training, position: Position | None = None, samples: int = 2) -> Flops:

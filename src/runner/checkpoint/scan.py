@@ -5,6 +5,7 @@ The archive is looked through before anything of it is unpacked, and the content
 
 from __future__ import annotations
 
+import itertools
 import math
 import zipfile
 from collections.abc import Mapping
@@ -150,6 +151,15 @@ def _is_average(averaged: Any) -> bool:
     )
 
 
+def _are_turns(turns: Any) -> bool:
+    """Whether a value is pairs of a step and an epoch, each number above the one before it."""
+    if not isinstance(turns, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in turns):
+        return False
+    if not all(type(number) is int and 0 < number < _LARGEST for turn in turns for number in turn):
+        return False
+    return all(one[0] < two[0] and one[1] < two[1] for one, two in itertools.pairwise(turns))
+
+
 def _wrong_type(contents: dict[str, Any]) -> str:
     """What of the top levels is not what it should be, or an empty string."""
     for key in ("model", "optimizer", "scheduler", "rng", "position", "metrics", "versions"):
@@ -180,6 +190,8 @@ def _wrong_type(contents: dict[str, Any]) -> str:
         return "position.pieces is 0"
     if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
         return "position.left_out is not a list of steps"
+    if not _are_turns(contents["position"].get("turns", [])):
+        return "position.turns is not a list of steps and epochs, in order"
     return (
         _wrong_record(contents["position"], _POSITION, "position", needed=("epoch", "batch", "global_step"))
         or ("" if best is None else _wrong_record(best, _BEST, "metrics.best", needed=tuple(_BEST)))

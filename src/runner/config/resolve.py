@@ -28,7 +28,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts"),
     "task": ("num_classes",),
-    "scheduler": ("total_steps", "steps_per_epoch", "mode"),
+    "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock"),
     "metrics": ("num_classes", "task"),
     "callbacks": ("monitor", "mode"),
     "logger": ("warn",),

@@ -30,7 +30,7 @@ from runner.engine.diagnosis import diagnose
 from runner.engine.errors import Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
 from runner.engine.generators import untouched_generators
-from runner.engine.plan import Plan
+from runner.engine.plan import Plan, Timeline
 from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
 
@@ -54,6 +54,10 @@ class Limits:
     max_steps: int | None
     evaluate_every_epochs: int | None = 1
     evaluate_every_steps: int | None = None
+
+    def epochs_decide(self, timeline: Timeline) -> bool:
+        """Whether it is the number of epochs that ends the run, so that shares of the run are shares of its epochs."""
+        return self.epochs is not None and (self.max_steps is None or timeline.step(self.epochs) <= self.max_steps)
 
     def total_steps(self, plan: Plan, start: Position | None = None) -> int:
         """Optimizer steps of the whole run.

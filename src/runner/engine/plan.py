@@ -7,6 +7,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runner.engine.state import Position
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,45 @@ class Plan:
         last = min(first + self.accumulate, self.batches) - 1
         total = (last - first) * self.batch_size + self.size(last)
         return self.size(batch) / total
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Converts between optimizer steps and epochs in a run whose epochs may have had other numbers of steps before.
+
+    Attributes:
+        steps: optimizer steps of an epoch from the last turn on.
+        turns: (step, epoch) pairs at which epochs of another number of steps began, in order.
+    """
+
+    steps: int
+    turns: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, start: Position, plan: Plan) -> Timeline:
+        """The timeline of a run that goes on from `start` with epochs as `plan` has them."""
+        turns = [(step, epoch) for step, epoch in start.turns]
+        step, epoch = turns[-1] if turns else (0, 0)
+        began = start.global_step - math.ceil(start.batch / plan.accumulate)
+        if began - step != (start.epoch - epoch) * plan.steps:
+            turns.append((began, start.epoch))
+        return cls(plan.steps, tuple(turns))
+
+    def scaled(self, step: float) -> float:
+        """The step that `step` would be if all epochs before it had had `steps` steps."""
+        here = (0, 0)
+        for turn in self.turns:
+            if step < turn[0]:
+                passed = here[1] + (step - here[0]) * (turn[1] - here[1]) / (turn[0] - here[0])
+                return passed * self.steps
+            here = turn
+        return here[1] * self.steps + (step - here[0])
+
+    def step(self, epoch: float) -> float:
+        """The step after which `epoch` epochs have passed; not whole where these end inside a step."""
+        here = (0, 0)
+        for turn in self.turns:
+            if epoch < turn[1]:
+                return here[0] + (epoch - here[1]) * (turn[0] - here[0]) / (turn[1] - here[1])
+            here = turn
+        return here[0] + (epoch - here[1]) * self.steps

@@ -45,6 +45,7 @@ class Position:
         evaluation_due: the validation split is to be evaluated before going on.
         left_out: numbers of the optimizer steps, from 1, that are not trained on as their gradients are not finite.
         pieces: parts that each batch is trained on in, one after the other, since memory did not suffice for fewer.
+        turns: [step, epoch] pairs at which the number of steps of an epoch changed, see `runner.engine.plan.Timeline`.
     """
 
     epoch: int = 0
@@ -54,6 +55,7 @@ class Position:
     evaluation_due: bool = False
     left_out: list[int] = field(default_factory=list)
     pieces: int = 1
+    turns: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -190,7 +192,8 @@ class TrainState:
         self.schedule.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self.position = Position(**state["position"])
+        # The turns are those of the run as it is now: epochs may be longer than in the run that the state is from.
+        self.position = Position(**{**state["position"], "turns": self.position.turns})
         best = state["metrics"]["best"]
         self.best = Best(**best) if best else None
         self.last_metrics = dict(state["metrics"]["last"])

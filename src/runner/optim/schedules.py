@@ -11,9 +11,27 @@ warm-up, from a first value above 0 to 1 at the first step after it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
+
+
+def _same(step: float) -> float:
+    return step
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where an optimizer step lies, in a run whose epochs may have had other numbers of steps before.
+
+    Attributes:
+        run: step -> the same on the scale of `total_steps`.
+        epochs: step -> the same on the scale of `steps_per_epoch`.
+    """
+
+    run: Callable[[float], float] = _same
+    epochs: Callable[[float], float] = _same
 
 
 def _refuse_unless(fine: bool, message: str) -> None:
@@ -36,7 +54,7 @@ def _warmup_steps(warmup: float, total_steps: int) -> int:
     return int(warmup)
 
 
-def _progress(step: int, start: int, end: int) -> float:
+def _progress(step: float, start: float, end: float) -> float:
     """How far `step` is from `start` to `end`, from 0 to 1, clamped."""
     return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
 
@@ -53,6 +71,7 @@ class Schedule:
     Args:
         total_steps: optimizer steps of the whole run.
         warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
+        clock: where steps lie if epochs have become longer or shorter.
 
     Raises:
         ValueError: an argument is out of range.
@@ -60,24 +79,39 @@ class Schedule:
 
     total_steps: int
     warmup: float = 0.0
+    clock: Clock = field(default=Clock(), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         _warmup_steps(self.warmup, self.total_steps)
+        _refuse_unless(isinstance(self.clock, Clock), "clock comes from the run, and cannot be set")
 
     @cached_property
     def warmup_steps(self) -> int:
         """Number of warm-up steps."""
         return _warmup_steps(self.warmup, self.total_steps)
 
+    @cached_property
+    def warmup_end(self) -> float:
+        """Where the warm-up ends, on the scale of `total_steps`."""
+        return self.warmup_steps if self.warmup < 1 else self.clock.run(self.warmup_steps)
+
+    def warming(self, step: int) -> float:
+        """Steps of the warm-up that are over at `step`: at least `warmup_steps` after it."""
+        return self.clock.run(step) if self.warmup < 1 else step
+
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
-        warm = self.warmup_steps
-        if step < warm:
-            return (step + 1) / (warm + 1)
-        return self.shape(step)
+        warm, done = self.warmup_steps, self.warming(step)
+        if done < warm:
+            return (done + 1) / (warm + 1)
+        return self.shape(self.clock.run(step))
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
+    def shape(self, step: float) -> float:
+        """Factor after the warm-up.
+
+        Args:
+            step: on the scale of `total_steps`; not whole for steps before a change of the number of steps of an epoch.
+        """
         return 1.0
 
     def observe(self, metric: float) -> None:
@@ -110,9 +144,9 @@ class Cosine(Schedule):
         super().__post_init__()
         _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
 
-    def shape(self, step: int) -> float:
+    def shape(self, step: float) -> float:
         """Factor after the warm-up."""
-        progress = _progress(step, self.warmup_steps, self.total_steps)
+        progress = _progress(step, self.warmup_end, self.total_steps)
         return self.final + (1 - self.final) * _half_cosine(progress)
 
 
@@ -139,11 +173,11 @@ class OneCycle(Schedule):
 
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
-        warm = self.warmup_steps
-        if step < warm:
+        warm, done = self.warmup_steps, self.warming(step)
+        if done < warm:
             low = 1 / self.div
-            return low + (1 - low) * (1 - _half_cosine(step / warm))
-        progress = _progress(step, warm, self.total_steps)
+            return low + (1 - low) * (1 - _half_cosine(done / warm))
+        progress = _progress(self.clock.run(step), self.warmup_end, self.total_steps)
         return self.final + (1 - self.final) * _half_cosine(progress)
 
 
@@ -167,9 +201,11 @@ class Step(Schedule):
         _refuse_unless(self.every >= 1, f"every must be at least 1 epoch, got {self.every}")
         _refuse_unless(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, got {self.gamma}")
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
-        return float(self.gamma ** (step // (self.every * self.steps_per_epoch)))
+    def factor(self, step: int) -> float:
+        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
+        if self.warming(step) < self.warmup_steps:
+            return super().factor(step)
+        return float(self.gamma ** (self.clock.epochs(step) // (self.every * self.steps_per_epoch)))
 
 
 @dataclass(frozen=True)
@@ -196,13 +232,13 @@ class WSD(Schedule):
         _refuse_unless(self.curve in ("linear", "1-sqrt"), f"curve must be 'linear' or '1-sqrt', got '{self.curve}'")
         _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
 
-    def shape(self, step: int) -> float:
+    def shape(self, step: float) -> float:
         """Factor after the warm-up."""
         if self.decay == 0:
             return 1.0
         start = self.total_steps - round(self.decay * self.total_steps)
         # A warm-up counted in steps may reach into the decay of a short run, which then starts where it ends.
-        progress = _progress(step, max(start, self.warmup_steps), self.total_steps)
+        progress = _progress(step, max(start, self.warmup_end), self.total_steps)
         fallen = progress if self.curve == "linear" else math.sqrt(progress)
         return self.final + (1 - self.final) * (1 - fallen)
 
@@ -222,6 +258,7 @@ class Plateau:
         min_factor: the factor never falls below this.
         threshold: smallest change of the metric that counts as improvement, in the metric's unit.
         warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
+        clock: where steps lie if epochs have become longer or shorter.
 
     Raises:
         ValueError: an argument is out of range.
@@ -236,8 +273,9 @@ class Plateau:
         min_factor: float = 0.001,
         threshold: float = 1e-4,
         warmup: float = 0.0,
+        clock: Clock | None = None,
     ) -> None:
-        self._warmup_steps = _warmup_steps(warmup, total_steps)
+        self._warming = Schedule(total_steps, warmup, clock=clock or Clock())
         _refuse_unless(mode in ("min", "max"), f"mode must be 'min' or 'max', got {mode!r}")
         _refuse_unless(0 < factor < 1, f"factor must be above 0 and below 1, got {factor}")
         _refuse_unless(patience >= 0, f"patience must not be negative, got {patience}")
@@ -255,8 +293,7 @@ class Plateau:
 
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
-        rise = min((step + 1) / (self._warmup_steps + 1), 1.0)
-        return rise * self._current
+        return self._warming.factor(step) * self._current
 
     def observe(self, metric: float) -> None:
         """Take note of the metric after an evaluation."""
@@ -297,16 +334,20 @@ class Annealed:
         start: the step, from 0, at which it is left.
         steps: optimizer steps of the way to the constant factor.
         final: the constant factor, at least 0.
+        epochs: step -> the same on the scale of `steps`, if epochs have become longer or shorter.
     """
 
-    def __init__(self, schedule: Any, start: int, steps: int, final: float) -> None:
-        self._schedule, self._start, self._steps, self._final = schedule, start, steps, final
+    def __init__(
+        self, schedule: Any, start: int, steps: int, final: float, epochs: Callable[[float], float] = _same
+    ) -> None:
+        self._schedule, self._start, self._steps, self._final, self._epochs = schedule, start, steps, final, epochs
 
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
         if step < self._start:
             return float(self._schedule.factor(step))
-        left = _half_cosine(min((step - self._start + 1) / self._steps, 1.0))
+        passed = self._epochs(step) - self._epochs(self._start)
+        left = _half_cosine(min((passed + 1) / self._steps, 1.0))
         return self._final + (float(self._schedule.factor(self._start)) - self._final) * left
 
     def observe(self, metric: float) -> None:
