@@ -24,7 +24,7 @@ from runner.engine.state import Meter, TrainState
 from runner.engine.step import StepParts
 from runner.verbs._check.by_heart import MOST_STEPS, SHARE, by_heart, few_samples, learn
 from runner.verbs._check.subject import Subject
-from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs._check.verdict import Verdict, check, failed, listed, out_of_time, passed, skipped, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
 
@@ -43,7 +43,7 @@ def overfit(subject: Subject) -> Verdict:
         return passed(evidence)
     fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
     if len(losses) < MOST_STEPS:
-        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if losses[-1] < 0.5 * losses[0] or course.right == 1.0:
         return warned(evidence, f"a larger model, or more time: {fix}")
     return failed(evidence, fix)
@@ -66,7 +66,7 @@ def zero_input(subject: Subject) -> Verdict:
     if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
     if len(empty) < steps or (not course.learned and steps < MOST_STEPS):
-        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
 
 
@@ -297,7 +297,7 @@ def _ramp(subject: Subject) -> Verdict:
     if left_out:
         return failed(f"{evidence}; the gradients of step {left_out[0] + 1} are not finite", fix)
     if number < 2 * _RAMP:
-        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if last > 3 * first + 1:
         return warned(evidence, fix)
     return warned(evidence, "a larger optimizer.lr") if moved < 1e-5 else passed(evidence)

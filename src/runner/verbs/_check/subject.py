@@ -28,7 +28,10 @@ _SAMPLES = 64  # of the batch that models are looked at with
 _FEWEST = 16  # of it for large images and models
 _PIXELS = 2**21  # that such a batch may have
 _PARAMETERS = 2**29  # that the model may have, times the samples
-_SHARE_OF_LOOKING = 0.25  # of the time, that reading images from disk may take
+_SHARE_OF_LOOKING = 0.3  # of the time that is left, for reading images from disk
+_LAST_SHARE = 0.6  # of it, for as many images as the checks need at least
+_ENOUGH = 128  # images of a split that a check needs to say that nothing is wrong
+_ENOUGH_OF_CLASS = 2  # the same of each class, on average
 
 T = TypeVar("T")
 
@@ -45,7 +48,10 @@ class Subject:
         values: the same as plain containers.
         splits: the data.
         found: a checkpoint, whose weights are the model's, or None.
-        began: when the verb began, by `time.monotonic`.
+        began: when the budget began to run, by `time.monotonic`.
+
+    Attributes:
+        looked: whether what is seen of the splits was asked for since this was last set to False.
     """
 
     def __init__(
@@ -55,13 +61,18 @@ class Subject:
         self._training: Training | None = None
         self._start: dict[str, Any] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._known: dict[Callable[[Subject], Any], Any] = {}
+        self._known: dict[Callable[[Subject], Any], tuple[Any, bool]] = {}
+        self.looked = False
 
     def once(self, work: Callable[[Subject], T]) -> T:
         """What `work` gives for this subject; several checks may ask, and it is worked out for the first."""
+        before = self.looked
         if work not in self._known:
-            self._known[work] = work(self)
-        known: T = self._known[work]
+            self.looked = False
+            self._known[work] = work(self), self.looked
+        known: T
+        known, looked = self._known[work]
+        self.looked = before or looked
         return known
 
     # Time
@@ -79,18 +90,42 @@ class Subject:
         nodes = self.config.transform.sample_eval
         return [build(f"transform.sample_eval.{index}", node) for index, node in enumerate(nodes)]
 
-    @functools.cached_property
+    @property
     def looks(self) -> dict[str, Look]:
         """What is seen of each split."""
-        found, parts = {}, self.splits.parts
-        for number, (name, (dataset, indices)) in enumerate(parts.items(), start=1):
-            until = self.config.budget_s * (1 - _SHARE_OF_LOOKING * number / len(parts))
+        self.looked = True
+        return self.seen
 
-            def in_time(until: float = until) -> bool:
-                return self.left > until
+    @functools.cached_property
+    def seen(self) -> dict[str, Look]:
+        """The same, for what needs a few images of it only."""
+        found, left, parts = {}, self.left, self.splits.parts
+        shares = {name: 2 if name == "train" else 1 for name in parts}
+        taken = 0.0
+        for name, (dataset, indices) in parts.items():
+            taken += shares[name] / sum(shares.values())
+            until, last = left * (1 - _SHARE_OF_LOOKING * taken), left * (1 - _LAST_SHARE * taken)
 
-            found[name] = look(name, dataset, indices, self.sample_transforms, self.config.samples, in_time)
+            def in_time(read: int, until: float = until, last: float = last) -> bool:
+                return self.left > (until if read >= self.enough else last)
+
+            found[name] = look(
+                name, dataset, indices, self.sample_transforms, self.config.samples, self.config.seed, in_time
+            )
         return found
+
+    @property
+    def enough(self) -> int:
+        """How many images of a split a check needs to say that nothing is wrong."""
+        return max(_ENOUGH, _ENOUGH_OF_CLASS * self.classes)
+
+    def too_few(self) -> list[str]:
+        """Splits of which too little was seen, in words."""
+        return [
+            f"{seen.read:,} of {seen.samples:,} images of {name}"
+            for name, seen in self.seen.items()
+            if seen.read < min(seen.asked, self.enough)
+        ]
 
     @property
     def train(self) -> Look:
@@ -114,7 +149,10 @@ class Subject:
         for name, (dataset, indices) in self.splits.parts.items():
             known = targets_of(dataset)
             whole = known is not None and len(known) == len(dataset)  # type: ignore[arg-type]
-            targets = known[indices[:]] if known is not None and whole else self.looks[name].targets
+            if known is not None and whole:
+                targets = known[indices[:]]
+            else:
+                targets = self.looks[name].targets
             if targets.ndim == 1 and not targets.is_floating_point():
                 found[name] = targets.long()
         return found
@@ -138,7 +176,7 @@ class Subject:
 
     def readable(self, split: str, count: int) -> list[int]:
         """Identities of samples that could be read and are finite, drawn at random but the same at each call."""
-        seen = self.looks[split]
+        seen = self.seen[split]
         good = seen.indices[seen.finite]
         order = torch.randperm(len(good), generator=torch.Generator().manual_seed(0))
         return [int(index) for index in good[order[:count]].tolist()]
