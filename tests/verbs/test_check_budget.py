@@ -117,7 +117,8 @@ def test_what_saw_too_little_is_not_passed(check: Callable[..., Any]) -> None:
     status, found = check(data(0.1), model(), "budget_s=3", "only=[readable,image-range,class-balance,logits]")
     checks = found["checks"]
     assert status == 3
-    assert found["ok"] and not found["complete"]
+    assert found["ok"]
+    assert not found["complete"]
     assert found["seen"]["train"]["read"] < 40
     for name in ("readable", "image-range"):
         assert (checks[name]["status"], checks[name]["lack"]) == ("skip", "images"), checks[name]
@@ -158,7 +159,8 @@ def test_the_last_line_says_what_was_not_run(run: Callable[..., Any]) -> None:
     result = run(*words, data(0.1), model(0.03), "budget_s=3", "only=[image-range,logits,overfit]")
     assert result.status == 3
     *_, test, last = result.out.strip().splitlines()
-    assert test.startswith("saw ") and "of 80 images of test: kind0 " in test
+    assert test.startswith("saw ")
+    assert "of 80 images of test: kind0 " in test
     assert "1 not run for lack of time (overfit)" in last
     assert "1 not decided, as too few images were seen (image-range)" in last
 
