@@ -156,7 +156,7 @@ def test_the_budget_holds(check: Callable[..., Any], words: tuple[str, ...], lac
 
 def test_the_last_line_says_what_was_not_run(run: Callable[..., Any]) -> None:
     words = [word for word in WORDS if word != "json=true"]
-    result = run(*words, data(0.1), model(0.03), "budget_s=3", "only=[image-range,logits,overfit]")
+    result = run(*words, data(0.1), model(0.15), "budget_s=4", "only=[image-range,logits,overfit]")
     assert result.status == 3
     *_, test, last = result.out.strip().splitlines()
     assert test.startswith("saw ")

@@ -21,6 +21,7 @@ from runner.data.splits import targets_of
 _SIDE = 16  # of the small copies, in pixels
 _WHOLE_BYTES = 2**28  # of images in memory that are looked at whole
 _CHUNK = 2048
+_KEPT_BYTES = 2**25  # of images that are read one by one
 
 
 @dataclass
@@ -42,6 +43,7 @@ class Look:
         shapes, dtypes: how many images have which.
         whole_numbers: whether float images hold whole numbers alone.
         unreadable: reason by identity of those that could not be read.
+        kept: image and target by identity of the first that were read one by one, so that they need not be read again.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Look:
     dtypes: Counter[str] = field(default_factory=Counter)
     whole_numbers: bool = True
     unreadable: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def read(self) -> int:
@@ -162,6 +165,8 @@ def _one_by_one(
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     unreadable, whole = {}, True
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    room = _KEPT_BYTES
     for read, index in enumerate(indices[places].tolist()):
         if not in_time(read):
             break
@@ -179,6 +184,9 @@ def _one_by_one(
             continue  # of other channels or targets than the first: counted, and no more
         if image.is_floating_point():
             whole = whole and bool((image == image.round()).all())
+        if image.nbytes <= room:
+            room -= image.nbytes
+            kept[index] = image, target
         chosen.append(index)
         targets.append(target)
         seen.append(_seen(image[None]))
@@ -200,6 +208,7 @@ def _one_by_one(
         dtypes,
         whole,
         unreadable,
+        kept,
     )
 
 

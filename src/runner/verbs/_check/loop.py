@@ -27,6 +27,7 @@ from runner.verbs._check.subject import Subject
 from runner.verbs._check.verdict import Verdict, check, failed, listed, out_of_time, passed, skipped, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
+_SHARE_OF_RAMP = 0.6  # of the time that is left, which it may take
 
 
 @check
@@ -143,17 +144,17 @@ def _looped(subject: Subject) -> _Watch:
     watch = _Watch(subject)
     callbacks, roll_back = _callbacks(subject)
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * config.accumulate))
-    split = training.splits.val or training.splits.train_for_eval
+    held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
     metrics = fresh_metrics(config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:
-        arguments = (training.model, split.loader, training.task.targets, training.loss, metrics())
+        arguments = (training.model, held_out, training.task.targets, training.loss, metrics())
         found = evaluate(*arguments, training.precision.autocast, 1)
         return {f"val/{name}": value for name, value in found.items()}
 
     loop = Loop(
         training.state,
-        training.splits.train.loader,
+        subject.cut(training.splits.train.loader),
         plan,
         training.parts,
         Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
@@ -198,8 +199,8 @@ def evaluation_leaves_state(subject: Subject) -> Verdict:
     """An evaluation that changes weights or buffers."""
     training = subject.training
     before = {name: tensor.clone() for name, tensor in _tensors(training.model).items()}
-    split = training.splits.val or training.splits.train_for_eval
-    evaluate(training.model, split.loader, training.task.targets, training.loss, {}, training.precision.autocast, 1)
+    held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
+    evaluate(training.model, held_out, training.task.targets, training.loss, {}, training.precision.autocast, 1)
     after = _tensors(training.model)
     changed = [name for name, tensor in after.items() if name not in before or not _same(before[name], tensor)]
     if changed:
@@ -220,7 +221,7 @@ def _steps(subject: Subject, count: int) -> dict[str, Tensor]:
     """The weights after a few steps from the start."""
     subject.restart()
     training = subject.training
-    loader, plan = training.splits.train.loader, training.plan
+    loader, plan = subject.cut(training.splits.train.loader), training.plan
     batches = loader.batches(0, 0, min(plan.batches, count * plan.accumulate))
     for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
         training.step(training.state, training.parts, batch, weight, size, update)
@@ -259,12 +260,14 @@ def learning_rate(subject: Subject) -> Verdict:
 
 def _ramp(subject: Subject) -> Verdict:
     training = subject.training
+    if (possible := subject.steps_in_time()) < 2 * _RAMP:
+        return out_of_time(f"it takes {2 * _RAMP} steps, for {possible:.0f} of which there is time")
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
     moved = 0.0
-    until, number, epoch = time.monotonic() + max(1.0, SHARE * subject.left), 0, 0
+    until, number, epoch = time.monotonic() + max(1.0, _SHARE_OF_RAMP * subject.left), 0, 0
     while number < 2 * _RAMP and time.monotonic() < until:
         batches = training.splits.train.loader.batches(epoch, 0, plan.batches)
         for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):

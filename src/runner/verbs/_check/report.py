@@ -73,7 +73,8 @@ def show(console: Console, results: list[Result], seen: list[Seen], seconds: flo
     console.table("", ["group", "check", "result", "evidence"], rows(results))
     for each in seen:
         console.line(each.told())
-    console.line(f"{counted(results)} in {seconds:.1f} s")
+    more = "; a larger budget_s runs them" if any(result.verdict.lack for result in results) else ""
+    console.line(f"{counted(results)} in {seconds:.1f} s{more}")
 
 
 def counted(results: list[Result]) -> str:

@@ -19,13 +19,17 @@ from runner.config.errors import UserError
 from runner.config.schema.check import Check
 from runner.config.targets import build
 from runner.data.assembly import Splits
-from runner.data.loaders import Batch
+from runner.data.loaders import Batch, Loader
 from runner.data.samples import Keyed, SampleTransform, collate
 from runner.data.splits import targets_of
+from runner.engine.evaluation import untouched
 from runner.verbs._check.look import Look, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
 _FEWEST = 16  # of it for large images and models
+_FEWEST_IF_SLOW = 4  # of it where a pass takes long
+_SHARE_OF_PASS = 1 / 40  # of the budget, that a batch may take forward and back
+_BACK = 3  # a pass forward and back takes this many times as long as one forward
 _PIXELS = 2**21  # that such a batch may have
 _PARAMETERS = 2**29  # that the model may have, times the samples
 _SHARE_OF_LOOKING = 0.3  # of the time that is left, for reading images from disk
@@ -166,7 +170,10 @@ class Subject:
             epoch: number of the epoch, which makes a difference only to what is random.
         """
         keyed = Keyed(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
-        read = collate(keyed.__getitems__([(epoch, index) for index in indices]))
+        return self._prepared(split, keyed.__getitems__([(epoch, index) for index in indices]), indices, epoch)
+
+    def _prepared(self, split: str, items: list[tuple[Any, Any]], indices: Sequence[int], epoch: int) -> Batch:
+        read = collate(items)
         data = self.splits.named(split)
         assert data is not None
         device = self.splits.example[0].device
@@ -178,6 +185,8 @@ class Subject:
         """Identities of samples that could be read and are finite, drawn at random but the same at each call."""
         seen = self.seen[split]
         good = seen.indices[seen.finite]
+        if seen.kept:  # they were read in a random order
+            return [int(index) for index in good[:count].tolist()]
         order = torch.randperm(len(good), generator=torch.Generator().manual_seed(0))
         return [int(index) for index in good[order[:count]].tolist()]
 
@@ -190,13 +199,50 @@ class Subject:
         """
         size = self.splits.channels * self.splits.image_size[0] * self.splits.image_size[1]
         parameters = sum(p.numel() for p in self._training.model.parameters()) if self._training is not None else 1
-        most = max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters)))
+        most = min(self.affordable, max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters))))
         indices = self.readable("train", most)
         if len(indices) < 2:
             raise NotBuilt("there are not two readable training images without NaN")
-        return self.read("train", indices)
+        return self._plain(indices)
+
+    def _plain(self, indices: Sequence[int]) -> Batch:
+        """Training samples as in an evaluation, read again only if they were not kept."""
+        kept = self.seen["train"].kept
+        if not all(index in kept for index in indices):
+            return self.read("train", indices)
+        return self._prepared("train", [kept[index] for index in indices], indices, 0)
 
     # Model
+
+    @functools.cached_property
+    def seconds_a_sample(self) -> float:
+        """How long one sample takes through the model, forward and back; 0 if there is no model."""
+        indices = self.readable("train", 2)
+        if self._training is None or len(indices) < 2:
+            return 0.0
+        images = self._plain(indices).images
+        taken = float("inf")
+        with untouched(self.model):
+            for _ in range(2):  # the first call may prepare kernels
+                start = time.monotonic()
+                self.model(images).sum().item()
+                taken = min(taken, time.monotonic() - start)
+        return _BACK * taken / len(images)
+
+    @property
+    def affordable(self) -> int:
+        """How many samples a batch may have that goes through the model a few times."""
+        share = _SHARE_OF_PASS * self.config.budget_s
+        return max(_FEWEST_IF_SLOW, int(share / max(self.seconds_a_sample, 1e-9)))
+
+    def cut(self, loader: Loader) -> Loader:
+        """A loader whose batches are as small as the budget makes necessary, for checks that any batch will do for."""
+        return loader if self.affordable >= loader.batch_size else _Cut(loader, self.affordable)
+
+    def steps_in_time(self) -> float:
+        """How many steps of the run fit into the time that is left, at most: large batches take less time a sample."""
+        plan = self.training.plan
+        return 2 * self.left / max(self.seconds_a_sample * plan.batch_size * plan.accumulate, 1e-9)
 
     @property
     def training(self) -> Training:
@@ -268,6 +314,20 @@ class Subject:
             training.parts.guard.start()
         training.state.train()
         rng.restore(self._start["rng"])
+
+
+class _Cut:
+    """Another loader's batches without their later samples."""
+
+    def __init__(self, loader: Loader, most: int) -> None:
+        self._loader, self.samples, self.batch_size = loader, loader.samples, most
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        for images, targets, indices in self._loader.batches(epoch, start, stop):
+            yield Batch(images[: self.batch_size], targets[: self.batch_size], indices[: self.batch_size])
+
+    def close(self) -> None:
+        """The other one is closed by who made it."""
 
 
 def few(looks: Sequence[Look], count: int) -> dict[str, list[int]]:

@@ -53,12 +53,12 @@ def skipped(reason: str) -> Verdict:
 
 def out_of_time(evidence: str) -> Verdict:
     """The check applies, but the budget is too short for it."""
-    return Verdict("skip", evidence, "a larger budget_s", "time")
+    return Verdict("skip", evidence, lack="time")
 
 
 def too_few(evidence: str) -> Verdict:
     """The check applies, but it saw too few images to say that nothing is wrong."""
-    return Verdict("skip", evidence, "a larger budget_s", "images")
+    return Verdict("skip", evidence, lack="images")
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,11 @@ _WHERE = "HYDRA_FULL_ERROR=1 shows where it was raised"
 _SAMPLES = 64  # of a batch that is evaluated
 _GROUPS = (data, labels, model, outputs, loss, loop, baselines)
 CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
-# All others take a pass or two through the model, or none.
-_LAST = (
-    *("overfit", "learnable", "class-meaning", "learning-rate", "stale-gradients", "mode-in-training", "training"),
-    *("zero-input", "beats-baselines", "evaluation-leaves-state", "repeatability"),
+# Groups and checks: first those that need no model, then a pass or two through it, then a few steps, then many.
+_ORDER = (
+    *("", "loss-of-samples", "loss-axis", "loss-broadcast", "learnable", "class-meaning"),
+    *("outputs", "loss", "model", "stale-gradients", "mode-in-training", "evaluation-leaves-state"),
+    *("overfit", "learning-rate", "training", "zero-input", "repeatability", "beats-baselines"),
 )
 _BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
 
@@ -185,7 +186,7 @@ def _told(error: Exception) -> str:
 
 def _turn(each: Check) -> int:
     """Checks are made in the order of what they find for their time: those that take many steps come last."""
-    return _LAST.index(each.name) + 1 if each.name in _LAST else 0
+    return _ORDER.index(each.name if each.name in _ORDER else each.group if each.group in _ORDER else "")
 
 
 def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
