@@ -90,10 +90,11 @@ def test_data_that_are_not_there_fail(run: Callable[..., Any]) -> None:
 
 def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[..., Any]) -> None:
     result = run(*QUICK, "budget_s=0.001", "json=true")
-    assert result.status == 0
-    checks = json.loads(result.out)["checks"]
-    late = [each for each in checks if each["evidence"] == "budget_s=0.001 is used up"]
-    assert len(late) == len(CHECKS)
+    assert result.status == 3
+    found = json.loads(result.out)
+    late = [each for each in found["checks"] if (each["status"], each["lack"]) == ("skip", "time")]
+    assert len(late) == len(CHECKS) + 1
+    assert not found["complete"]
 
 
 def test_short_words_stand_for_keys() -> None:

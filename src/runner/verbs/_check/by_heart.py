@@ -13,6 +13,7 @@ from runner.verbs._check.subject import Subject
 
 SHARE = 0.3  # of what is left of the time, that one check may take
 MOST_STEPS = 150
+_FEWEST_STEPS = 25  # that learning by heart takes
 _SAMPLES = 16
 _RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
 _LEARNED = 0.1  # share of the first loss that is left of it
@@ -39,14 +40,19 @@ def learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: flo
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     classes = not targets.is_floating_point()
-    until = time.monotonic() + seconds
+    began = time.monotonic()
     course = Course([], 0.0, rate)
-    for _ in range(most):
+    for step in range(most):
         outputs = model(images)
         loss = parts.loss(outputs, targets)
         right = float((outputs.argmax(1) == targets).float().mean()) if classes else 0.0
         course = Course([*course.losses, float(loss.detach())], right, rate)
-        if not math.isfinite(course.losses[-1]) or course.learned or time.monotonic() > until or not loss.requires_grad:
+        taken = time.monotonic() - began
+        # What cannot be learned in time is better not begun: the time serves other checks.
+        hopeless = step >= 2 and taken / step * min(most, _FEWEST_STEPS) > seconds
+        if not math.isfinite(course.losses[-1]) or course.learned or not loss.requires_grad:
+            break
+        if taken > seconds or hopeless:
             break
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -16,10 +16,12 @@ from torch.utils.data import Dataset
 from runner.data.arrays import ImageArrays
 from runner.data.indices import Indices
 from runner.data.samples import Keyed, SampleTransform, as_target, as_tensor
+from runner.data.splits import targets_of
 
 _SIDE = 16  # of the small copies, in pixels
 _WHOLE_BYTES = 2**28  # of images in memory that are looked at whole
 _CHUNK = 2048
+_KEPT_BYTES = 2**25  # of images that are read one by one
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Look:
         name: of the split.
         dataset: that it is read from.
         samples: how many it has.
+        asked: how many were to be looked at.
         indices: identities of those that were looked at, int64 (N,).
         targets: theirs, (N, ...).
         low, high: smallest and largest value of each image, float32 (N,); values of uint8 as a share of 255.
@@ -40,11 +43,13 @@ class Look:
         shapes, dtypes: how many images have which.
         whole_numbers: whether float images hold whole numbers alone.
         unreadable: reason by identity of those that could not be read.
+        kept: image and target by identity of the first that were read one by one, so that they need not be read again.
     """
 
     name: str
     dataset: Dataset[Any]
     samples: int
+    asked: int
     indices: Tensor
     targets: Tensor
     low: Tensor
@@ -58,6 +63,12 @@ class Look:
     dtypes: Counter[str] = field(default_factory=Counter)
     whole_numbers: bool = True
     unreadable: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def read(self) -> int:
+        """How many were looked at, those that could not be read among them."""
+        return max(sum(self.shapes.values()), len(self.indices)) + len(self.unreadable)
 
     @property
     def finite(self) -> Tensor:
@@ -75,15 +86,40 @@ def spread(samples: int, count: int) -> Tensor:
     return torch.arange(samples) if samples <= count else torch.arange(count) * samples // count
 
 
+def drawn(targets: Tensor | None, samples: int, seed: int) -> Tensor:
+    """All places in a random order of which every start is a stratified sample.
+
+    The first sample of each class comes first. After that each class advances in proportion to its size.
+
+    Args:
+        targets: class numbers, int64 (N,), or None if they are not known without reading.
+        samples: N.
+        seed: of the order.
+
+    Returns:
+        int64 (N,).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(samples, generator=generator)
+    if targets is None:
+        return order
+    _, kinds, counts = torch.unique(targets[order], return_inverse=True, return_counts=True)
+    rank = torch.empty_like(kinds)  # of each sample among those of its class
+    rank[kinds.argsort(stable=True)] = torch.arange(samples) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    share = (rank + torch.rand(samples, generator=generator)) / counts[kinds]
+    return order[torch.where(rank == 0, share - 1, share).argsort()]
+
+
 def look(
     name: str,
     dataset: Dataset[Any],
     indices: Indices,
     transforms: Sequence[SampleTransform],
     most: int,
-    in_time: Callable[[], bool],
+    seed: int,
+    in_time: Callable[[int], bool],
 ) -> Look:
-    """Look at a split: at all of it where it is in memory and small, else at `most` images spread evenly.
+    """Look at a split: at all of it if it is small and in memory, otherwise at a random sample, stratified over the classes.
 
     Args:
         name: of the split.
@@ -91,31 +127,35 @@ def look(
         indices: its samples in it.
         transforms: of one image, as for an evaluation.
         most: images to read one by one, and to keep small copies of.
-        in_time: asked before each image that is read from disk; False ends it.
+        seed: of the sample.
+        in_time: called with the number of images read so far, before each one that is read from disk; False stops reading.
     """
+    known = targets_of(dataset)
+    classes = known is not None and known.ndim == 1 and not known.is_floating_point() and len(known) == len(dataset)  # type: ignore[arg-type]
+    order = drawn(known[indices[:]] if known is not None and classes else None, len(indices), seed)
     if isinstance(dataset, ImageArrays) and not transforms:
-        bytes_of_image = dataset.images[0].numel()
-        places = spread(len(indices), max(most, _WHOLE_BYTES // bytes_of_image))
-        return _in_memory(name, dataset, indices, places, most)
-    return _one_by_one(name, dataset, indices, transforms, most, in_time)
+        return _in_memory(name, dataset, indices, order, most)
+    return _one_by_one(name, dataset, indices, order[:most], transforms, in_time)
 
 
-def _in_memory(name: str, dataset: ImageArrays, indices: Indices, places: Tensor, most: int) -> Look:
+def _in_memory(name: str, dataset: ImageArrays, indices: Indices, order: Tensor, most: int) -> Look:
+    places, rank = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())].sort()
     chosen = indices[places]
     seen = _joined([_seen(dataset.images[part]) for part in torch.split(chosen, _CHUNK)])
-    rows = spread(len(chosen), most)
+    rows = (rank < most).nonzero().flatten()
     shapes, dtypes = Counter([tuple(dataset.images.shape[1:])] * len(chosen)), Counter(["uint8"] * len(chosen))
     small = _small(dataset.images[chosen[rows]])
-    return Look(name, dataset, len(indices), chosen, dataset.targets[chosen], *seen, small, rows, shapes, dtypes)
+    targets = dataset.targets[chosen]
+    return Look(name, dataset, len(indices), len(places), chosen, targets, *seen, small, rows, shapes, dtypes)
 
 
 def _one_by_one(
     name: str,
     dataset: Dataset[Any],
     indices: Indices,
+    places: Tensor,
     transforms: Sequence[SampleTransform],
-    most: int,
-    in_time: Callable[[], bool],
+    in_time: Callable[[int], bool],
 ) -> Look:
     keyed = Keyed(dataset, 0, transforms)
     chosen: list[int] = []
@@ -125,8 +165,10 @@ def _one_by_one(
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     unreadable, whole = {}, True
-    for index in indices[spread(len(indices), most)].tolist():
-        if not in_time() and chosen:
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    room = _KEPT_BYTES
+    for read, index in enumerate(indices[places].tolist()):
+        if not in_time(read):
             break
         try:
             image, target = keyed[0, index]
@@ -142,6 +184,9 @@ def _one_by_one(
             continue  # of other channels or targets than the first: counted, and no more
         if image.is_floating_point():
             whole = whole and bool((image == image.round()).all())
+        if image.nbytes <= room:
+            room -= image.nbytes
+            kept[index] = image, target
         chosen.append(index)
         targets.append(target)
         seen.append(_seen(image[None]))
@@ -153,6 +198,7 @@ def _one_by_one(
         name,
         dataset,
         len(indices),
+        len(places),
         torch.tensor(chosen, dtype=torch.int64),
         torch.stack(targets) if targets else none.long(),
         *joined,
@@ -162,6 +208,7 @@ def _one_by_one(
         dtypes,
         whole,
         unreadable,
+        kept,
     )
 
 

@@ -24,9 +24,10 @@ from runner.engine.state import Meter, TrainState
 from runner.engine.step import StepParts
 from runner.verbs._check.by_heart import MOST_STEPS, SHARE, by_heart, few_samples, learn
 from runner.verbs._check.subject import Subject
-from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs._check.verdict import Verdict, check, failed, listed, out_of_time, passed, skipped, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
+_SHARE_OF_RAMP = 0.6  # of the time that is left, which it may take
 
 
 @check
@@ -43,7 +44,7 @@ def overfit(subject: Subject) -> Verdict:
         return passed(evidence)
     fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
     if len(losses) < MOST_STEPS:
-        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if losses[-1] < 0.5 * losses[0] or course.right == 1.0:
         return warned(evidence, f"a larger model, or more time: {fix}")
     return failed(evidence, fix)
@@ -66,7 +67,7 @@ def zero_input(subject: Subject) -> Verdict:
     if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
     if len(empty) < steps or (not course.learned and steps < MOST_STEPS):
-        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
 
 
@@ -143,17 +144,17 @@ def _looped(subject: Subject) -> _Watch:
     watch = _Watch(subject)
     callbacks, roll_back = _callbacks(subject)
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * config.accumulate))
-    split = training.splits.val or training.splits.train_for_eval
+    held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
     metrics = fresh_metrics(config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:
-        arguments = (training.model, split.loader, training.task.targets, training.loss, metrics())
+        arguments = (training.model, held_out, training.task.targets, training.loss, metrics())
         found = evaluate(*arguments, training.precision.autocast, 1)
         return {f"val/{name}": value for name, value in found.items()}
 
     loop = Loop(
         training.state,
-        training.splits.train.loader,
+        subject.cut(training.splits.train.loader),
         plan,
         training.parts,
         Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
@@ -198,8 +199,8 @@ def evaluation_leaves_state(subject: Subject) -> Verdict:
     """An evaluation that changes weights or buffers."""
     training = subject.training
     before = {name: tensor.clone() for name, tensor in _tensors(training.model).items()}
-    split = training.splits.val or training.splits.train_for_eval
-    evaluate(training.model, split.loader, training.task.targets, training.loss, {}, training.precision.autocast, 1)
+    held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
+    evaluate(training.model, held_out, training.task.targets, training.loss, {}, training.precision.autocast, 1)
     after = _tensors(training.model)
     changed = [name for name, tensor in after.items() if name not in before or not _same(before[name], tensor)]
     if changed:
@@ -220,7 +221,7 @@ def _steps(subject: Subject, count: int) -> dict[str, Tensor]:
     """The weights after a few steps from the start."""
     subject.restart()
     training = subject.training
-    loader, plan = training.splits.train.loader, training.plan
+    loader, plan = subject.cut(training.splits.train.loader), training.plan
     batches = loader.batches(0, 0, min(plan.batches, count * plan.accumulate))
     for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
         training.step(training.state, training.parts, batch, weight, size, update)
@@ -259,12 +260,14 @@ def learning_rate(subject: Subject) -> Verdict:
 
 def _ramp(subject: Subject) -> Verdict:
     training = subject.training
+    if (possible := subject.steps_in_time()) < 2 * _RAMP:
+        return out_of_time(f"it takes {2 * _RAMP} steps, for {possible:.0f} of which there is time")
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
     moved = 0.0
-    until, number, epoch = time.monotonic() + max(1.0, SHARE * subject.left), 0, 0
+    until, number, epoch = time.monotonic() + max(1.0, _SHARE_OF_RAMP * subject.left), 0, 0
     while number < 2 * _RAMP and time.monotonic() < until:
         batches = training.splits.train.loader.batches(epoch, 0, plan.batches)
         for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
@@ -297,7 +300,7 @@ def _ramp(subject: Subject) -> Verdict:
     if left_out:
         return failed(f"{evidence}; the gradients of step {left_out[0] + 1} are not finite", fix)
     if number < 2 * _RAMP:
-        return skipped(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if last > 3 * first + 1:
         return warned(evidence, fix)
     return warned(evidence, "a larger optimizer.lr") if moved < 1e-5 else passed(evidence)

@@ -19,16 +19,23 @@ from runner.config.errors import UserError
 from runner.config.schema.check import Check
 from runner.config.targets import build
 from runner.data.assembly import Splits
-from runner.data.loaders import Batch
+from runner.data.loaders import Batch, Loader
 from runner.data.samples import Keyed, SampleTransform, collate
 from runner.data.splits import targets_of
+from runner.engine.evaluation import untouched
 from runner.verbs._check.look import Look, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
 _FEWEST = 16  # of it for large images and models
+_FEWEST_IF_SLOW = 4  # of it where a pass takes long
+_SHARE_OF_PASS = 1 / 40  # of the budget, that a batch may take forward and back
+_BACK = 3  # a pass forward and back takes this many times as long as one forward
 _PIXELS = 2**21  # that such a batch may have
 _PARAMETERS = 2**29  # that the model may have, times the samples
-_SHARE_OF_LOOKING = 0.25  # of the time, that reading images from disk may take
+_SHARE_OF_LOOKING = 0.3  # of the time that is left, for reading images from disk
+_LAST_SHARE = 0.6  # of it, for as many images as the checks need at least
+_ENOUGH = 128  # images of a split that a check needs to say that nothing is wrong
+_ENOUGH_OF_CLASS = 2  # the same of each class, on average
 
 T = TypeVar("T")
 
@@ -45,7 +52,10 @@ class Subject:
         values: the same as plain containers.
         splits: the data.
         found: a checkpoint, whose weights are the model's, or None.
-        began: when the verb began, by `time.monotonic`.
+        began: when the budget began to run, by `time.monotonic`.
+
+    Attributes:
+        looked: whether what is seen of the splits was asked for since this was last set to False.
     """
 
     def __init__(
@@ -55,13 +65,18 @@ class Subject:
         self._training: Training | None = None
         self._start: dict[str, Any] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._known: dict[Callable[[Subject], Any], Any] = {}
+        self._known: dict[Callable[[Subject], Any], tuple[Any, bool]] = {}
+        self.looked = False
 
     def once(self, work: Callable[[Subject], T]) -> T:
         """What `work` gives for this subject; several checks may ask, and it is worked out for the first."""
+        before = self.looked
         if work not in self._known:
-            self._known[work] = work(self)
-        known: T = self._known[work]
+            self.looked = False
+            self._known[work] = work(self), self.looked
+        known: T
+        known, looked = self._known[work]
+        self.looked = before or looked
         return known
 
     # Time
@@ -79,18 +94,42 @@ class Subject:
         nodes = self.config.transform.sample_eval
         return [build(f"transform.sample_eval.{index}", node) for index, node in enumerate(nodes)]
 
-    @functools.cached_property
+    @property
     def looks(self) -> dict[str, Look]:
         """What is seen of each split."""
-        found, parts = {}, self.splits.parts
-        for number, (name, (dataset, indices)) in enumerate(parts.items(), start=1):
-            until = self.config.budget_s * (1 - _SHARE_OF_LOOKING * number / len(parts))
+        self.looked = True
+        return self.seen
 
-            def in_time(until: float = until) -> bool:
-                return self.left > until
+    @functools.cached_property
+    def seen(self) -> dict[str, Look]:
+        """The same, for what needs a few images of it only."""
+        found, left, parts = {}, self.left, self.splits.parts
+        shares = {name: 2 if name == "train" else 1 for name in parts}
+        taken = 0.0
+        for name, (dataset, indices) in parts.items():
+            taken += shares[name] / sum(shares.values())
+            until, last = left * (1 - _SHARE_OF_LOOKING * taken), left * (1 - _LAST_SHARE * taken)
 
-            found[name] = look(name, dataset, indices, self.sample_transforms, self.config.samples, in_time)
+            def in_time(read: int, until: float = until, last: float = last) -> bool:
+                return self.left > (until if read >= self.enough else last)
+
+            found[name] = look(
+                name, dataset, indices, self.sample_transforms, self.config.samples, self.config.seed, in_time
+            )
         return found
+
+    @property
+    def enough(self) -> int:
+        """How many images of a split a check needs to say that nothing is wrong."""
+        return max(_ENOUGH, _ENOUGH_OF_CLASS * self.classes)
+
+    def too_few(self) -> list[str]:
+        """Splits of which too little was seen, in words."""
+        return [
+            f"{seen.read:,} of {seen.samples:,} images of {name}"
+            for name, seen in self.seen.items()
+            if seen.read < min(seen.asked, self.enough)
+        ]
 
     @property
     def train(self) -> Look:
@@ -114,7 +153,10 @@ class Subject:
         for name, (dataset, indices) in self.splits.parts.items():
             known = targets_of(dataset)
             whole = known is not None and len(known) == len(dataset)  # type: ignore[arg-type]
-            targets = known[indices[:]] if known is not None and whole else self.looks[name].targets
+            if known is not None and whole:
+                targets = known[indices[:]]
+            else:
+                targets = self.looks[name].targets
             if targets.ndim == 1 and not targets.is_floating_point():
                 found[name] = targets.long()
         return found
@@ -128,7 +170,10 @@ class Subject:
             epoch: number of the epoch, which makes a difference only to what is random.
         """
         keyed = Keyed(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
-        read = collate(keyed.__getitems__([(epoch, index) for index in indices]))
+        return self._prepared(split, keyed.__getitems__([(epoch, index) for index in indices]), indices, epoch)
+
+    def _prepared(self, split: str, items: list[tuple[Any, Any]], indices: Sequence[int], epoch: int) -> Batch:
+        read = collate(items)
         data = self.splits.named(split)
         assert data is not None
         device = self.splits.example[0].device
@@ -138,8 +183,10 @@ class Subject:
 
     def readable(self, split: str, count: int) -> list[int]:
         """Identities of samples that could be read and are finite, drawn at random but the same at each call."""
-        seen = self.looks[split]
+        seen = self.seen[split]
         good = seen.indices[seen.finite]
+        if seen.kept:  # they were read in a random order
+            return [int(index) for index in good[:count].tolist()]
         order = torch.randperm(len(good), generator=torch.Generator().manual_seed(0))
         return [int(index) for index in good[order[:count]].tolist()]
 
@@ -152,13 +199,50 @@ class Subject:
         """
         size = self.splits.channels * self.splits.image_size[0] * self.splits.image_size[1]
         parameters = sum(p.numel() for p in self._training.model.parameters()) if self._training is not None else 1
-        most = max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters)))
+        most = min(self.affordable, max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters))))
         indices = self.readable("train", most)
         if len(indices) < 2:
             raise NotBuilt("there are not two readable training images without NaN")
-        return self.read("train", indices)
+        return self._plain(indices)
+
+    def _plain(self, indices: Sequence[int]) -> Batch:
+        """Training samples as in an evaluation, read again only if they were not kept."""
+        kept = self.seen["train"].kept
+        if not all(index in kept for index in indices):
+            return self.read("train", indices)
+        return self._prepared("train", [kept[index] for index in indices], indices, 0)
 
     # Model
+
+    @functools.cached_property
+    def seconds_a_sample(self) -> float:
+        """How long one sample takes through the model, forward and back; 0 if there is no model."""
+        indices = self.readable("train", 2)
+        if self._training is None or len(indices) < 2:
+            return 0.0
+        images = self._plain(indices).images
+        taken = float("inf")
+        with untouched(self.model):
+            for _ in range(2):  # the first call may prepare kernels
+                start = time.monotonic()
+                self.model(images).sum().item()
+                taken = min(taken, time.monotonic() - start)
+        return _BACK * taken / len(images)
+
+    @property
+    def affordable(self) -> int:
+        """How many samples a batch may have that goes through the model a few times."""
+        share = _SHARE_OF_PASS * self.config.budget_s
+        return max(_FEWEST_IF_SLOW, int(share / max(self.seconds_a_sample, 1e-9)))
+
+    def cut(self, loader: Loader) -> Loader:
+        """A loader whose batches are as small as the budget makes necessary, for checks that any batch will do for."""
+        return loader if self.affordable >= loader.batch_size else _Cut(loader, self.affordable)
+
+    def steps_in_time(self) -> float:
+        """How many steps of the run fit into the time that is left, at most: large batches take less time a sample."""
+        plan = self.training.plan
+        return 2 * self.left / max(self.seconds_a_sample * plan.batch_size * plan.accumulate, 1e-9)
 
     @property
     def training(self) -> Training:
@@ -230,6 +314,20 @@ class Subject:
             training.parts.guard.start()
         training.state.train()
         rng.restore(self._start["rng"])
+
+
+class _Cut:
+    """Another loader's batches without their later samples."""
+
+    def __init__(self, loader: Loader, most: int) -> None:
+        self._loader, self.samples, self.batch_size = loader, loader.samples, most
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        for images, targets, indices in self._loader.batches(epoch, start, stop):
+            yield Batch(images[: self.batch_size], targets[: self.batch_size], indices[: self.batch_size])
+
+    def close(self) -> None:
+        """The other one is closed by who made it."""
 
 
 def few(looks: Sequence[Look], count: int) -> dict[str, list[int]]:

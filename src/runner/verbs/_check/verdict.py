@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from runner.verbs._check.subject import Subject
 
 Status = Literal["pass", "warn", "fail", "skip"]
+Lack = Literal["", "time", "images"]
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,16 @@ class Verdict:
     """What a check found.
 
     Attributes:
-        status: pass, warn, fail, or skip for a check that does not apply here.
+        status: pass, warn, fail, or skip for a check that does not apply here or could not be run.
         evidence: the numbers; of a skipped check why it was.
         fix: the key to set or what to change; empty where nothing is wrong.
+        lack: what a check that applies could not be run for: time or images.
     """
 
     status: Status
     evidence: str
     fix: str = ""
+    lack: Lack = ""
 
 
 def passed(evidence: str) -> Verdict:
@@ -46,6 +49,16 @@ def failed(evidence: str, fix: str) -> Verdict:
 def skipped(reason: str) -> Verdict:
     """The check does not apply."""
     return Verdict("skip", reason)
+
+
+def out_of_time(evidence: str) -> Verdict:
+    """The check applies, but the budget is too short for it."""
+    return Verdict("skip", evidence, lack="time")
+
+
+def too_few(evidence: str) -> Verdict:
+    """The check applies, but it saw too few images to say that nothing is wrong."""
+    return Verdict("skip", evidence, lack="images")
 
 
 @dataclass(frozen=True)

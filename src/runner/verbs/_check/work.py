@@ -28,17 +28,24 @@ from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
 from runner.verbs._check import baselines, data, labels, loop, loss, model, outputs
-from runner.verbs._check.report import Result, record, show
+from runner.verbs._check.deadline import OutOfTime, stop_after
+from runner.verbs._check.report import Result, Seen, record, seen_of, show
 from runner.verbs._check.subject import NotBuilt, Subject
-from runner.verbs._check.verdict import Check, Verdict, failed, passed, skipped
+from runner.verbs._check.verdict import Check, Verdict, failed, listed, out_of_time, passed, skipped, too_few
 from runner.verbs._checkpoint import line_or_checkpoint
 from runner.verbs._work import guarded
 
-BAD = 1
+BAD, INCOMPLETE = 1, 3
 _WHERE = "HYDRA_FULL_ERROR=1 shows where it was raised"
 _SAMPLES = 64  # of a batch that is evaluated
 _GROUPS = (data, labels, model, outputs, loss, loop, baselines)
 CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
+# Groups and checks: first those that need no model, then a pass or two through it, then a few steps, then many.
+_ORDER = (
+    *("", "loss-of-samples", "loss-axis", "loss-broadcast", "learnable", "class-meaning"),
+    *("outputs", "loss", "model", "stale-gradients", "mode-in-training", "evaluation-leaves-state"),
+    *("overfit", "learning-rate", "training", "zero-input", "repeatability", "beats-baselines"),
+)
 _BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
 
 
@@ -55,21 +62,22 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _check(composition: Composition) -> float:
-    began = time.monotonic()
     config, values, found = line_or_checkpoint(composition, Settings, "best")
     chosen = choose(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    results = examine(config, values, found, chosen, console, began)
+    began = time.monotonic()
+    results, seen = examine(config, values, found, chosen, console, began)
     wrong = ("fail", "warn") if config.strict else ("fail",)
     bad = sum(result.verdict.status in wrong for result in results)
     seconds = time.monotonic() - began
     if config.json:
-        print(json.dumps(finite(record(results, bad > 0, seconds))))
+        print(json.dumps(finite(record(results, seen, bad > 0, seconds))))
     else:
-        show(console, results, seconds)
-    if bad and composition.job_dir is None:
-        raise SystemExit(BAD)
+        show(console, results, seen, seconds)
+    lacking = any(result.verdict.lack for result in results)
+    if (bad or lacking) and composition.job_dir is None:
+        raise SystemExit(BAD if bad else INCOMPLETE)
     return float(bad)
 
 
@@ -111,34 +119,41 @@ def examine(
     chosen: Sequence[Check],
     console: Console,
     began: float,
-) -> list[Result]:
-    """Build what the run would, and make the checks."""
+) -> tuple[list[Result], list[Seen]]:
+    """Build what the run would, and make the checks: their results, and what was seen of each split."""
     set_switches(config, _device(config))
-    start = time.monotonic()
+    until, late = began + config.budget_s, out_of_time(f"budget_s={config.budget_s:g} ran out")
     try:
-        if config.data.batch_size == "auto":
-            settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
-        splits = _assembled(config)
+        with stop_after(until - time.monotonic()):
+            if config.data.batch_size == "auto":
+                settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
+            splits = _assembled(config)
+    except OutOfTime:
+        return [Result(each, late, 0.0) for each in (_BUILD, *chosen)], []
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # what a data set or a model of one's own raises has no end
-        return [_built(start, error), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)]
+        return [_built(began, error), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)], []
     with contextlib.closing(splits):
         subject = Subject(config, values, splits, found, began)
         try:
-            subject.build()
+            with stop_after(until - time.monotonic()):
+                subject.build()
+        except OutOfTime:
+            return [Result(each, late, 0.0) for each in (_BUILD, *chosen)], []
         except (MemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # as above; the data are checked nevertheless
-            results = [_built(start, error)]
+            results = [_built(began, error)]
         else:
-            results = [_built(start)]
+            results = [_built(began)]
             console.header(f"check of {config.name}  seed {config.seed}", describe(config, subject.training))
         broken: dict[str, str] = {}  # what the check raised that first raised it
-        for each in chosen:
+        for each in sorted(chosen, key=_turn):
             before = time.monotonic()
             results.append(Result(each, made(each, subject, broken), time.monotonic() - before))
-    return results
+        places = {each.name: place for place, each in enumerate((_BUILD, *chosen))}
+        return sorted(results, key=lambda result: places[result.check.name]), seen_of(subject)
 
 
 def _device(config: Settings) -> Any:
@@ -169,13 +184,24 @@ def _told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def _turn(each: Check) -> int:
+    """Checks are made in the order of what they find for their time: those that take many steps come last."""
+    return _ORDER.index(each.name if each.name in _ORDER else each.group if each.group in _ORDER else "")
+
+
 def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
     """What a check says; one that breaks off has failed, with what it raised, and others that raise the same are skipped."""
     if subject.left <= 0:
-        return skipped(f"budget_s={subject.config.budget_s:g} is used up")
+        return out_of_time(f"budget_s={subject.config.budget_s:g} is used up")
     try:
-        with subject.put_back():
-            return each.run(subject)
+        subject.looked = False
+        with subject.put_back(), stop_after(subject.left):
+            verdict = each.run(subject)
+            # What was found was found; but that nothing was says little of a handful of images.
+            few = subject.too_few() if subject.looked and verdict.status == "pass" else []
+        return too_few(f"saw only {listed(few)}") if few else verdict
+    except OutOfTime:
+        return out_of_time(f"budget_s={subject.config.budget_s:g} ran out while it was running")
     except NotBuilt as error:
         return skipped(str(error))
     except (MemoryError, KeyboardInterrupt):
