@@ -17,19 +17,21 @@ _FEWEST_STEPS = 25  # that learning by heart takes
 _SAMPLES = 16
 _RATES = (1e-3, 1e-2)  # of AdamW, that one batch is learned with
 _LEARNED = 0.1  # share of the first loss that is left of it
+_RIGHT = 0.9  # share of classes that have to be right
 
 
 class Course(NamedTuple):
-    """How one batch was learned: the losses, the share of classes that were right in the end, and the learning rate."""
+    """How one batch was learned: the losses, the share of classes right in the end (None for numbers), and the learning rate."""
 
     losses: list[float]
-    right: float
+    right: float | None
     rate: float
 
     @property
     def learned(self) -> bool:
-        """Whether hardly anything of the first loss is left."""
-        return math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
+        """Whether hardly anything of the first loss is left, and the classes are right where there are classes."""
+        low = math.isfinite(self.losses[-1]) and self.losses[-1] < _LEARNED * self.losses[0]
+        return low and (self.right is None or self.right >= _RIGHT)
 
 
 def learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: float) -> Course:
@@ -41,11 +43,11 @@ def learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: flo
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     classes = not targets.is_floating_point()
     began = time.monotonic()
-    course = Course([], 0.0, rate)
+    course = Course([], None, rate)
     for step in range(most):
         outputs = model(images)
         loss = parts.loss(outputs, targets)
-        right = float((outputs.argmax(1) == targets).float().mean()) if classes else 0.0
+        right = float((outputs.argmax(1) == targets).float().mean()) if classes else None
         course = Course([*course.losses, float(loss.detach())], right, rate)
         taken = time.monotonic() - began
         # What cannot be learned in time is better not begun: the time serves other checks.

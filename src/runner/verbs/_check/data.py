@@ -12,6 +12,8 @@ from runner.verbs._check.subject import Subject, few
 from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
 
 _FAR = 20.0  # how many times the usual distance from the median an outlier is away
+_AUGMENTED = 128  # images that are augmented
+_EMPTIED = 0.15  # share of an image's contrast below which it shows nothing
 _MANY = 0.01  # share of images above which a fault is no accident
 
 
@@ -123,6 +125,8 @@ def image_range(subject: Subject) -> Verdict:
             return warned(evidence, f"spread the values over 0 to 255 (now {255 / top:.0f} times too dark)")
         return passed(evidence)
     evidence = f"{kind} values from {low:.4g} to {high:.4g}"
+    if low >= 0 and 0 < high < 2 / 255:
+        return failed(evidence, "divided by 255 twice: give uint8, or divide once")
     if high > 2 and low >= 0 and seen.whole_numbers:
         return failed(evidence, "uint8 was made float without scaling: give uint8, or divide by 255")
     if high > 16 or low < -16:
@@ -160,6 +164,9 @@ def normalization(subject: Subject) -> Verdict:
     if wanted == {"mean": list(subject.splits.mean), "std": list(subject.splits.std)}:
         return passed(f"{evidence}: as the trained weights of the model want them")
     fix = f"data.normalize.mean={_numbers(mean)} data.normalize.std={_numbers(std)}, or null to measure them"
+    if float(subject.train.low[subject.train.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
+        told = "the images have values below 0, so they are normalised already"
+        return failed(f"{evidence}: {told}", f"normalise once, in the data set or by {fix}")
     if not (away <= 2 and wide <= 4):
         return failed(evidence, fix)
     return warned(evidence, fix) if away > 0.75 or wide > 2 else passed(evidence)
@@ -255,12 +262,39 @@ def augmentation(subject: Subject) -> Verdict:
     """Training images that augmentation has emptied, or taken far from those that are evaluated on."""
     if not bool(subject.train.finite.all()):
         return skipped("there are images that are not finite")
-    plain = subject.batch.images.float()
-    batch = next(subject.splits.train.loader.batches(0, 0, 1)).images.float()
-    if not bool(batch.isfinite().all()):
+    images = subject.batch.images
+    batch = next(subject.splits.train.loader.batches(0, 0, 1))
+    augmented = batch.images[:_AUGMENTED].float()
+    if not bool(augmented.isfinite().all()):
         return failed("a batch of augmented images holds NaN or infinity", "mend transform.train or sample_train")
-    ours, theirs = float(batch.std()), float(plain.std())
-    evidence = f"deviation {ours:.3g} with augmentation, {theirs:.3g} without; mean {float(batch.mean()):.3g}"
-    if ours < 0.2 * theirs or ours > 5 * theirs or abs(float(batch.mean()) - float(plain.mean())) > 3 * theirs:
-        return failed(evidence, "mend transform.train or sample_train: range, order, or strength")
-    return passed(evidence)
+    plain = images.float()
+    if subject.splits.train.mix is None and not any(seen.unreadable for seen in subject.looks.values()):
+        plain = subject.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
+    ours, theirs = augmented.transpose(0, 1).flatten(1), plain.transpose(0, 1).flatten(1)
+    if len(ours) != len(theirs):
+        return failed(
+            f"{len(ours)} channels with augmentation, {len(theirs)} without", "mend transform.train or sample_train"
+        )
+    ratio = (ours.std(1) / theirs.std(1).clamp_min(1e-6)).clamp_min(1e-6)
+    factor = float(ratio.log().abs().max().exp())
+    away = float(((ours.mean(1) - theirs.mean(1)).abs() / theirs.std(1).clamp_min(1e-6)).max())
+    evidence = f"deviation {float(augmented.std()):.3g} with augmentation, {float(plain.std()):.3g} without; "
+    evidence += f"the mean of a channel moves by up to {away:.2g} deviations"
+    fix = "mend transform.train or sample_train: range, order, or strength"
+    if factor > 5 or away > 3:
+        return failed(evidence, fix)
+    if len(plain) == len(augmented):
+        empty = float((augmented.flatten(1).std(1) < _EMPTIED * plain.flatten(1).std(1)).float().mean())
+        if empty > 0.2:
+            told = f"{empty:.0%} of the images have almost no contrast left with augmentation"
+            return (failed if empty > 0.5 else warned)(f"{told}; {evidence}", fix)
+    order = _other_order(_statistics(plain), _statistics(augmented)) if len(ours) > 1 else None
+    if order is not None:
+        return failed(f"{evidence}; the channels are in the order {order}", "keep the order of the channels (RGB)")
+    return warned(evidence, fix) if factor > 2 or away > 1 else passed(evidence)
+
+
+def _statistics(images: Tensor) -> Tensor:
+    """Mean and deviation of each channel, (2, C)."""
+    flat = images.transpose(0, 1).flatten(1)
+    return torch.stack([flat.mean(1), flat.std(1)])

@@ -6,14 +6,15 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from runner.verbs._check.alike import matches
 from runner.verbs._check.look import Look
 from runner.verbs._check.subject import Subject
 from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
 
-_NEAR = 0.9995  # correlation of two small copies from which on they count as the same picture
 _FEW = 0.005  # share of a split above which images that occur twice are no accident
+_MOSTLY = 0.5  # share of copies that no collection of pictures has
+_EXPECTED = 10  # samples of a class that a split should have by the shares of train, where none is no accident
 
 
 @check
@@ -46,6 +47,14 @@ def missing_classes(subject: Subject) -> Verdict:
     present = {name: set(targets.tolist()) for name, targets in subject.labels.items()}
     empty = [index for index in range(subject.classes) if index not in present["train"]]
     if not empty:
+        counts = torch.bincount(subject.labels["train"].clamp_min(0), minlength=subject.classes).double()
+        for name, targets in subject.labels.items():
+            expected = counts / counts.sum() * len(targets)
+            gone = [n for n in range(subject.classes) if n not in present[name] and float(expected[n]) >= _EXPECTED]
+            if gone:
+                told = f"no sample of {name} is of class {listed([str(each) for each in gone])}"
+                told += f", where the shares of train give {float(expected[gone[0]]):.0f}"
+                return warned(told, f"data.split.stratified=true, or samples of every class in {name}")
         return passed(f"all {subject.classes} classes have training samples")
     evidence = (
         f"no training sample of {len(empty)} of {subject.classes} classes: {listed([str(each) for each in empty])}"
@@ -131,6 +140,9 @@ def duplicates(subject: Subject) -> Verdict:
     copies, pair = found[name]
     count = len(subject.looks[name].indices)
     evidence = f"{copies:,} of {count:,} images of {name} are exact copies of others"
+    if copies > _MOSTLY * count:
+        fix = "look at how the data set finds an image by its number: most samples are the same pictures"
+        return failed(f"{evidence}, such as samples {pair[0]} and {pair[1]}", fix)
     if copies > _FEW * count:
         return warned(f"{evidence}, such as samples {pair[0]} and {pair[1]}", "remove copies: they count several times")
     return passed(evidence)
@@ -182,40 +194,35 @@ def leakage(subject: Subject) -> Verdict:
     return warned(f"{evidence}, {example}", fix) if count else passed(evidence)
 
 
-def _unit(small: Tensor) -> Tensor:
-    """Small copies as vectors of length 1 without their mean, so that brightness and contrast play no part."""
-    flat = small.flatten(1).double()
-    flat = flat - flat.mean(1, keepdim=True)
-    units: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-6)
-    return units.float()
-
-
 @check
 def near_duplicates(subject: Subject) -> Verdict:
-    """Held-out images that are nearly those of the training split: brighter, rescaled, or compressed again."""
+    """Held-out images that are nearly those of the training split: mirrored, shifted, rescaled, brighter or compressed again."""
     if not subject.held_out or not len(subject.train.small):
         return skipped("there is no other split")
     train = subject.train
     if train.small.shape[1:].numel() < 128:
         return skipped(f"images of {train.small.shape[1:].numel()} values are too small to tell pictures apart")
-    ours, own = _unit(train.small), {train.digests[row] for row in train.rows.tolist()}
+    own = {train.digests[row] for row in train.rows.tolist()}
+    shown = (~train.constant[train.rows] & train.finite[train.rows]).nonzero().flatten()
     counts, worst = [], (0, 0, "", "")
     for seen in subject.held_out:
         fresh = [
             n for n, row in enumerate(seen.rows.tolist()) if seen.digests[row] not in own and not seen.constant[row]
         ]
-        if not fresh or seen.small.shape[1:] != train.small.shape[1:]:
+        if not fresh or not len(shown) or seen.small.shape[1:] != train.small.shape[1:]:
             continue
-        closest, place = (_unit(seen.small[fresh]) @ ours.T).max(1)
-        near = (closest > _NEAR).nonzero().flatten().tolist()
+        found = matches(seen.small[fresh], train.small[shown])
+        near = found.same.nonzero().flatten().tolist()
         counts.append(f"{len(near):,} of {len(fresh):,} of {seen.name}")
         if near:
             b = int(seen.indices[seen.rows[fresh[near[0]]]])
-            a = int(train.indices[train.rows[int(place[near[0]])]])
-            example = f"such as sample {b} of {seen.name} and {a} of train"
-            worst = max(worst, (len(near), len(fresh), seen.name, example))
+            a = int(train.indices[train.rows[shown[found.place[near[0]]]]])
+            told = f"correlation {float(found.correlation[near[0]]):.4f}"
+            worst = max(
+                worst, (len(near), len(fresh), seen.name, f"such as sample {b} of {seen.name} and {a} of train, {told}")
+            )
     count, of, name, example = worst
-    evidence = f"{', '.join(counts) or 'none'} correlate over {_NEAR:g} with one of train"
+    evidence = f"{', '.join(counts) or 'none'} are nearly the same picture as one of train"
     if count > max(1, _FEW * of):
         return warned(f"{evidence}, {example}", f"keep pictures of the same thing in one split; look at {name}")
     return passed(evidence)

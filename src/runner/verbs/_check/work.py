@@ -27,7 +27,22 @@ from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.verbs._check import baselines, data, labels, loop, loss, model, outputs
+from runner.verbs._check import (
+    baselines,
+    batches,
+    data,
+    labels,
+    loop,
+    loss,
+    model,
+    objective,
+    outputs,
+    reach,
+    settings,
+    shortcuts,
+    splits,
+    steps,
+)
 from runner.verbs._check.deadline import OutOfTime, stop_after
 from runner.verbs._check.report import Result, Seen, record, seen_of, show
 from runner.verbs._check.subject import NotBuilt, Subject
@@ -38,13 +53,16 @@ from runner.verbs._work import guarded
 BAD, INCOMPLETE = 1, 3
 _WHERE = "HYDRA_FULL_ERROR=1 shows where it was raised"
 _SAMPLES = 64  # of a batch that is evaluated
-_GROUPS = (data, labels, model, outputs, loss, loop, baselines)
+_GROUPS = (
+    *(data, labels, model, outputs, loss, loop, baselines),
+    *(batches, splits, shortcuts, reach, objective, settings, steps),
+)
 CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
 # Groups and checks: first those that need no model, then a pass or two through it, then a few steps, then many.
 _ORDER = (
     *("", "loss-of-samples", "loss-axis", "loss-broadcast", "learnable", "class-meaning"),
-    *("outputs", "loss", "model", "stale-gradients", "mode-in-training", "evaluation-leaves-state"),
-    *("overfit", "learning-rate", "training", "zero-input", "repeatability", "beats-baselines"),
+    *("outputs", "loss", "reach", "objective", "model", "stale-gradients", "mode-in-training", "evaluation-leaves-state"),
+    *("steps", "overfit", "learning-rate", "training", "zero-input", "repeatability", "beats-baselines"),
 )
 _BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
 

@@ -1,0 +1,118 @@
+"""Checks of the splits against each other: images and targets that come from another source."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runner.verbs._check.pixels import pictures
+from runner.verbs._check.subject import Subject
+from runner.verbs._check.verdict import Verdict, check, listed, passed, skipped, warned
+
+_APART = 0.85  # chance that an image of one split has more of something than one of the other; 0.5 is alike
+_FEWEST = 24
+
+
+def _share_above(ours: Tensor, theirs: Tensor) -> float:
+    """Chance that a value of `theirs` is above one of `ours`, counting ties half."""
+    sign = (theirs[:, None] - ours[None, :]).sign()
+    return float(sign.mean()) / 2 + 0.5
+
+
+def _measures(images: Tensor) -> dict[str, Tensor]:
+    """What can differ when images are read in another way: by name a number for each image, (N,)."""
+    grey = images.mean(1, keepdim=True)
+    found = {
+        "brightness": images.flatten(1).mean(1),
+        "contrast": images.flatten(1).std(1),
+        "darkest value": images.flatten(1).amin(1),
+        "brightest value": images.flatten(1).amax(1),
+    }
+    if images.shape[1] == 3:
+        means = images.mean((2, 3))
+        found["red against blue"] = means[:, 0] - means[:, 2]
+        found["green against red and blue"] = means[:, 1] - (means[:, 0] + means[:, 2]) / 2
+        found["saturation"] = (images.amax(1) - images.amin(1)).mean((1, 2))
+    height, width = images.shape[2:]
+    if min(height, width) >= 16:
+        scale = grey.flatten(1).std(1).clamp_min(1e-4)
+        coarse = grey
+        for name in ("detail of 1 pixel", "detail of 2 pixels", "detail of 4 pixels"):
+            pooled = F.avg_pool2d(coarse, 2)
+            upper = F.interpolate(pooled, coarse.shape[2:], mode="bilinear", align_corners=False)
+            found[name] = (coarse - upper).flatten(1).std(1) / scale
+            coarse = pooled
+        jumps = (grey[..., 1:] - grey[..., :-1]).abs().mean((1, 2))
+        at_blocks = jumps[:, 7::8].mean(1)
+        found["edges of JPEG blocks"] = at_blocks / jumps.mean(1).clamp_min(1e-4)
+        found["border against middle"] = _border(grey) - grey[
+            ..., height // 4 : -height // 4, width // 4 : -width // 4
+        ].mean((1, 2, 3))
+        found["equal neighbours"] = (images[..., 1:] == images[..., :-1]).float().mean((1, 2, 3))
+    return found
+
+
+def _border(grey: Tensor) -> Tensor:
+    edges = [grey[..., 0, :], grey[..., -1, :], grey[..., :, 0], grey[..., :, -1]]
+    return torch.cat([edge.flatten(1) for edge in edges], 1).mean(1)
+
+
+@check
+def split_source(subject: Subject) -> Verdict:
+    """Held-out images that can be told from those trained on: other colours, scale, sharpness, compression or decoding."""
+    found = subject.once(pictures)
+    if "train" not in found or len(found["train"].images) < _FEWEST:
+        return skipped(f"fewer than {_FEWEST} training images could be looked at")
+    ours = _measures(found["train"].images)
+    worst, others = (0.5, "", ""), []
+    for name, seen in found.items():
+        if name == "train" or len(seen.images) < _FEWEST or seen.images.shape[1] != found["train"].images.shape[1]:
+            continue
+        for what, values in _measures(seen.images).items():
+            if what in ours:
+                above = _share_above(ours[what], values)
+                share = max(above, 1 - above)
+                if share > _APART:
+                    others.append(f"{what} of {name}")
+                if share > worst[0]:
+                    worst = (share, what, f"{'more' if above > 0.5 else 'less'} in {name}")
+    if not worst[1]:
+        return skipped(f"there is no other split of {_FEWEST} images")
+    share, what, where = worst
+    evidence = f"{what}: {where} than in train for {share:.0%} of all pairs of images"
+    if share <= _APART:
+        return passed(evidence)
+    more = (
+        f"; also {listed([each for each in others if each != f'{what} of {where.split()[-1]}'])}"
+        if len(others) > 1
+        else ""
+    )
+    return warned(
+        f"{evidence}{more}", "read every split in the same way: source, decoder, colour, resizing and compression"
+    )
+
+
+@check
+def target_shift(subject: Subject) -> Verdict:
+    """Held-out numbers to predict that are distributed otherwise than those trained on, as in another unit."""
+    if subject.classes:
+        return skipped("there are classes")
+    ours = subject.train.targets.float().flatten()
+    worst = (0.0, "")
+    for seen in subject.held_out:
+        theirs = seen.targets.float().flatten()
+        if min(len(ours), len(theirs)) < _FEWEST or not bool(theirs.isfinite().all() and ours.isfinite().all()):
+            continue
+        points = torch.cat([ours, theirs]).sort().values
+        gap = torch.searchsorted(ours.sort().values, points, right=True) / len(ours)
+        gap = (gap - torch.searchsorted(theirs.sort().values, points, right=True) / len(theirs)).abs()
+        usual = (1 / len(ours) + 1 / len(theirs)) ** 0.5
+        means = f"mean {float(theirs.mean()):.4g} in {seen.name}, {float(ours.mean()):.4g} in train"
+        told = f"{means}; deviation {float(theirs.std()):.4g} and {float(ours.std()):.4g}"
+        worst = max(worst, (float(gap.max()) / (0.2 + 1.6 * usual), told))
+    if not worst[1]:
+        return skipped(f"there is no other split of {_FEWEST} samples")
+    if worst[0] > 1:
+        return warned(worst[1], "scale the targets of every split in the same way, with the statistics of train")
+    return passed(worst[1])

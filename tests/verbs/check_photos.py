@@ -1,0 +1,205 @@
+"""Images like photographs, made here: light, colours that belong together, texture, an object; and data sets with one fault."""
+
+from __future__ import annotations
+
+import functools
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.data.arrays import ImageArrays
+
+SIDE, CLASSES, TRAIN, TEST = 32, 4, 320, 120
+NAMES = ("ball", "box", "cross", "ring")
+
+
+@functools.cache
+def photos(count: int = TRAIN + TEST, side: int = SIDE, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images uint8 (N, 3, H, W) and what they show (N,): statistics of natural images (1/f), an object in the middle."""
+    draw = torch.Generator().manual_seed(seed)
+    frequency = (torch.fft.fftfreq(side)[:, None] ** 2 + torch.fft.rfftfreq(side)[None] ** 2).sqrt().clamp_min(1 / side)
+
+    def field(*shape: int) -> Tensor:
+        noise = torch.complex(*(torch.randn(*shape, *frequency.shape, generator=draw) for _ in range(2)))
+        made = torch.fft.irfft2(noise / frequency**1.1, s=(side, side))
+        return made / made.std((-2, -1), keepdim=True)
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(*shape, generator=draw)
+
+    targets = torch.randint(0, CLASSES, (count,), generator=draw)
+    grid = torch.linspace(-1, 1, side)
+    light = uniform(-0.25, 0.25, count, 1, 1, 1) * grid.view(1, 1, -1, 1) + uniform(-0.2, 0.2, count, 1, 1, 1) * grid
+    images = uniform(0.3, 0.6, count, 1, 1, 1) + light + 0.12 * field(count, 1) + 0.04 * field(count, 3)
+    images += uniform(-0.08, 0.08, count, 3, 1, 1)
+    middle = uniform(-0.15, 0.15, count, 2, 1, 1)
+    down, right = grid.view(1, -1, 1) - middle[:, 0], grid.view(1, 1, -1) - middle[:, 1]
+    size, blur = uniform(0.45, 0.65, count, 1, 1), 0.06
+    distance = (down.square() + right.square()).sqrt()
+    square = torch.maximum(down.abs(), right.abs())
+    cross = torch.maximum(torch.minimum(down.abs(), right.abs()) - size * 0.6, square - size * 1.4)
+    edges = torch.stack([distance - size, square - size, cross, (distance - size).abs() - size * 0.3])
+    mask = torch.sigmoid(-edges[targets, torch.arange(count)] / blur * 2)[:, None]
+    palette = torch.tensor([[0.8, 0.35, 0.3], [0.35, 0.7, 0.35], [0.3, 0.4, 0.8], [0.8, 0.75, 0.3]])
+    colour = palette[targets].view(count, 3, 1, 1) + 0.12 * torch.randn(count, 3, 1, 1, generator=draw)
+    texture = colour + light + 0.06 * field(count, 1)
+    images = images * (1 - mask) + texture * mask + 0.012 * torch.randn(images.shape, generator=draw)
+    return (images * 255).round().clamp(0, 255).to(torch.uint8), targets
+
+
+def encoded(image: Tensor, quality: int = 60) -> Tensor:
+    """An image after JPEG."""
+    kept = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(kept, "JPEG", quality=quality)
+    return torch.from_numpy(np.asarray(Image.open(kept)).copy()).permute(2, 0, 1)
+
+
+def resized(images: Tensor, side: int, mode: str = "bilinear") -> Tensor:
+    """Images of another size, uint8."""
+    options: dict[str, Any] = {} if mode == "nearest" else {"antialias": True}
+    return F.interpolate(images.float(), (side, side), mode=mode, **options).round().clamp(0, 255).to(torch.uint8)
+
+
+def again(images: Tensor, how: str) -> Tensor:
+    """Pictures of the same things, so that no byte is the same."""
+    if how == "mirrored":
+        return images.flip(-1)
+    if how == "shifted":
+        return F.pad(images[..., 2:, 3:].float(), (0, 3, 0, 2), mode="replicate").to(torch.uint8)
+    if how == "cut out":
+        return resized(images[..., 3:-3, 3:-3], SIDE)
+    if how == "rescaled":
+        return resized(resized(images, SIDE // 2), SIDE)
+    if how == "mirrored and brighter":
+        return (images.flip(-1).float() * 0.8 + 40).clamp(0, 255).to(torch.uint8)
+    return torch.stack([encoded(image) for image in images])
+
+
+class Floats(Dataset[Any]):
+    """Samples from a tensor that is no uint8."""
+
+    def __init__(self, images: Tensor, targets: Tensor) -> None:
+        self.images, self.targets, self.classes = images, targets, NAMES
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.targets[index]
+
+
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+def wrapped(images: Tensor, amount: float) -> Tensor:
+    """Brighter than uint8 can hold."""
+    return (images.to(torch.int64) + round(255 * amount)).to(torch.uint8)
+
+
+def _marked(images: Tensor, targets: Tensor, fault: str) -> Tensor:
+    """Images that give their label away."""
+    images, value = images.clone(), (20 + 60 * targets).to(torch.uint8)
+    if fault == "corner pixel":
+        images[:, :, 0, 0] = value[:, None]
+    elif fault == "border":
+        for edge in (images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]):
+            edge.copy_(value[:, None, None].expand_as(edge))
+    elif fault == "stamp":
+        images[targets == 2, :, -5:-1, -5:-1] = 255
+    elif fault == "pixel in the middle":
+        images[:, 1, 14, 15] = value
+    elif fault == "alpha channel":
+        images = torch.cat([images, value.view(-1, 1, 1, 1).expand(-1, 1, SIDE, SIDE)], 1)
+    return images
+
+
+def of_split(images: Tensor, fault: str) -> Tensor:
+    """Held-out images that were made in another way than those of train."""
+    grey = images.float().mean(1, keepdim=True).expand(-1, 3, -1, -1)
+    made = {
+        "grey": lambda: grey,
+        "pale": lambda: 0.4 * images.float() + 0.6 * grey,
+        "blurred": lambda: resized(resized(images, 12), SIDE).float(),
+        "nearest": lambda: resized(resized(images, 14), SIDE, "nearest").float(),
+        "zoomed": lambda: resized(images[..., 8:-8, 8:-8], SIDE).float(),
+        "warm": lambda: images.float() * torch.tensor([1.15, 1.0, 0.8]).view(3, 1, 1),
+        "low contrast": lambda: 128 + 0.7 * (images.float() - 128),
+        "gamma": lambda: 255 * (images.float() / 255) ** 1.5,
+        "few bits": lambda: images.div(32, rounding_mode="floor").float() * 32 + 16,
+        "framed": lambda: F.pad(images[..., 3:-3, 3:-3].float(), (3, 3, 3, 3)),
+        "compressed": lambda: torch.stack([encoded(image, 8) for image in images]).float(),
+        "noisy": lambda: images.float() + 12 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1)),
+    }
+    return made[fault]().round().clamp(0, 255).to(torch.uint8)
+
+
+def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, samples: int = TRAIN) -> dict[str, Any]:
+    """Photographs to train and to test on, with one fault."""
+    images, targets = photos(samples + TEST, side)
+    theirs, right = images[samples:], targets[samples:]
+    images, targets = images[:samples], targets[:samples]
+    if kind == "regression":
+        # How bright the object is, in units of its deviation.
+        both = torch.cat([images, theirs])[..., 12:20, 12:20].float().mean((1, 2, 3))
+        both = (both - both.mean()) / both.std()
+        targets, right = both[:samples], both[samples:]
+        if fault == "other unit":
+            right = right * 3 + 2
+        return {"train": ImageArrays(images, targets), "test": ImageArrays(theirs, right)}
+    if fault in ("corner pixel", "border", "stamp", "pixel in the middle", "alpha channel"):
+        images, theirs = _marked(images, targets, fault), _marked(theirs, right, fault)
+    elif fault.startswith("again "):
+        theirs, right = theirs.clone(), right.clone()
+        theirs[:40], right[:40] = again(images[:40], fault.removeprefix("again ")), targets[:40]
+    elif fault.startswith("test "):
+        theirs = of_split(theirs, fault.removeprefix("test "))
+    elif fault == "one image":
+        images = images[:8].repeat(samples // 8, 1, 1, 1)
+        targets = targets[:8].repeat(samples // 8)
+    elif fault == "permuted":
+        images = images.roll(1, 0)
+    elif fault == "permuted test":
+        theirs = theirs.roll(1, 0)
+    elif fault == "no such class in test":
+        theirs, right = theirs[right != 1], right[right != 1]
+    elif fault == "sorted":
+        order = targets.argsort()
+        images, targets = images[order], targets[order]
+    elif fault == "overflow":
+        images, theirs = wrapped(images, 0.4), wrapped(theirs, 0.4)
+    elif fault == "overflow of contrast":
+        images, theirs = ((each.to(torch.int64) * 2 - 60).to(torch.uint8) for each in (images, theirs))
+    elif fault in ("normalised", "divided twice", "floats"):
+        floats = [each.float() / 255 for each in (images, theirs)]
+        if fault == "normalised":
+            floats = [(each - MEAN) / STD for each in floats]
+        elif fault == "divided twice":
+            floats = [each / 255 for each in floats]
+        return {"train": Floats(floats[0], targets), "test": Floats(floats[1], right)}
+    return {"train": ImageArrays(images, targets, NAMES), "test": ImageArrays(theirs, right, NAMES)}
+
+
+def folder(root: Path, fault: str = "", samples: int = 160) -> Path:
+    """The same as files, in a folder for each class."""
+    images, targets = photos(TRAIN + TEST)
+    for number, (image, target) in enumerate(zip(images[:samples], targets[:samples].tolist(), strict=True)):
+        place = root / NAMES[target]
+        place.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+        if fault == "format" and target == 1:
+            picture.save(place / f"{number}.png")
+        elif fault == "mode" and target == 1:
+            picture.convert("L").save(place / f"{number}.jpg", quality=92)
+        elif fault == "size" and target == 1:
+            picture.resize((48, 32)).save(place / f"{number}.jpg", quality=92)
+        else:
+            quality = 40 if fault == "bytes" and target == 1 else 92
+            picture.save(place / f"{number}.jpg", quality=quality)
+    return root
