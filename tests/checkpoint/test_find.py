@@ -105,3 +105,14 @@ def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> N
     (runs / "new" / "checkpoints" / "best.pt").unlink()
     with pytest.raises(UserError, match=r"has no best.pt\n.*ckpt_path=last"):
         load("best", runs, "last")
+
+
+@pytest.mark.parametrize("named", ["run", "file"])
+def test_a_newer_format_is_told_and_no_older_file_is_taken_in_its_place(
+    named: str, runs: Path, contents: Make, forge: Callable[[Path, Any], None]
+) -> None:
+    folder = runs / "old" / "checkpoints"
+    (folder / "last.pt").unlink()
+    forge(folder / "last.pt", contents(40, format=2) | {"shards": 3})
+    with pytest.raises(UserError, match=r"last\.pt: has format 2, and this version reads up to 1: update runner"):
+        load(str(folder / "last.pt" if named == "file" else runs / "old"), runs, "last")
