@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,5 +35,19 @@ def contents() -> Callable[..., dict[str, Any]]:
             "versions": {"torch": "2"},
         }
         return made | keys
+
+    return make
+
+
+@pytest.fixture
+def forge() -> Callable[[Path, Any], None]:
+    """Write a file with a checksum that fits, whatever its contents."""
+
+    def make(path: Path, contents: Any) -> None:
+        buffer = io.BytesIO()
+        torch.save(contents, buffer)
+        archive = buffer.getvalue()
+        comment = b"runner-sha256:" + hashlib.sha256(archive).hexdigest().encode()
+        path.write_bytes(archive[:-2] + len(comment).to_bytes(2, "little") + comment)
 
     return make

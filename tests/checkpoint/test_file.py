@@ -271,3 +271,23 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, contents: Ma
     with pytest.raises(UserError, match="mine"):
         write(tmp_path / "a.pt", made)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", [{"sharded": True}, {"model": None}, {"position": "elsewhere"}], ids=str)
+def test_a_newer_format_with_other_contents_is_no_damage(
+    change: dict[str, Any], tmp_path: Path, contents: Make, forge: Callable[[Path, Any], None]
+) -> None:
+    path = tmp_path / "new.pt"
+    forge(path, contents(format=file.FORMAT + 1) | change)
+    with pytest.raises(
+        UserError, match=r"new\.pt: has format 2, and this version reads up to 1: update runner"
+    ) as caught:
+        read(path)
+    assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+@pytest.mark.parametrize("written", [True, "2", 0, -1, None, 2.0], ids=str)
+def test_a_format_that_is_no_number_from_1_on_is_refused(written: Any, tmp_path: Path, contents: Make) -> None:
+    write(tmp_path / "odd.pt", contents(format=written))
+    with pytest.raises(DamagedCheckpoint, match="its format is not a number from 1 on"):
+        read(tmp_path / "odd.pt")

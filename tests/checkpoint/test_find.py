@@ -122,3 +122,28 @@ def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> N
     (runs / "new" / "checkpoints" / "best.pt").unlink()
     with pytest.raises(UserError, match=r"has no best.pt\n.*ckpt_path=last"):
         load("best", runs, "last")
+
+
+@pytest.mark.parametrize("named", ["run", "file"])
+def test_a_newer_format_is_told_and_no_older_file_is_taken_in_its_place(
+    named: str, runs: Path, contents: Make, forge: Callable[[Path, Any], None]
+) -> None:
+    folder = runs / "old" / "checkpoints"
+    (folder / "last.pt").unlink()
+    forge(folder / "last.pt", contents(40, format=2) | {"shards": 3})
+    with pytest.raises(UserError, match=r"last\.pt: has format 2, and this version reads up to 1: update runner"):
+        load(str(folder / "last.pt" if named == "file" else runs / "old"), runs, "last")
+
+
+def test_what_is_there_and_no_file_is_not_suggested_as_itself(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"ckpt_path: /dev/zero is a device, a pipe or a socket") as caught:
+        load("/dev/zero", tmp_path, "last")
+    assert "did you mean" not in str(caught.value)
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(UserError, match=r"init_from: .*pipe\.pt is a device, a pipe or a socket"):
+        load(str(tmp_path / "pipe.pt"), tmp_path, "last", key="init_from")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "gone.pt")
+    with pytest.raises(UserError, match=r"link\.pt is a link to .*gone\.pt, which does not exist"):
+        load(str(tmp_path / "link.pt"), tmp_path, "last")
+    with pytest.raises(UserError, match=r"there is no .*links\.pt\n"):
+        load(str(tmp_path / "links.pt"), tmp_path, "last")

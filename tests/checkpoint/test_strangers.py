@@ -245,3 +245,41 @@ def test_averages_and_pieces_as_a_run_saves_them_are_read(tmp_path: Path, conten
     write(tmp_path / "odd.pt", made)
     with pytest.raises(DamagedCheckpoint, match=r"position\.pieces is 0"):
         read(tmp_path / "odd.pt")
+
+
+def dataset(**node: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["data"].update(dataset=node)
+
+
+def transforms(key: str, target: str, **node: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["transform"].update({key: [{"_target_": target, **node}]})
+
+
+FAKE = {"_target_": "torchvision.datasets.FakeData", "image_size": [3, 8, 8]}
+CONV = {"in_channels": 3, "out_channels": 3, "kernel_size": 3}
+
+
+def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
+    checkpoint: Path, workdir: Path, run: Callable[..., Any]
+) -> None:
+    found = read(checkpoint)
+    cases: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (dataset(**FAKE, size=10**12), "data.dataset: its 'train' split has 1,000,000,000,000 samples"),
+        (dataset(**FAKE, size=-1), "data.dataset: its 'train' split has no length"),
+        (dataset(_target_="torch.utils.data.TensorDataset"), "data.dataset: its 'train' split has no length"),
+        (dataset(_target_="torchvision.datasets.ImageFolder", root="/nowhere"), "data.dataset: "),
+        (transforms("eval", "torch.nn.Conv2d", **CONV), "transform.eval: cannot take images of (1, 3, 8, 8)"),
+        (transforms("train", "torch.nn.Conv2d", **CONV), "transform.train: cannot take images of (1, 3, 8, 8)"),
+        (transforms("eval", "torchvision.transforms.ToTensor"), "transform.eval: cannot take images"),
+        (transforms("sample_eval", "torch.nn.Conv2d", **CONV), "transform.sample_train or transform.sample_eval: "),
+        (lambda config: config["model"].update(hidden="x"), "from: odd.pt"),
+    ]
+    for change, words in cases:
+        config = yaml.safe_load(found["config"])
+        change(config)
+        write(Path("odd.pt"), found | {"config": yaml.safe_dump(config)})
+        for verb in ("train", "eval"):
+            result = run(verb, "ckpt_path=odd.pt", "threads=1", "log.progress=false", "log.curves=false")
+            assert result.status == 2, (words, result.out, result.err)
+            assert words in result.err
+            assert "Traceback" not in result.err

@@ -13,9 +13,12 @@ from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.assembly import Splits
+from runner.data.augment import Pipeline
 from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
 from runner.runtime.determinism import refusal
+
+_BATCHES = "what takes a batch and its random draws, as in runner.data.augment; others go into transform.sample_*"
 
 
 class KnownData(Protocol):
@@ -87,7 +90,7 @@ def build_model(
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
     node = _with_facts(values, "model", facts)
-    model: nn.Module = build("model", node, facts=facts if fetch_weights else facts | {"fetch_weights": False})
+    model: nn.Module = build("model", node, facts=facts, fetch=fetch_weights)
     if head is not None:
         give_head(model, head, facts["num_classes"], image())
     return task, model
@@ -119,7 +122,23 @@ def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict
 def as_given(splits: Splits, copies: int = 1) -> Tensor:
     """The first training sample as a model is given it, without augmentation: (copies, C, H, W)."""
     image = splits.example[0].expand(copies, *splits.example[0].shape[1:])
+    if copies == 1:
+        return prepared(splits.train_for_eval.prepare, image)
     return splits.train_for_eval.prepare(image, torch.zeros(copies, dtype=torch.int64, device=image.device), 0)
+
+
+def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
+    """Images as `transform.eval` and normalisation make them.
+
+    Raises:
+        UserError: if a transform cannot take them.
+    """
+    try:
+        return pipeline(images, torch.zeros(len(images), dtype=torch.int64, device=images.device), 0)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise refusal(error) or UserError(
+            f"transform.eval: cannot take images of {tuple(images.shape)}: {first_line(error)}\n    allowed: {_BATCHES}"
+        ) from error
 
 
 def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None:
@@ -159,7 +178,7 @@ def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor)
         images = splits.train.prepare(image, places, 0)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise refusal(error) or UserError(
-            f"transform.train: cannot take images of {tuple(image.shape)}: {first_line(error)}"
+            f"transform.train: cannot take images of {tuple(image.shape)}: {first_line(error)}\n    allowed: {_BATCHES}"
         ) from error
     if splits.train.mix is None:
         return

@@ -65,7 +65,7 @@ def settle(composition: Composition) -> Setup:
         if again is None:
             kept = merged_values["optimizer"].get("lr")
             found.warnings.append(f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={kept}")
-    config = checked(merged_values, composition, Train)
+    config = checked(merged_values, composition, Train, str(found.path))
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:
         raise ConfigError(refused)

@@ -195,14 +195,16 @@ def read(path: Path) -> dict[str, Any]:
         except Exception as error:  # what a file made by hand can raise in the unpickler has no end
             reason = first_line(error)
             raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from error
+    # A newer format may have other keys, and is no damage: looked at first, so that no older file is taken in its place.
+    written = contents.get("format") if isinstance(contents, dict) else None
+    if type(written) is int and written > FORMAT:
+        raise UserError(f"{path}: has format {written}, and this version reads up to {FORMAT}: update runner")
     if not isinstance(contents, dict) or set(contents) != set(KEYS):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
+    if type(written) is not int or written < 1:
+        raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its format is not a number from 1 on")
     if place := wrong_contents(contents, size):
         raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {place}")
-    if not isinstance(contents["format"], int) or contents["format"] > FORMAT:
-        raise UserError(
-            f"{path}: has format {contents['format']}, and this version reads up to {FORMAT}: update runner"
-        )
     return contents
 
 

@@ -117,8 +117,13 @@ def _same(first: Path, second: Path) -> bool:
 
 
 def _missing(path: Path, key: str) -> str:
+    allowed = "\n    allowed: a checkpoint file, a run directory, last or best"
+    if path.exists():
+        return f"{key}: {path} is a device, a pipe or a socket, not a regular file{allowed}"
+    if path.is_symlink():
+        return f"{key}: {path} is a link to {path.readlink()}, which does not exist{allowed}"
     close = ""
     if path.parent.is_dir():
-        close = nearest(path.name, [other.name for other in path.parent.iterdir()])
+        close = nearest(path.name, [other.name for other in path.parent.iterdir() if other.exists()])
     hint = f"; did you mean '{path.parent / close}'?" if close else ""
-    return f"{key}: there is no {path}{hint}\n    allowed: a checkpoint file, a run directory, last or best"
+    return f"{key}: there is no {path}{hint}{allowed}"

@@ -13,11 +13,12 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.keys import flatten
+from runner.config.kinds import section_of
 from runner.config.rate import two_rates, use_rate
 from runner.config.rules import conflicts
 from runner.config.schema.sections import EXTRAS
 from runner.config.schema.train import Train
-from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data, refusal, targets_in
+from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data, refusal, remedy, targets_in
 from runner.config.validate import nodes, shown, typed, with_origins
 
 T = TypeVar("T", bound=Train)
@@ -39,10 +40,12 @@ _MOST = 1024  # threads, or processes, that a file may ask for
 _LONGEST_NAME = 200
 
 
-def problems_in(values: dict[str, Any], composition: Composition, schema: type[T]) -> tuple[T | None, list[Problem]]:
+def problems_in(
+    values: dict[str, Any], composition: Composition, schema: type[T], where: str = ""
+) -> tuple[T | None, list[Problem]]:
     """Validate plain values: types, ranges, rules between keys, and the signature of every component.
 
-    A number under `lr` is put where it belongs, into `optimizer.lr`, in `values` too.
+    A number under `lr` is put where it belongs, into `optimizer.lr`, in `values` too. `where` is as for `checked`.
     """
     config, problems = typed(schema, values)
     if config is not None:
@@ -55,8 +58,8 @@ def problems_in(values: dict[str, Any], composition: Composition, schema: type[T
             problems += [_with_those_that_have_it(problem) for problem in found]
             if key in EXTRAS:
                 problems += check_extras(key, node)
-    named = with_origins(problems, composition.words, composition.choices, composition.sources, composition.primary)
-    return config, named
+    line = (composition.words, composition.choices, composition.sources, composition.primary)
+    return config, with_origins(problems, *line, where)
 
 
 def _with_those_that_have_it(problem: Problem) -> Problem:
@@ -67,13 +70,19 @@ def _with_those_that_have_it(problem: Problem) -> Problem:
     return dataclasses.replace(problem, allowed=f"null; {', '.join(optimizers_taking(argument))} have it", nearest="")
 
 
-def checked(values: dict[str, Any], composition: Composition, schema: type[T]) -> T:
+def checked(values: dict[str, Any], composition: Composition, schema: type[T], where: str = "") -> T:
     """The typed config of `values`.
+
+    Args:
+        values: plain containers.
+        composition: what the command line amounts to.
+        schema: dataclass of the verb.
+        where: the checkpoint that `values` were merged with; empty if there is none.
 
     Raises:
         ConfigError: with every problem there is.
     """
-    config, problems = problems_in(values, composition, schema)
+    config, problems = problems_in(values, composition, schema, where)
     if problems or config is None:
         raise ConfigError(problems)
     if values is composition.values and values["ckpt_path"] is None and _prefer(values, composition.words):
@@ -135,15 +144,17 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     _fetch_nothing(values, composition.values)
     problems = [*_too_many(values, composition.values, where), *_outside(values, composition.values, where)]
     trust = [*composition.values["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
-    own_word = {path for _, path in targets_in(composition.values)}
+    # The user's word counts in the section that it is of: what may be a data set may not be a loss.
+    own_word = {(section_of(key), path) for key, path in targets_in(composition.values)}
     for key, path in targets_in(values):
-        reason = "" if path in own_word else refusal(path, trust)
+        section = section_of(key)
+        reason = "" if (section, path) in own_word else refusal(path, trust, section)
         if reason:
-            package = path.split(".")[0]
-            fix = f"trust=[{package}] if you trust it (on the line, in conf/local, or in RUNNER_TRUST)"
+            fix = remedy(path, trust, section)
             problems.append(Problem(f"{key}._target_", f"'{path}' {reason}", fix, origin=where))
     if problems:
         raise ConfigError(problems)
+    _fetch_nothing(original, composition.values)
     changed = stored.differences(original, values)
     return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
 
@@ -155,8 +166,19 @@ def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
         return
     data["download"] = own["download"]
     dataset, chosen = data.get("dataset"), own["dataset"]
-    if isinstance(dataset, dict) and dataset.get("download") and dataset != chosen:
-        dataset["download"] = own["download"]
+    if isinstance(dataset, dict) and dataset != chosen:
+        if dataset.get("download"):
+            dataset["download"] = own["download"]
+        for inner in [value for name, value in dataset.items() if name != "download"]:
+            _download_nothing(inner)
+
+
+def _download_nothing(value: Any) -> None:
+    """Turn off every `download` in nested values."""
+    if isinstance(value, dict) and value.get("download"):
+        value["download"] = False
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _download_nothing(inner)
 
 
 def _outside(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:

@@ -21,44 +21,13 @@ from pydantic import TypeAdapter, ValidationError
 from runner.config.errors import Problem, UserError, nearest
 from runner.config.extras import extras_in, names_of, without_extras
 from runner.config.keys import describe, members
+from runner.config.kinds import COMPONENT_ROOMS, DATA_SETS, PART_HOMES, homes_of, within, without_fetching
 from runner.config.schema.sections import EXTRAS
 from runner.config.validate import shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
-# Modules whose public classes and functions are components; others of the program can write files or build in turn.
-_COMPONENT_ROOMS = (
-    "runner.models",
-    "runner.optim",
-    "runner.data.digits",
-    "runner.data.torchvision_sets",
-    "runner.data.folders",
-    "runner.data.synthetic",
-    "runner.data.augment",
-    "runner.data.crops",
-    "runner.data.colour",
-    "runner.data.mixing",
-    "runner.data.policies",
-    "runner.data.resized_crop",
-    "runner.engine.callbacks",
-    "runner.engine.tasks",
-    "runner.tracking.loggers",
-)
-# Where classes that build parts are defined. Being a subclass of Module or Dataset is not enough: some of those compile
-# source text or unpickle what they are given (torch.fx.GraphModule, data pipes, torchvision's LSUN).
-_PART_HOMES = (
-    "torch.nn.modules",
-    "torch.optim",
-    "torch.utils.data.dataset",
-    "torchvision.transforms",
-    "torchvision.models",
-    "torchvision.ops",
-    "torchmetrics.classification",
-    "torchmetrics.regression",
-    "torchmetrics.aggregation",
-)
 # How torch says that a number in the config asks for more memory than there is.
 _TOO_LARGE = re.compile(r"can't allocate memory|not enough memory|overflow")
-_DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -96,11 +65,17 @@ def resolve(path: str) -> Any:
     return found
 
 
-def refusal(path: str, trust: Iterable[str]) -> str:
-    """Why a path that was read from a file may not be built, or an empty string if it may."""
+def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
+    """Why a path that was read from a file may not be built, or an empty string if it may.
+
+    Args:
+        path: dotted path.
+        trust: packages that the user trusts.
+        section: where it stands, such as `loss`; parts of another kind may not be built there. Empty for any.
+    """
     trusted = tuple(trust)
     packages = ("runner", "torch", "torchvision", "torchmetrics", *trusted)
-    if not _within(path, packages):
+    if not within(path, packages):
         return "comes from a file and its package is not trusted"
     try:
         found = resolve(path)
@@ -111,18 +86,35 @@ def refusal(path: str, trust: Iterable[str]) -> str:
         return "comes from a file and names something private"
     if "." in str(getattr(found, "__qualname__", "")):
         return "comes from a file and names a part of a class"
-    if _within(home, trusted):
-        return ""
-    if _within(home, _COMPONENT_ROOMS):
-        return "" if inspect.isclass(found) or inspect.isfunction(found) else "is neither a class nor a function"
-    if _within(home, ("torch", "torchvision", "torchmetrics")) and _builds_a_part(found):
+    if within(home, trusted):
         return ""
     actual = f"{home}.{getattr(found, '__qualname__', '?')}"
+    if within(home, COMPONENT_ROOMS) and not (inspect.isclass(found) or inspect.isfunction(found)):
+        return "is neither a class nor a function"
+    known = within(home, ("torch", "torchvision", "torchmetrics")) and _builds_a_part(found)
+    if known or within(home, COMPONENT_ROOMS):
+        if not section or within(home, homes_of(section)):
+            return ""
+        return f"comes from a file and resolves to {actual}, which is not built in the section {section}"
     return f"comes from a file and resolves to {actual}, which is not on the list of things a file may build"
 
 
-def _within(path: str, prefixes: Iterable[str]) -> bool:
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+def remedy(path: str, trust: Iterable[str], section: str) -> str:
+    """What would allow a path that `refusal` refuses."""
+    trusted = tuple(trust)
+    package = path.split(".")[0]
+    if within(path, ("runner", "torch", "torchvision", "torchmetrics")) and not within(path, trusted):
+        homes = ", ".join(homes_of(section))
+        return f"parts of {homes}, or {section}=... on the command line" if homes else "nothing: no part is built here"
+    if within(path, trusted):
+        try:
+            home = str(getattr(resolve(path), "__module__", None) or "")
+        except UserError:
+            return "a path that can be imported here"
+        if within(home, trusted):
+            return "a public class or function at the top of its module"
+        package = home.split(".")[0] or package
+    return f"trust=[{package}] if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)"
 
 
 def _builds_a_part(found: Any) -> bool:
@@ -131,9 +123,9 @@ def _builds_a_part(found: Any) -> bool:
 
     home = str(found.__module__)
     if inspect.isclass(found):
-        if _within(home, ("torchvision.datasets",)):
-            return found.__name__ in _DATA_SETS
-        if not _within(home, _PART_HOMES):
+        if within(home, ("torchvision.datasets",)):
+            return found.__name__ in DATA_SETS
+        if not within(home, PART_HOMES):
             return False
         kinds = (
             torch.nn.Module,
@@ -143,8 +135,8 @@ def _builds_a_part(found: Any) -> bool:
         )
         # The older transforms are plain classes with a __call__; a class's own comes before that of `type`.
         can_be_called = any("__call__" in vars(base) for base in found.__mro__)
-        return issubclass(found, kinds) or (_within(home, ("torchvision.transforms",)) and can_be_called)
-    if inspect.isfunction(found) and _within(home, ("torchvision.models",)):
+        return issubclass(found, kinds) or (within(home, ("torchvision.transforms",)) and can_be_called)
+    if inspect.isfunction(found) and within(home, ("torchvision.models",)):
         import torchvision
 
         try:
@@ -331,7 +323,9 @@ def preferred_data(node: Mapping[str, Any], grey: bool) -> dict[str, Any]:
     return found
 
 
-def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any] | None = None) -> Any:
+def build(
+    key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any] | None = None, fetch: bool = True
+) -> Any:
     """Build a component: call its target with the arguments of the config, nested components built first.
 
     Args:
@@ -339,6 +333,7 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
         node: `_target_` and the arguments.
         *args: leading arguments that the program passes by position.
         facts: arguments that the program adds where the signature names them and the config leaves them out or null.
+        fetch: False builds it, and what is nested in it, without downloads and trained weights.
 
     Raises:
         UserError: if the target refuses its arguments.
@@ -349,30 +344,31 @@ def build(key: str, node: Mapping[str, Any], *args: Any, facts: Mapping[str, Any
     target = resolve(str(node["_target_"]))
     signature = signature_of(target)
     node = without_extras(key, node, signature)
+    node = node if fetch else without_fetching(target, node)
     names = set(signature.parameters) if signature is not None else set()
-    kwargs = {name: _built(f"{key}.{name}", value) for name, value in node.items() if not name.startswith("_")}
+    kwargs = {name: _built(f"{key}.{name}", value, fetch) for name, value in node.items() if not name.startswith("_")}
     for name, value in (facts or {}).items():
         if name in names and kwargs.get(name) is None:
             kwargs[name] = value
         elif name not in names and kwargs.get(name, ...) is None:
             del kwargs[name]  # listed by the option that another target was put into
-    positional = [*args, *(_built(f"{key}._args_", value) for value in node.get("_args_", ()))]
+    positional = [*args, *(_built(f"{key}._args_", value, fetch) for value in node.get("_args_", ()))]
     if node.get("_partial_"):
         return functools.partial(target, *positional, **kwargs)
     try:
         return target(*positional, **kwargs)
-    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError) as error:
+    except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
         raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
 
 
-def _built(key: str, value: Any) -> Any:
+def _built(key: str, value: Any, fetch: bool) -> Any:
     if isinstance(value, dict):
         if "_target_" in value:
-            return build(key, value)
-        return {name: _built(f"{key}.{name}", item) for name, item in value.items()}
+            return build(key, value, fetch=fetch)
+        return {name: _built(f"{key}.{name}", item, fetch) for name, item in value.items()}
     if isinstance(value, list):
-        return [_built(f"{key}.{index}", item) for index, item in enumerate(value)]
+        return [_built(f"{key}.{index}", item, fetch) for index, item in enumerate(value)]
     return value

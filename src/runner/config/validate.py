@@ -134,9 +134,22 @@ def _is_node(annotation: Any) -> bool:
 
 
 def with_origins(
-    problems: Sequence[Problem], words: Sequence[str], choices: dict[str, str], sources: Sources, primary: str
+    problems: Sequence[Problem],
+    words: Sequence[str],
+    choices: dict[str, str],
+    sources: Sources,
+    primary: str,
+    stored: str = "",
 ) -> list[Problem]:
-    """Each problem with the override or the file that its value came from, where that can be told."""
+    """Each problem with the override or the file that its value came from, where that can be told.
+
+    With `stored`, the path of a checkpoint, all values that the command line does not set came from there.
+    """
+    if stored:
+        given = {word.split("=", 1)[0].lstrip("+~") for word in words}
+        choices = {group: name for group, name in choices.items() if group in given}
+        found = [problem.origin or origin(problem.key, words, choices, sources, "") or stored for problem in problems]
+        return [dataclasses.replace(problem, origin=place) for problem, place in zip(problems, found, strict=True)]
     return [
         problem
         if problem.origin
@@ -160,7 +173,7 @@ def origin(key: str, words: Sequence[str], choices: dict[str, str], sources: Sou
             for path in (option.path, option.path.with_name("_base.yaml")):
                 if path.is_file() and (_defines(path, inside) or (key == group and path == option.path)):
                     return str(path)
-    file = sources.primary(primary)
+    file = sources.primary(primary) if primary else None
     return str(file) if file is not None and _defines(file, key) else ""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
 from runner.data.arrays import ImageArrays
@@ -250,7 +250,17 @@ def _sample(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]
     item = dataset[index]
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise UserError("data.dataset: a sample must be a pair (image, target)")
-    return as_tensor(transformed(item[0], transforms)), as_target(item[1])
+    try:
+        image = transformed(item[0], transforms)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        if not transforms:
+            raise
+        names = ", ".join(type(transform).__name__ for transform in transforms)
+        raise UserError(
+            f"transform.sample_train or transform.sample_eval: cannot take the images: {first_line(error)} ({names})\n"
+            "    allowed: transforms that take one image as the data set gives it"
+        ) from error
+    return as_tensor(image), as_target(item[1])
 
 
 def _first(

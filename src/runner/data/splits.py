@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.config.schema.sections import Split
 from runner.data.groups import deal, divide_groups, fold_groups, groups_of, numbered
 from runner.data.indices import Indices, Whole
 
+_MOST_SAMPLES = 10**9  # an order of them takes 8 GB
 _HELD_OUT = ("val", "test")
 # Keeps the split apart from every other permutation that is drawn from the same seed.
 _SALT = 0x5B117
@@ -252,6 +253,12 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
         raise UserError(
             f"data.dataset: its '{name}' split has no length; a map-style one with __len__ and __getitem__ is needed."
         ) from None
+    except (ValueError, IndexError, AttributeError) as error:  # a negative length, or a data set that was given nothing
+        raise UserError(f"data.dataset: its '{name}' split has no length: {first_line(error)}.") from error
+    if size > _MOST_SAMPLES:
+        raise UserError(
+            f"data.dataset: its '{name}' split has {size:,} samples; at most {_MOST_SAMPLES:,} can be put in order."
+        )
     if size == 0:
         raise UserError(f"data.dataset: its '{name}' split is empty.")
     return size

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.assembly.learner import KnownData, build_model
+from runner.assembly.learner import KnownData, build_model, prepared
 from runner.checkpoint import find
 from runner.checkpoint.weights import weights_of
 from runner.config import keys, stored
@@ -96,7 +96,7 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     if not statistics_given and isinstance(combined.get("data"), dict):
         # Other data still has to look to the model like the data that it was trained on.
         combined["data"]["normalize"] = copy.deepcopy(stored_data(found).get("normalize") or {})
-    config = checked(combined, composition, schema)
+    config = checked(combined, composition, schema, str(found.path))
     return Settled(found, config, combined, composition.words, combined["weights"])
 
 
@@ -119,7 +119,7 @@ def line_or_checkpoint(
     values, found = composition.values, None
     if values.get("ckpt_path") is not None:
         found, values = _merged(composition, schema, prefer)
-    return checked(values, composition, schema), values, found
+    return checked(values, composition, schema, str(found.path) if found else ""), values, found
 
 
 def _merged(composition: Composition, schema: type[Train], prefer: str) -> tuple[find.Found, dict[str, Any]]:
@@ -255,7 +255,7 @@ def built(settled: Settled[Any], data: KnownData) -> tuple[Task, nn.Module]:
 def blank_given(settled: Settled[Any], data: KnownData) -> Tensor:
     """A blank image as the model is given it: (1, C, H, W) on the CPU, after `transform.eval`, which may change its size."""
     pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
-    return given_to_model(settled, torch.device("cpu"))(pixels, torch.zeros(1, dtype=torch.int64), 0)
+    return prepared(given_to_model(settled, torch.device("cpu")), pixels)
 
 
 def fill(model: nn.Module, settled: Settled[Any]) -> None:

@@ -1,0 +1,166 @@
+"""What a config from a file may build where, and that building it fetches nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.errors import ConfigError, UserError
+from runner.config.resolve import merged
+from runner.config.targets import build, remedy
+from runner.models.torchvision_zoo import classifier
+
+Compose = Callable[..., Composition]
+PLACES = (
+    *("loss", "optimizer", "scheduler", "task", "model", "metrics.x", "callbacks.x", "logger.x", "data.dataset"),
+    *("transform.train.0", "transform.mix", "model.nested", "loss.nested", "metrics.x.nested", "data.dataset.nested"),
+)
+DOWNLOADS = {
+    "torchvision.datasets.MNIST": "data.dataset",
+    "runner.data.torchvision_sets.kmnist": "data.dataset",
+    "torchvision.models.resnet18": "model",
+    "torchvision.models.segmentation.fcn_resnet50": "model",
+    "runner.models.torchvision_zoo.classifier": "model",
+    "runner.tracking.loggers.TensorBoard": "logger",
+}
+
+
+def with_node(values: dict[str, Any], key: str, node: dict[str, Any]) -> dict[str, Any]:
+    """A config with something else at a dotted key."""
+    made = copy.deepcopy(values)
+    inner: Any = made
+    *parents, last = key.split(".")
+    if parents[:1] == ["transform"] and last == "0":
+        made["transform"][parents[1]] = [node]
+        return made
+    for part in parents:
+        inner[part] = inner.get(part) or {}
+        inner = inner[part]
+    inner[last] = node
+    return made
+
+
+@pytest.mark.parametrize("target", DOWNLOADS)
+def test_a_target_that_downloads_or_writes_is_built_in_its_own_section_alone(target: str, compose: Compose) -> None:
+    values = compose().values
+    for place in PLACES:
+        text = stored.dump(with_node(values, place, {"_target_": target, "root": "evil", "download": True}))
+        if place.startswith(DOWNLOADS[target]):
+            merged(text, "theirs.pt", compose())
+            continue
+        with pytest.raises(ConfigError) as caught:
+            merged(text, "theirs.pt", compose())
+        [problem] = caught.value.problems
+        section = "data.dataset" if place.startswith("data.") else place.split(".")[0]
+        assert problem.key == f"{place}._target_"
+        assert f"which is not built in the section {section}" in problem.message
+        assert "trust=" not in problem.allowed
+
+
+def test_the_users_word_counts_in_its_own_section_alone(compose: Compose) -> None:
+    line = compose("data=mnist")
+    node = {"_target_": "runner.data.torchvision_sets.mnist", "root": "evil", "download": True}
+    with pytest.raises(ConfigError, match=r"loss\._target_"):
+        merged(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
+    own = {"_target_": "strange_package.Net"}
+    line = compose("model._target_=strange_package.Net")
+    with pytest.raises(ConfigError, match=r"loss\._target_"):
+        merged(stored.dump(with_node(line.values, "loss", own)), "theirs.pt", line)
+
+
+def test_downloads_of_data_are_off_at_every_depth(compose: Compose) -> None:
+    inner = {"_target_": "torchvision.datasets.MNIST", "root": "evil", "download": True}
+    node = {
+        "_target_": "torch.utils.data.ConcatDataset",
+        "datasets": [inner, {"_target_": "torch.utils.data.Subset", "dataset": inner, "indices": [0]}],
+        "_args_": [inner],
+        "download": True,
+    }
+    text = stored.dump(with_node(compose().values, "data.dataset", node))
+    values, changed = merged(text, "theirs.pt", compose())
+    assert "True" not in str(values["data"]["dataset"])
+    assert not changed
+
+
+def never(*args: Any, **options: Any) -> Any:
+    raise AssertionError("something was fetched")
+
+
+BUILDERS = [
+    {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"},
+    {"_target_": "torchvision.models.resnet18", "pretrained": True},
+    {"_target_": "torchvision.models.resnet18", "_args_": ["IMAGENET1K_V1"]},
+    {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large"},
+    {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large", "weights": "DEFAULT"},
+    {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large", "pretrained_backbone": True},
+    {
+        "_target_": "runner.models.torchvision_zoo.classifier",
+        "name": "resnet18",
+        "num_classes": 3,
+        "weights": "DEFAULT",
+    },
+]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+@pytest.mark.parametrize("node", BUILDERS, ids=str)
+def test_a_model_that_takes_its_weights_from_a_checkpoint_fetches_none(
+    node: dict[str, Any], nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", never)
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", never)
+    node = node | {"fetch_weights": True} if "classifier" in node["_target_"] else node
+    outer = {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "torch.nn.Sequential", "_args_": [node]}]}
+    with pytest.raises(AssertionError, match="something was fetched"):
+        build("model", node)
+    assert isinstance(build("model", outer if nested else node, fetch=False), nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [("googlenet", "DEFAULT"), ("resnet18", "ResNet18_Weights.IMAGENET1K_V1")]
+)
+def test_a_builder_without_its_weights_gives_the_layers_that_it_gives_with_them(name: str, weights: str) -> None:
+    # What the weights' file would hold is made by the program's own way to the same model.
+    module = name.removesuffix("18")
+    known = classifier(name, 1000, weights="DEFAULT", fetch_weights=False)
+    made = build("model", {"_target_": f"torchvision.models.{module}.{name}", "weights": weights}, fetch=False)
+    assert made.state_dict().keys() == known.state_dict().keys()
+    assert getattr(made, "transform_input", None) == getattr(known, "transform_input", None)
+    assert getattr(made, "aux_logits", None) == getattr(known, "aux_logits", None)
+
+
+def test_without_weights_the_other_arguments_of_a_builder_stay() -> None:
+    made = build("model", {"_target_": "torchvision.models.vit_b_32", "image_size": 64, "num_classes": 3}, fetch=False)
+    assert (made.image_size, made.heads[-1].out_features) == (64, 3)
+    assert isinstance(made, models.VisionTransformer)
+
+
+# What is advised
+
+
+def test_trust_that_was_given_is_not_advised_again(workdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "own_parts.py").write_text(
+        "import os\nfrom collections import OrderedDict as Alias\nclass Net:\n    def inner(self): ...\n"
+    )
+    monkeypatch.syspath_prepend(workdir)
+    assert "trust=[own_parts]" in remedy("own_parts.Net", [], "model")
+    assert remedy("own_parts.Nte", ["own_parts"], "model") == "a path that can be imported here"
+    assert "a public class or function" in remedy("own_parts.Net.inner", ["own_parts"], "model")
+    assert "trust=[collections]" in remedy("own_parts.Alias", ["own_parts"], "model")
+    assert "trust" not in remedy("torch.hub.load", ["own_parts"], "loss")
+    assert "torch.nn.modules" in remedy("torch.hub.load", [], "loss")
+
+
+def test_a_folder_that_is_not_there_is_a_sentence() -> None:
+    node = {"_target_": "torchvision.datasets.ImageFolder", "root": "/nowhere"}
+    with pytest.raises(UserError, match=r"^data\.dataset: .*ImageFolder refuses its arguments: .*No such file"):
+        build("data.dataset", node)
