@@ -22,7 +22,7 @@ from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.optimizer import table_of_groups
 from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, build_loggers, record, repeated
-from runner.assembly.setup import Setup, is_inside, open_directory, read_best, settle
+from runner.assembly.setup import Setup, is_inside, open_directory, open_job, read_best, settle, why_occupied
 from runner.assembly.start import begun
 from runner.assembly.training import build_training, look_ahead, training_flops
 from runner.assembly.watch import watch_modules
@@ -77,13 +77,12 @@ def run(cfg: DictConfig) -> float | None:
     signals = StopSignals()
     debugged = composition.values.get("post_mortem") is True
     raised: BaseException | None = None  # what the debugger is to be opened at
+    if reason := why_occupied(composition):
+        complain(None, reason)
+        raise SystemExit(USAGE)
     try:
         with signals, operations_named(lambda text: console.warn(text)):
-            if composition.job_dir:
-                job = RunDirectory(composition.job_dir)
-                job.lock()
-                directory = job
-                directory.write_overrides(composition.words)
+            directory = open_job(composition)
             setup = settle(composition)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")

@@ -227,3 +227,67 @@ def test_a_job_leaves_no_objects_files_or_threads_behind(sweep, monkeypatch):
     objects, files, threads = (last - third for third, last in zip(counts[2], counts[5], strict=True))
     assert objects < 300, "a job has about 8,000"
     assert (files, threads) == (0, 0)
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+@pytest.fixture
+def first_sweep(sweep, workdir) -> Path:
+    result, folder = sweep("--multirun", "hydra.sweep.dir=mine", "seed=0,1", "resume=auto")
+    assert result.status == 0, result.err
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--multirun", "seed=0,1"), "a sweep lies there"),
+        (("--multirun", "seed=5"), "a sweep lies there"),
+        (("--multirun", "seed=0,1", "optimizer.lr=0.1", "resume=auto"), "other settings lies there (optimizer.lr=0.1 now)"),
+        (("--multirun", "seed=0,1,2", "resume=auto"), "other settings lies there (seed=0,1 before, seed=0,1,2 now)"),
+        (("sweep=lr", "resume=auto"), "a sweep of other settings lies there"),
+    ],
+    ids=["same", "other", "other key", "more jobs", "preset"],
+)  # fmt: skip
+def test_a_sweep_does_not_touch_the_folder_of_another(run, tiny, first_sweep, words, reason):
+    before = contents(first_sweep)
+    result = run("train", *tiny, *words, "hydra.sweep.dir=mine")
+    assert result.status == 2
+    assert "hydra.sweep.dir: cannot be mine" in result.err
+    assert reason in result.err
+    assert contents(first_sweep) == before
+
+
+def test_the_same_sweep_again_takes_finished_jobs_as_they_are(sweep, first_sweep):
+    (first_sweep / "1" / "summary.json").unlink()
+    (first_sweep / "1" / "overrides.yaml").unlink()
+    before = contents(first_sweep / "0")
+    result, _ = sweep("--multirun", "hydra.sweep.dir=mine", "seed=0,1", "resume=auto", "+hydra.job.env_set.A=b")
+    assert result.status == 0, result.err
+    assert "2 of 2 jobs finished" in result.out
+    assert contents(first_sweep / "0") == before
+    assert summaries(first_sweep)["1"]["status"] == "finished"
+
+
+def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
+    before = contents(first_sweep)
+    result = run("train", *tiny, "hydra.run.dir=mine")
+    assert (result.status, "hydra.run.dir: mine holds a sweep" in result.err) == (2, True)
+    assert contents(first_sweep) == before
+    before = contents(first_sweep / "0")
+    result = run("train", *tiny, "--multirun", "seed=0,1", "hydra.sweep.dir=mine/0")
+    assert (result.status, "hydra.sweep.dir: cannot be mine/0: a run lies there" in result.err) == (2, True)
+    assert contents(first_sweep / "0") == before
+
+
+@pytest.mark.parametrize("again", [(), ("resume=auto",)], ids=["anew", "resumed"])
+def test_two_jobs_of_a_sweep_do_not_share_a_folder(run, tiny, workdir, again):
+    words = ("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "hydra.sweep.subdir=both", *again)
+    result = run("train", *tiny, *words)
+    assert result.status == 2
+    assert "of other settings" in result.err if again else "already holds a run" in result.err
+    assert yaml.safe_load((workdir / "mine" / "both" / "config.yaml").read_text())["seed"] == 0
+    assert "seed=0" in yaml.safe_load((workdir / "mine" / "both" / "overrides.yaml").read_text())

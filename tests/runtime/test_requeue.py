@@ -199,3 +199,14 @@ def test_after_the_clock_was_set_back_the_newest_run_is_still_the_newest(
 
 def summary_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
+
+
+def test_a_finished_run_of_other_settings_does_not_count_as_this_one(run: Callable[..., Any], workdir: Path) -> None:
+    words = (*SMALL, "resume=auto", "hydra.run.dir=mine")
+    assert run("train", *words, "max_steps=2").status == 0
+    before = (workdir / "mine" / "overrides.yaml").read_bytes()
+    other = run("train", *words, "max_steps=3")
+    assert other.status == 2
+    assert "mine holds a run of other settings" in other.err
+    assert "has finished already" not in other.out
+    assert (workdir / "mine" / "overrides.yaml").read_bytes() == before

@@ -26,6 +26,7 @@ from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.keys import flatten
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
+from runner.config.sweep_folder import why_occupied
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -190,6 +191,9 @@ def launch(
     if not request.multirun:  # Hydra 1.4 takes a sweep from a preset only if it is told of it
         flag_words.append("--multirun")
     given = [word.split("=", 1)[1].strip("'\"") for word in known.accepted if word.startswith("hydra.sweep.dir=")]
+    resumes = composition.values.get("resume") == "auto"
+    if given and (problem := why_occupied(Path(given[-1]), known.accepted, resumes)):
+        raise ConfigError([problem])
     folder = Path(given[-1]) if given else sweep_root(composition.values)
     extra = [] if given else [f"hydra.sweep.dir='{folder}'"]
     return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted, *extra]), folder)

@@ -18,7 +18,9 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         return print_help("train", __doc__, argv)
     outcome = launch_verb("train", argv, job, claimed(lambda values: Path(str(values["name"])) / "sweeps"))
-    return outcome.status if outcome.sweep is None else max(outcome.status, _report(outcome.sweep))
+    if outcome.sweep is None or outcome.status == 2:  # a sweep that was refused has nothing to report
+        return outcome.status
+    return max(outcome.status, _report(outcome.sweep))
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -1,0 +1,79 @@
+"""The folder of a sweep: a new one, or the one that the same command made before."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+from runner.config.errors import Problem
+from runner.config.reading import read_regular
+
+_OF_SWEEPS = ("multirun.yaml", "sweep.json")
+_OF_RUNS = ("summary.json", "overrides.yaml")
+
+
+def holds_sweep(folder: Path) -> bool:
+    """Whether a folder is that of a sweep."""
+    jobs = (job / name for job in folder.glob("*/") for name in _OF_RUNS)
+    return any(os.path.lexists(path) for path in (*(folder / name for name in _OF_SWEEPS), *jobs))
+
+
+def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem | None:
+    """A problem if a sweep may not write into a folder, as another sweep or a run lies there.
+
+    Args:
+        folder: the folder of the sweep.
+        words: the overrides of the command line, those of `hydra.*` too.
+        resumes: whether the jobs have `resume=auto`.
+    """
+    key, others = "hydra.sweep.dir", "another folder"
+    if any(os.path.lexists(folder / name) for name in _OF_RUNS):
+        return Problem(key, f"cannot be {folder}: a run lies there", others)
+    if not holds_sweep(folder):
+        return None
+    if not resumes:
+        allowed = f"{others}, or resume=auto, given from its first start on, to continue it"
+        return Problem(key, f"cannot be {folder}: a sweep lies there", allowed)
+    if not os.path.lexists(folder / "multirun.yaml"):
+        return None  # not every sweeper writes it; each job looks at its own folder too
+    try:
+        before = _words_of(folder)
+    except (OSError, ValueError) as error:
+        return Problem(key, f"cannot be {folder}: its multirun.yaml cannot be read: {error}", others)
+    now = _that_matter(words)
+    if before == now:
+        return None
+    unlike = [
+        *(f"{word} before" for word in before if word not in now),
+        *(f"{word} now" for word in now if word not in before),
+    ]
+    what = ", ".join(unlike) or "the same words in another order"
+    return Problem(
+        key, f"cannot be {folder}: a sweep of other settings lies there ({what})", f"{others}, or its command"
+    )
+
+
+def _words_of(folder: Path) -> list[str]:
+    """The words that the sweep in a folder was started with.
+
+    Raises:
+        OSError: if its file cannot be read.
+        ValueError: if that says nothing about them.
+    """
+    try:
+        content = yaml.load(read_regular(folder / "multirun.yaml"), Loader=yaml.BaseLoader)
+        overrides = content["hydra"]["overrides"]
+        return _that_matter([*overrides["task"], *overrides["hydra"]])
+    except (yaml.YAMLError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError("it is not Hydra's") from error
+
+
+def _that_matter(words: Iterable[str]) -> list[str]:
+    """The words that say which jobs there are; where they run, and in which folder, is Hydra's business."""
+    plain = [str(word).lstrip("+") for word in words]
+    return sorted(
+        word for word in plain if not word.startswith("hydra") or word.startswith(("hydra.sweeper", "hydra/sweeper"))
+    )
