@@ -31,7 +31,7 @@ SECTIONS = {
     "damage": "truncated and altered checkpoints",
     "hostile": "files made by somebody who means harm",
     "same_bits": "settings that must not change a bit",
-    "signals": "SIGTERM, SIGINT and SIGUSR1 in every phase",
+    "signals": "SIGTERM, SIGHUP and the other signals that stop a run, in every phase",
     "ending": "SIGKILL at every place of a run's end, all loggers compared line by line",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
 }
