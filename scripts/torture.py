@@ -33,7 +33,7 @@ SECTIONS = {
     "memory": "small files that want to become large, and the peak of memory",
     "downloads": "a stranger's config that would download or write, in every section",
     "same_bits": "settings that must not change a bit",
-    "signals": "SIGTERM, SIGINT and SIGUSR1 in every phase",
+    "signals": "SIGTERM, SIGHUP and the other signals that stop a run, in every phase",
     "ending": "SIGKILL at every place of a run's end, all loggers compared line by line",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
 }

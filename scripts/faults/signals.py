@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 in every phase: the step is saved, the status says so, and the run goes on exactly."""
+"""Every signal that asks a run to stop, in every phase: the step is saved, the status says so, and the run goes on exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from faults.lives import Prepare, fingerprint, live
 from faults.table import Bench, Row
 
 PREEMPTED = 75
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (
+    signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+)  # fmt: skip
+SHORT = SIGNALS[:2]
+# What one cause sends: a closed terminal (the shell and the kernel), a service manager, used up CPU time.
+TOGETHER: dict[str, tuple[int, ...]] = {
+    "SIGHUP twice": (signal.SIGHUP, signal.SIGHUP),
+    "SIGTERM and SIGHUP": (signal.SIGTERM, signal.SIGHUP),
+    "SIGXCPU three times": (signal.SIGXCPU,) * 3,
+}
 # Micro-batches are 20 an epoch, 3 a step; the last step of an epoch has 2.
 PLACES: dict[str, tuple[str, int]] = {
     "data loading": ("while loading", 10),
@@ -35,14 +44,18 @@ def section(bench: Bench) -> list[Row]:
     names = ["checkpoint writing", *PLACES][: bench.counts["signals"] or None]
     rows = []
     for name in names:
-        row = Row("signals", f"SIGTERM, SIGINT, SIGUSR1 during {name}")
-        for number in SIGNALS if not bench.counts["signals"] else SIGNALS[:1]:
+        row = Row("signals", f"{len(SIGNALS)} signals that stop a run, during {name}")
+        for number in SHORT if bench.counts["signals"] else SIGNALS:
             run = bench.folder / f"{name.replace(' ', '_')}_{number}"
             row.count(_not_obeyed(words, run, _sending(name, number), expected, name == "restoring"), bench.say)
         rows.append(row)
     twice = Row("signals", "two signals at once: the process ends, and the run goes on from its last checkpoint")
     twice.count(_second(words, bench.folder / "twice", expected), bench.say)
-    return [*rows, twice]
+    together = Row("signals", f"as one cause sends them: {', '.join(TOGETHER)}")
+    for name, numbers in list(TOGETHER.items())[: bench.counts["signals"] or None]:
+        prepare = phases.signalling("after forward", 13, *numbers)
+        together.count(_not_obeyed(words, bench.folder / name.replace(" ", "_"), prepare, expected, False), bench.say)
+    return [*rows, twice, together]
 
 
 def _sending(name: str, number: int) -> Prepare:

@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from inspect import cleandoc
@@ -17,6 +18,7 @@ from runner.config.errors import UserError, nearest
 from runner.tracking.formats import clean
 
 USAGE_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def verb_modules() -> dict[str, ModuleType]:
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return int(modules[verb].main(rest))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever reads the output has seen enough (`| head`); Python must not complain about it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 
+from runner.config.signals import STOPPING
+from runner.data.workers import _start_worker
 from runner.runtime.signals import StopSignals
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU"])
 def test_a_signal_is_noted_by_name_and_the_old_handler_comes_back(name: str) -> None:
     number = getattr(signal, name)
     before = signal.getsignal(number)
@@ -32,6 +36,64 @@ def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> No
             signal.raise_signal(getattr(signal, second))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + getattr(signal, second)
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT", "SIGXCPU"])
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored(name: str) -> None:
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            signal.raise_signal(number)
+            assert signals.asked() == ""
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGXCPU"])
+def test_a_signal_that_one_cause_sends_several_times_does_not_end_the_process_at_once(name: str) -> None:
+    with StopSignals() as signals:
+        for _ in range(3):
+            signal.raise_signal(getattr(signal, name))
+        signal.raise_signal(signal.SIGTERM)  # a service manager sends it together with SIGHUP
+        signal.raise_signal(getattr(signal, name))
+        assert signals.received == name
+
+
+def test_a_second_signal_ends_the_worker_processes_too() -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        os.write(writing, str(worker.pid).encode())
+        with StopSignals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        os._exit(0)
+    os.close(writing)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGINT
+    worker = os.read(reading, 20)
+    deadline = time.monotonic() + 10
+    with os.fdopen(reading, "rb") as pipe:  # the worker holds its other end
+        os.set_blocking(pipe.fileno(), False)
+        while pipe.read() is None:
+            assert time.monotonic() < deadline, f"worker {worker.decode()} is still there"
+            time.sleep(0.01)
+
+
+def test_workers_leave_every_signal_that_stops_a_run_to_the_main_process() -> None:
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    pid = os.fork()
+    if pid == 0:
+        _start_worker(0)
+        for number in STOPPING:
+            signal.raise_signal(number)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert {number: signal.getsignal(number) for number in STOPPING} == handlers
+    assert {"SIGHUP", "SIGQUIT", "SIGXCPU"} <= {number.name for number in STOPPING}
 
 
 def test_outside_the_main_thread_nothing_is_changed() -> None:

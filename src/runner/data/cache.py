@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.config.signals import STOPPING
 from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable, Unwritable, temporary_prefix, write
 from runner.data.indices import Whole
 from runner.data.samples import Keyed, as_target, as_tensor
@@ -314,7 +315,7 @@ def _noticing_signals() -> Iterator[Callable[[], bool]]:
         before[number](number, frame)
 
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in STOPPING:
             handler = signal.getsignal(number)
             if callable(handler) and handler is not signal.default_int_handler:
                 before[number] = handler

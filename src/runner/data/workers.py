@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import DataFailed, UserError
+from runner.config.signals import STOPPING
 from runner.data import deaths
 from runner.data.indices import Indices
 from runner.data.keyed import mix
@@ -55,20 +56,17 @@ class _Slices(Sampler[list[tuple[int, int]]]):
         return iter(self.request)
 
 
-# A scheduler signals the whole process group; only the main process decides what happens then.
-_LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-
 def _start_worker(_: int) -> None:
-    for number in _LEFT_TO_MAIN:
+    # A scheduler or a terminal signals the whole process group; only the main process decides what happens then.
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_MAIN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
     """Hold signals back while workers start: they begin with our mask, so none dies before it can ignore one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_MAIN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
     finally:

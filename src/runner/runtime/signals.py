@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,17 +11,23 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-_WATCHED = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+from runner.config.signals import STOPPING
+
+# These stay ignored if they were when the process started, as nohup and shells do it.
+_LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
+# One cause may send these several times: a closed terminal (the shell and the kernel), used up CPU time (every second).
+_REPEATED = ("SIGHUP", "SIGXCPU")
 
 
 class StopSignals:
-    """While entered, SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 set `received`; a second one ends the process at once.
+    """While entered, the signals of `STOPPING` set `received`; a second one ends the process at once.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    A repeated SIGHUP or SIGXCPU does not. Outside the main thread, where Python allows no handlers, nothing is done.
     """
 
     def __init__(self) -> None:
         self.received = ""
+        self._insists = False  # whether the next signal ends the process
         self._before: dict[int, Any] = {}
         self._end, self._limit = float("inf"), ""
 
@@ -35,9 +43,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for name in _WATCHED:
-                number = getattr(signal, name, None)
-                if number is not None:
+            for number in STOPPING:
+                if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -49,6 +56,13 @@ class StopSignals:
         self._before.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
+        name = signal.Signals(number).name
+        self.received = self.received or name
+        if name in _REPEATED:
+            return
+        if self._insists:
+            with contextlib.suppress(Exception):  # workers that outlive this process would print what they then miss
+                for child in multiprocessing.active_children():
+                    child.kill()
             os._exit(128 + number)
-        self.received = signal.Signals(number).name
+        self._insists = True

@@ -219,13 +219,13 @@ class Console:
     def _give_up(self) -> None:
         self._silent = True
         self._leave_terminal()
-        if self._stream is not sys.__stdout__:
-            return
         # A later print of someone else's, or the interpreter's last flush, would still end the process with an error.
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.close(nowhere)
+        for descriptor, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
+            if self._stream is stream:
+                with contextlib.suppress(OSError, ValueError):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, descriptor)
+                    os.close(nowhere)
 
     def _leave_terminal(self) -> None:
         """Give back what the bar had taken over (stdout, stderr), whatever state the terminal is in."""

@@ -1,0 +1,162 @@
+"""Runs on a real terminal: Ctrl-C, Ctrl-C again, and a terminal that is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+WORDS = (
+    "train", "data=synthetic", "data.dataset.samples=200", "data.image_size=8", "data.batch_size=8", "epochs=2",
+    "model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.every_steps=1", "evaluate.test=false",
+    "log.curves=false", "data.residency=disk", "data.num_workers=2", "+callbacks.slow._target_=slow.Slow",
+    "hydra.run.dir=run",
+)  # fmt: skip
+SLOW = """
+import time
+from pathlib import Path
+
+class Slow:
+    def __init__(self, step_s: float = 0.05): self.step_s = step_s
+    def on_step(self, loop):
+        Path("steps").write_text(str(loop.state.position.global_step))
+        time.sleep(self.step_s)
+"""
+# The terminal becomes the controlling one, so that it signals the process as a shell's would.
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+
+class Terminal:
+    """A terminal that the program runs on."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+        self.process, self._master, self._said = process, master, b""
+
+    def press(self, key: bytes) -> None:
+        os.write(self._master, key)
+
+    def close(self) -> None:
+        if self._master >= 0:
+            os.close(self._master)
+            self._master = -1
+
+    def wait(self, done: Callable[[], bool], longest_s: float = 90.0) -> None:
+        deadline = time.monotonic() + longest_s
+        while not done():
+            assert time.monotonic() < deadline, self.said
+            self._read(0.02)
+
+    def end(self) -> int:
+        self.wait(lambda: self.process.poll() is not None)
+        for _ in range(10):  # worker processes may still print
+            self._read(0.05)
+        return self.process.returncode
+
+    def _read(self, wait_s: float) -> None:
+        if self._master < 0 or not select.select([self._master], [], [], wait_s)[0]:
+            time.sleep(wait_s if self._master < 0 else 0)
+            return
+        with contextlib.suppress(OSError):  # nobody has the terminal open any more
+            self._said += os.read(self._master, 1 << 16)
+
+    @property
+    def said(self) -> str:
+        return self._said.decode(errors="replace")
+
+
+@pytest.fixture
+def on_terminal(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Terminal]]:
+    (workdir / "slow.py").write_text(SLOW, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(workdir))
+    started: list[Terminal] = []
+
+    def call(*words: str, python: tuple[str, ...] = ("-m", "runner", *WORDS)) -> Terminal:
+        master, slave = os.openpty()
+        command = [sys.executable, "-c", TAKE_TERMINAL, *python, *words]
+        process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        started.append(Terminal(process, master))
+        return started[-1]
+
+    yield call
+    for terminal in started:
+        if terminal.process.poll() is None:
+            os.killpg(terminal.process.pid, signal.SIGKILL)
+        terminal.process.wait()
+        terminal.close()
+
+
+def at_step(step: int) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path("steps").read_text()) >= step
+    return False
+
+
+def preempted(name: str) -> bool:
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["error"] == f"stopped by {name}"
+    return bool(summary["status"] == "preempted") and Path("run/checkpoints/last.pt").is_file()
+
+
+@pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")], ids=["Ctrl-C", "Ctrl-backslash"])
+def test_a_key_that_stops_saves_and_ends_with_75(on_terminal: Callable[..., Terminal], key: bytes, name: str) -> None:
+    terminal = on_terminal()
+    terminal.wait(lambda: at_step(3))
+    terminal.press(key)
+    assert terminal.end() == 75, terminal.said
+    assert preempted(name)
+    assert "resume with ckpt_path=" in terminal.said
+    assert "Traceback" not in terminal.said
+
+
+def test_a_terminal_that_is_closed_saves_and_ends_with_75(on_terminal: Callable[..., Terminal]) -> None:
+    terminal = on_terminal()
+    terminal.wait(lambda: at_step(3))
+    terminal.close()
+    assert terminal.end() == 75
+    assert preempted("SIGHUP")
+
+
+def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: Callable[..., Terminal]) -> None:
+    nohup = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    terminal = on_terminal("callbacks.slow.step_s=0.01", python=("-c", nohup, sys.executable, "-m", "runner", *WORDS))
+    terminal.wait(lambda: at_step(3))
+    terminal.close()
+    assert terminal.end() == 0
+    assert json.loads(Path("run/summary.json").read_text())["status"] == "finished"
+
+
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback_of_any_process(on_terminal: Callable[..., Terminal]) -> None:
+    terminal = on_terminal("callbacks.slow.step_s=60")
+    terminal.wait(lambda: at_step(1))
+    terminal.press(b"\x03")
+    time.sleep(0.5)
+    assert terminal.process.poll() is None, "the first one waits for the step to end"
+    terminal.press(b"\x03")
+    assert terminal.end() == 128 + signal.SIGINT
+    assert "Traceback" not in terminal.said
+    assert "Error" not in terminal.said
+
+
+def test_ctrl_c_before_training_ends_without_a_traceback(on_terminal: Callable[..., Terminal]) -> None:
+    waiting = "import time\nfrom pathlib import Path\nPath('steps').write_text('1')\ntime.sleep(60)\nSlow = None\n"
+    Path("slow.py").write_text(waiting, encoding="utf-8")
+    terminal = on_terminal(python=("-m", "runner", "check", "data.dataset._target_=slow.Slow"))
+    terminal.wait(lambda: at_step(1))
+    terminal.press(b"\x03")
+    assert terminal.end() == 128 + signal.SIGINT, terminal.said
+    assert "Traceback" not in terminal.said
