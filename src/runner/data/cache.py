@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable, Unwritable, temporary_prefix, write
+from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, Unwritable, temporary_prefix, write
 from runner.data.indices import Whole
 from runner.data.samples import Keyed, as_target, as_tensor
 from runner.data.splits import targets_of
@@ -51,7 +51,7 @@ class Opened(NamedTuple):
         complaint: why a file that was there could not be used; empty if there was none.
     """
 
-    images: MappedImages | None
+    images: CachedImages | None
     done: str
     complaint: str = ""
 
@@ -79,7 +79,7 @@ class Cache:
         return self.folder / f"{plain}-{split}-{digest[:12]}.images"
 
     def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
-        """Map the images of a data set, which are decoded first if they are not there, damaged or others.
+        """Open the images of a data set, which are decoded first if they are not there, damaged or others.
 
         Args:
             dataset: map-style data set of uint8 images of one size; reading it draws no random numbers.
@@ -91,7 +91,7 @@ class Cache:
         """
         path, key = self.path(split), identity(dataset, self.recipe)
         found = self._existing(path, key, dataset)
-        if isinstance(found, MappedImages):
+        if isinstance(found, CachedImages):
             return Opened(found, "opened")
         if workers is None:
             return Opened(None, "")
@@ -100,7 +100,7 @@ class Cache:
             if stopped():
                 return Opened(None, "")
             found = self._existing(path, key, dataset)  # another process may have made it while we waited
-            if isinstance(found, MappedImages):
+            if isinstance(found, CachedImages):
                 return Opened(found, "opened")
             began = time.perf_counter()
             _remove_useless(path, unfinished=locked)
@@ -114,12 +114,12 @@ class Cache:
                 return Opened(None, "")
             except Unwritable as error:
                 raise _cannot_write(path, str(error)) from error
-            return Opened(MappedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
+            return Opened(CachedImages(path, key, dataset), f"made in {time.perf_counter() - began:.1f} s", found)
 
-    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> MappedImages | str:
+    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
         """The cache at `path`, or why there is none to use: empty if there is no file."""
         try:
-            mapped = MappedImages(path, key)
+            cached = CachedImages(path, key, dataset)
         except FileNotFoundError:
             return ""
         except OSError as error:
@@ -127,9 +127,9 @@ class Cache:
         except Unusable as error:
             return f"{path} was made anew: {error}"
         count = len(dataset)  # type: ignore[arg-type]
-        if len(mapped) != count:
-            return f"{path} was made anew: it has {len(mapped):,} images for {count:,}"
-        missing = set(mapped.unreadable.tolist())
+        if len(cached) != count:
+            return f"{path} was made anew: it has {len(cached):,} images for {count:,}"
+        missing = set(cached.unreadable.tolist())
         if missing and not self.skips:
             return f"{path} was made anew: {len(missing):,} of its images could not be read, and data.on_error=raise"
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
@@ -139,9 +139,11 @@ class Cache:
                 if not self.skips:
                     raise
                 return f"{path} was made anew: image {place} cannot be read any more"
-            if not (_same(mapped.images[place], image) and _same(mapped.targets[place], target)):
+            if problem := cached.images.problem(place):
+                return f"{path} was made anew: image {place} is damaged: {problem}"
+            if not (_same(cached.images[place], image) and _same(cached.targets[place], target)):
                 return f"{path} was made anew: image {place} is another than in the data set"
-        return mapped
+        return cached
 
 
 class _Stopped(Exception):
