@@ -79,7 +79,7 @@ def run(cfg: DictConfig) -> float | None:
     debugged = composition.values.get("post_mortem") is True
     raised: BaseException | None = None  # what the debugger is to be opened at
     try:
-        with signals, operations_named(lambda text: console.warn(text)):
+        with signals, operations_named(lambda text: console.warn(text)), contextlib.ExitStack() as built:
             if composition.job_dir:
                 job = RunDirectory(composition.job_dir)
                 job.lock()
@@ -99,7 +99,7 @@ def run(cfg: DictConfig) -> float | None:
             directory = opened
             progress = setup.config.log.progress
             console = Console(directory.log_file, None if progress == "auto" else progress)
-            value = train(setup, composition, directory, console, summary, signals)
+            value = train(setup, composition, directory, console, summary, signals, built)
         summary["status"] = "finished"
     except UserError as error:
         status = FAILED if isinstance(error, DataFailed) else USAGE
@@ -162,6 +162,7 @@ def train(
     console: Console,
     summary: dict[str, Any],
     signals: StopSignals,
+    built: contextlib.ExitStack,
 ) -> float | None:
     """Assemble a run and carry it out.
 
@@ -172,6 +173,7 @@ def train(
         console: where everything is shown.
         summary: filled in as things become known.
         signals: tells whether the run is asked to stop.
+        built: what is to be closed if something raises before training starts, which closes it itself.
 
     Returns:
         The best value of the monitored metric, or None.
@@ -194,8 +196,10 @@ def train(
         forget_compiled()
     if config.lr == "auto":
         data = settle_rate(config, values, make_cache, directory.path, console.line, signals.asked)
+        built.callback(data.close)
     training = build_training(config, values, start, data, make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
+    built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
     identity = splits.identify()
@@ -295,6 +299,7 @@ def train(
             directory.copy_metrics(path.parents[1], resumed_step)
     directory.write_config(text)
     for logger in loggers:
+        built.callback(logger.close)
         logger.open(directory.path, resumed_step if setup.found else None)
 
     # Tell
@@ -324,6 +329,7 @@ def train(
     watch_modules(config.watch, training, console)
     console.start(training.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(training.device)
+    built.pop_all()
     try:
         if warning := saving.room_for(state):
             console.warn(warning)

@@ -34,7 +34,7 @@ from runner.data.splits import targets_of
 from runner.data.stand_ins import StandIns
 from runner.data.workers import WorkerLoader
 
-_BATCH = 64
+DECODED_AT_ONCE = 64  # images of a batch while a cache is made
 _COMPARED = 4  # images that are read again when a cache is opened
 _POLL_S = 0.2
 _SHOWN_AFTER_S = 2.0
@@ -256,7 +256,7 @@ def _decoded(
             "stand_ins": StandIns(0, everything),
             "on_skipped": lambda found: missing.update(unreadable.sample for unreadable in found),
         }
-    loader = WorkerLoader(dataset, everything, _BATCH, 0, False, cpu, (), workers, persistent=False, **extra)
+    loader = WorkerLoader(dataset, everything, DECODED_AT_ONCE, 0, False, cpu, (), workers, persistent=False, **extra)
     shown = _Progress(split, count)
     with contextlib.closing(loader):
         for batch in loader.batches(0, 0, count):

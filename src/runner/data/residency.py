@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.arrays import ImageArrays
-from runner.data.cache import Cache
+from runner.data.cache import DECODED_AT_ONCE, Cache
 from runner.data.cache_file import CachedImages
 from runner.data.crew import Crew, muster
 from runner.data.indices import Indices
@@ -105,11 +105,12 @@ def plan_reading(
     plan = Reading()
     train, indices = parts["train"]
     stand_ins = StandIns(0, indices) if data.on_error == "skip" else None
-    largest = max(data.samples_a_batch, eval_batch_size)
+    # An evaluation inside an epoch reads while workers hold batches of training; a cache is made by itself.
+    ahead = max(data.samples_a_batch + eval_batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
     def crew(dataset: Dataset[Any]) -> Crew:
         size, wanted = data.samples_a_batch, data.num_workers
-        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, largest, example.nbytes, stand_ins)
+        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, ahead, example.nbytes, stand_ins)
 
     decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made
     if data.cache is not None:
