@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from runner.config.schema import Data, Normalize, Split, Transform
+from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data.assembly import Splits, assemble
 from runner.runtime.device import configure_torch
 

@@ -81,7 +81,7 @@ def run(cfg: DictConfig) -> float | None:
         complain(None, reason)
         raise SystemExit(USAGE)
     try:
-        with signals, operations_named(lambda text: console.warn(text)):
+        with signals, operations_named(lambda text: console.warn(text)), contextlib.ExitStack() as built:
             directory = open_job(composition)
             setup = settle(composition)
             if setup.config.max_time is not None:
@@ -97,7 +97,7 @@ def run(cfg: DictConfig) -> float | None:
             directory = opened
             progress = setup.config.log.progress
             console = Console(directory.log_file, None if progress == "auto" else progress)
-            value = train(setup, composition, directory, console, summary, signals)
+            value = train(setup, composition, directory, console, summary, signals, built)
         summary["status"] = "finished"
     except UserError as error:
         status = FAILED if isinstance(error, DataFailed) else USAGE
@@ -163,6 +163,7 @@ def train(
     console: Console,
     summary: dict[str, Any],
     signals: StopSignals,
+    built: contextlib.ExitStack,
 ) -> float | None:
     """Assemble a run and carry it out.
 
@@ -173,6 +174,7 @@ def train(
         console: where everything is shown.
         summary: filled in as things become known.
         signals: tells whether the run is asked to stop.
+        built: what is to be closed if something raises before training starts, which closes it itself.
 
     Returns:
         The best value of the monitored metric, or None.
@@ -194,8 +196,10 @@ def train(
         forget_compiled()
     if config.lr == "auto":
         data = settle_rate(config, values, make_cache, directory.path, console.line, signals.asked)
+        built.callback(data.close)
     training = build_training(config, values, start, data, make_cache)
     splits, task, model, state = training.splits, training.task, training.model, training.state
+    built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
     identity = splits.identify()
@@ -296,6 +300,7 @@ def train(
         directory.truncate_metrics(resumed_step, repeated(state))
     directory.write_config(text)
     for logger in loggers:
+        built.callback(logger.close)
         logger.open(directory.path, resumed_step if setup.found else None)
 
     # Tell
@@ -325,6 +330,7 @@ def train(
     watch_modules(config.watch, training, console)
     console.start(training.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(training.device)
+    built.pop_all()
     try:
         if warning := saving.room_for(state):
             console.warn(warning)

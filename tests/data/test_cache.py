@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -25,12 +26,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.config.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
 from runner.data.assembly import Splits, assemble
 from runner.data.cache import Cache, Opened
-from runner.data.cache_file import HEADER_BYTES, Header, MappedImages, Unusable
+from runner.data.cache_file import HEADER_BYTES, CachedImages, Header, Unusable
 from runner.data.loaders import MemoryLoader
 from runner.data.workers import WorkerLoader
 
@@ -73,7 +74,7 @@ def opened(folder: Path, dataset: Dataset[Any] | None = None, workers: int = 0, 
     return cache(folder, **recipe).open(Made() if dataset is None else dataset, "train", lambda: workers)
 
 
-def check(images: MappedImages | None, dataset: Dataset[Any]) -> None:
+def check(images: CachedImages | None, dataset: Dataset[Any]) -> None:
     assert images is not None
     assert len(images) == len(dataset)  # type: ignore[arg-type]
     for index in range(len(images)):
@@ -128,8 +129,12 @@ def test_wide_unsigned_targets_are_kept_as_int64(tmp_path: Path, kind: Any) -> N
 
 def _lie(path: Path, **fields: Any) -> None:
     block = path.read_bytes()
-    said = json.loads(block[:HEADER_BYTES].decode().removeprefix("runner images 1 ")) | fields
-    path.write_bytes(f"runner images 1 {json.dumps(said)}".encode().ljust(HEADER_BYTES) + block[HEADER_BYTES:])
+    text = json.dumps(json.loads(block[len(b"runner images 2 00000000 ") : HEADER_BYTES]) | fields).encode()
+    path.write_bytes(_header(text) + block[HEADER_BYTES:])
+
+
+def _header(text: bytes) -> bytes:
+    return (f"runner images 2 {zlib.crc32(text):08x} ".encode() + text).ljust(HEADER_BYTES)
 
 
 def _flip(path: Path, place: int) -> None:
@@ -144,7 +149,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (lambda path: path.write_bytes(pickle.dumps(list(range(9999)))), "not a cache of images"),
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes in place of"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes in place of"),
-    "no header": (lambda path: path.write_bytes(b"runner images 1 {".ljust(9999)), "header is damaged"),
+    "no header": (lambda path: path.write_bytes(_header(b"{").ljust(9999)), "header is damaged"),
     "half a header": (lambda path: path.write_bytes(path.read_bytes()[:100]), "not a cache of images"),
     "huge": (lambda path: _lie(path, images=[150, 3, 4, 2**60]), "bytes in place of"),
     "negative": (lambda path: _lie(path, images=[150, 3, -4, -4]), "header is damaged"),
@@ -153,12 +158,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "text for numbers": (lambda path: _lie(path, images="many"), "header is damaged"),
     "another dtype": (lambda path: _lie(path, targets_dtype="complex64"), "header is damaged"),
     "a list for a dtype": (lambda path: _lie(path, targets_dtype=[]), "header is damaged"),
-    "deep": (lambda path: path.write_bytes(b"runner images 1 ".ljust(9999, b"[")), "header is damaged"),
+    "deep": (lambda path: path.write_bytes(_header(b"[" * 4000).ljust(9999)), "header is damaged"),
+    "older": (lambda path: path.write_bytes(b"runner images 1 {".ljust(9999)), "not a cache of images of this version"),
+    "one bit of its header": (lambda path: _flip(path, 99), "header is damaged"),
     "fewer targets": (lambda path: _lie(path, targets=[75, 2]), "header is damaged"),
     "another key": (lambda path: _lie(path, key="0" * 64), "made from other files, settings or library versions"),
-    "targets": (lambda path: _flip(path, path.stat().st_size - 4), "targets are damaged"),
-    "first image": (lambda path: _flip(path, HEADER_BYTES + 5), "image 0 is another than in the data set"),
-    "last image": (lambda path: _flip(path, HEADER_BYTES + 150 * 48 - 1), "image 149 is another"),
+    "targets": (lambda path: _flip(path, HEADER_BYTES + 150 * 48 + 5), "targets are damaged"),
+    "checksums": (lambda path: _flip(path, path.stat().st_size - 4), "targets are damaged"),
+    "first image": (lambda path: _flip(path, HEADER_BYTES + 5), "image 0 is damaged: its checksum is wrong"),
+    "last image": (lambda path: _flip(path, HEADER_BYTES + 150 * 48 - 1), "image 149 is damaged"),
 }
 
 
@@ -207,7 +215,7 @@ def test_what_a_transform_does_to_a_sample_stays_with_the_sample(tmp_path: Path)
     assert images.images[3].any()
 
 
-def test_passed_to_another_process_it_is_mapped_there_and_not_copied(tmp_path: Path) -> None:
+def test_passed_to_another_process_it_is_opened_there_and_not_copied(tmp_path: Path) -> None:
     images = opened(tmp_path).images
     text = pickle.dumps(images)
     assert len(text) < 1000
@@ -217,16 +225,92 @@ def test_passed_to_another_process_it_is_mapped_there_and_not_copied(tmp_path: P
         pickle.loads(text)
 
 
-def test_a_file_larger_than_the_memory_can_be_mapped(tmp_path: Path) -> None:
+def test_a_file_larger_than_the_memory_can_be_used(tmp_path: Path) -> None:
     count = 2 * psutil.virtual_memory().total // 2**24
-    targets = torch.zeros(count, dtype=torch.int64)
-    header = Header("key", (count, 1, 2**12, 2**12), (count,), "int64", zlib.crc32(targets.numpy().tobytes()))
+    rest = bytes(8 * count) + zlib.crc32(bytes(2**24)).to_bytes(4, sys.byteorder) * count
+    header = Header("key", (count, 1, 2**12, 2**12), (count,), "int64", zlib.crc32(rest))
     with (tmp_path / "large.images").open("wb") as file:
         file.write(header.dump())
-        file.truncate(header.file_bytes)  # of nothing but a hole
-    images = MappedImages(tmp_path / "large.images", "key")
+        file.truncate(header.file_bytes - len(rest))  # nothing but a hole
+        file.seek(0, os.SEEK_END)
+        file.write(rest)
+    images = CachedImages(tmp_path / "large.images", "key")
     assert len(images) == count
-    assert not images.images[-1, 0, -1].any()
+    assert not images.images[-1].any()
+
+
+def test_an_image_that_the_data_set_gives_differently_by_now_makes_it_again(tmp_path: Path) -> None:
+    opened(tmp_path, Listed([(torch.full((1, 2, 2), 1, dtype=torch.uint8), 0)] * 3))
+    found = opened(tmp_path, Listed([(torch.full((1, 2, 2), 2, dtype=torch.uint8), 0)] * 3))
+    assert "image 0 is another than in the data set" in found.complaint
+
+
+def _zero(path: Path, start: int, stop: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(bytes(stop - start))
+
+
+def _rest_of_image(number: int) -> tuple[int, int]:
+    return HEADER_BYTES + number * 48 + 3, HEADER_BYTES + (number + 1) * 48
+
+
+WHILE_IN_USE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "one bit": (
+        lambda path: _flip_in_place(path, _rest_of_image(70)[0]),
+        "image 70 in .* is damaged: its checksum is wrong",
+    ),
+    "zeros": (lambda path: _zero(path, *_rest_of_image(70)), "image 70 in .* is damaged: its checksum is wrong"),
+    "cut": (lambda path: os.truncate(path, _rest_of_image(70)[0]), "image 70 in .* is damaged: the file is truncated"),
+    "emptied": (lambda path: os.truncate(path, 0), "image 0 in .* is damaged: the file is truncated"),
+    "gone": (lambda path: path.unlink(), ""),
+    "replaced": (lambda path: (path.unlink(), path.write_bytes(b"another"))[1], ""),
+}
+
+
+def _flip_in_place(path: Path, place: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("read_before", [False, True], ids=["unread", "read before"])
+@pytest.mark.parametrize("damage", WHILE_IN_USE)
+def test_a_file_that_is_damaged_while_it_is_used_gives_the_right_images_and_is_named(
+    damage: str, read_before: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    opened(tmp_path)
+    found, path = opened(tmp_path).images, cache(tmp_path).path("train")
+    if read_before:
+        check(found, Made())
+    hurt, said = WHILE_IN_USE[damage]
+    hurt(path)
+    check(found, Made())
+    assert found is not None
+    assert torch.equal(found.images.copied(CPU), torch.stack([Made()[index][0] for index in range(150)]))
+    told = capfd.readouterr().err.splitlines()
+    assert len(told) == bool(said), "once, and not for each image"
+    assert re.search(said, "".join(told))
+    assert path.exists() == (damage == "replaced"), "a damaged file is made again by the next run"
+    check(opened(tmp_path).images, Made())
+
+
+def test_a_damaged_image_that_cannot_be_read_again_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    wrong = re.escape(str(cache(tmp_path).path("train")))
+    found = opened(tmp_path).images
+    assert found is not None
+    sent = pickle.loads(pickle.dumps(found))
+    os.truncate(found.path, HEADER_BYTES)
+    with pytest.raises(DataFailed, match=rf"data\.cache: image 5 in {wrong} is damaged"):
+        sent[5]
+    found = opened(tmp_path).images
+    assert found is not None
+    found.images._source = Listed([(torch.zeros(3, 4, 4, dtype=torch.uint8), 0)] * 150)
+    os.truncate(found.path, HEADER_BYTES)
+    with pytest.raises(DataFailed, match="and the data set has another image there now"):
+        found[5]
 
 
 ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
@@ -454,7 +538,7 @@ def rows(splits: Splits) -> dict[str, tuple[str, str]]:
 
 def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Path, tmp_path: Path) -> None:
     first = rows(put_together(photos, cache="disk"))
-    assert first["data path"] == ("mapped file", "0.0 MiB of images, and the CPU computes")
+    assert first["data path"] == ("cache file", "0.0 MiB of images, and the CPU computes")
     for split in ("train", "test"):
         path, done = first[f"{split} cache"]
         assert Path(path).parent == tmp_path / "photos.cache"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.config.schema.sections import Data
 from runner.data import crew
 from runner.data.crew import Crew, Timing, enough, muster
+from runner.data.residency import plan_reading
 
 
 @pytest.mark.parametrize(
@@ -103,3 +107,31 @@ def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytes
     none = mustered(Slow(0.01), batch=100, sample_bytes=2**20)
     assert none == Crew(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
     assert mustered(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "samples"), [({}, 40 + 16), ({"cache": "disk"}, 64)], ids=["training and an evaluation", "making a cache"]
+)
+def test_shared_memory_has_to_hold_the_batches_of_all_loaders_that_have_some_at_once(
+    keys: dict[str, Any], samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = 2 * 2 * samples * 16  # workers, batches of each, bytes of an image
+    data = Data({"_target_": "some.where"}, batch_size=40, num_workers=2, residency="disk")
+    data = dataclasses.replace(data, **keys, cache_dir=str(tmp_path) if keys else None)
+    dataset = Listed()
+    parts = {"train": (dataset, torch.arange(100)), "val": (dataset, torch.arange(10))}
+    for room, said in ((ahead, []), (ahead - 1, ["data.num_workers=2 reads up to"])):
+        monkeypatch.setattr(crew, "_free_shared_memory", lambda room=room: room)
+        monkeypatch.setattr(crew, "cores", lambda: 2)
+        plan = plan_reading(data, parts, [], [], torch.device("cpu"), dataset[0][0], 16)
+        assert [warning[:30] for warning in plan.warnings if "shm" in warning] == said
+
+
+class Listed(Dataset[Any]):
+    """Images of 16 bytes."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((1, 4, 4), index, dtype=torch.uint8), 0

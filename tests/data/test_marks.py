@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline, RandomShift
-from runner.data.cache_file import MappedImages, write
+from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.marks import PREPARE, WAIT, Reading, marked, reading
 from runner.data.workers import WorkerLoader
@@ -127,9 +127,9 @@ def test_how_samples_are_read_is_known() -> None:
     assert not reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, [lambda image: image])).could_be_resident
 
 
-def test_images_in_a_mapped_file_could_be_resident(tmp_path: Path) -> None:
+def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
     write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
-    mapped = MappedImages(tmp_path / "images")
+    mapped = CachedImages(tmp_path / "images")
     assert reading(WorkerLoader(mapped, torch.arange(10), 4, 0, True, CPU)).could_be_resident
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.cache_file import MappedImages
+from runner.data.cache_file import CachedImages
 from runner.data.residency import Reading, plan_reading
 from runner.data.synthetic import synthetic
 
@@ -124,7 +124,7 @@ def test_images_read_one_by_one_cannot_live_in_memory_without_a_cache(residency:
         plan(Read(), residency=residency)
 
 
-def test_a_cache_is_mapped_or_copied_into_memory_that_is_large_enough(
+def test_a_cache_is_read_from_its_file_or_copied_into_memory_that_is_large_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = {"cache": "disk", "cache_dir": str(tmp_path), "num_workers": 0}
@@ -133,10 +133,10 @@ def test_a_cache_is_mapped_or_copied_into_memory_that_is_large_enough(
         found = plan(dataset, residency=residency, **keys)
         images, targets = found.stored(dataset)
         source = found.source(dataset)
-        assert isinstance(source, MappedImages)
-        assert (images.data_ptr() != source.images.data_ptr()) == copied
+        assert isinstance(source, CachedImages)
+        assert (images is not source.images) == copied
         assert found.stored(dataset)[0] is images
-        assert torch.equal(images, ARRAYS.images)
+        assert torch.equal(images.index_select(0, torch.arange(len(dataset))), ARRAYS.images)
         assert torch.equal(targets, ARRAYS.targets)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     assert plan(dataset, **keys).in_memory == CPU

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Split, Transform
 from runner.data.assembly import Splits, assemble
-from runner.data.cache_file import MappedImages
+from runner.data.cache_file import CachedImages
 from runner.data.indices import Whole
 from runner.data.loaders import Batch, MemoryLoader
 from runner.data.stand_ins import DRAWS, Skipped, StandIns, Unreadable
@@ -235,7 +235,7 @@ def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
     with assembled(data(folder, cache="disk")):
         pass
     (path,) = folder.with_name("images.cache").glob("*.images")
-    mapped = MappedImages(path)
+    mapped = CachedImages(path)
     assert mapped.unreadable.tolist() == [0, 5, 23, 39]
     for index in (0, 39):
         with pytest.raises(UserError, match="could not be read when the cache was made"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,46 @@ def test_what_is_changed_is_shown_with_whether_it_matters(train: Callable[..., A
     assert table[1].split() == ["key", "before", "now", "changes", "the", "result"]
     rows = {line.split()[0]: line.split()[-1] for line in table[3:5]}
     assert rows == {"epochs": "yes", "log.every_steps": "no"}
+
+
+BREAKING_LOGGERS = """
+from pathlib import Path
+
+
+class Opened:
+    def open(self, directory, resumed_step):
+        Path("diary").write_text("opened ")
+
+    def log(self, *args):
+        pass
+
+    def close(self):
+        with Path("diary").open("a") as file:
+            file.write("closed ")
+
+
+class Breaking:
+    def open(self, directory, resumed_step):
+        raise RuntimeError("this logger cannot be opened")
+
+    def log(self, *args):
+        pass
+
+    def close(self):
+        pass
+"""
+
+
+def test_workers_and_loggers_are_closed_if_something_fails_before_training_starts(
+    folder: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("breaking_loggers.py").write_text(BREAKING_LOGGERS)
+    monkeypatch.syspath_prepend(".")
+    words = ["lr=auto", "data.num_workers=1", "trust=[breaking_loggers]", "threads=1"]
+    words += [f"+logger.{name}={{_target_:breaking_loggers.{name.title()}}}" for name in ("opened", "breaking")]
+    before = multiprocessing.active_children()
+    result = run("train", *ON_FOLDER, "logger=none", *words)
+    assert result.status == 1
+    assert "this logger cannot be opened" in result.err
+    assert Path("diary").read_text().split() == ["opened", "closed"]
+    assert multiprocessing.active_children() == before, "the range test started a worker"

@@ -28,14 +28,14 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.data.cache_file import HEADER_BYTES, MappedImages, Unusable, Unwritable, temporary_prefix, write
+from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, Unwritable, temporary_prefix, write
 from runner.data.indices import Whole
 from runner.data.samples import Keyed, as_target, as_tensor
 from runner.data.splits import targets_of
 from runner.data.stand_ins import StandIns
 from runner.data.workers import WorkerLoader
 
-_BATCH = 64
+DECODED_AT_ONCE = 64  # images of a batch while a cache is made
 _COMPARED = 4  # images that are read again when a cache is opened
 _POLL_S = 0.2
 _SHOWN_AFTER_S = 2.0
@@ -52,7 +52,7 @@ class Opened(NamedTuple):
         complaint: why a file that was there could not be used; empty if there was none.
     """
 
-    images: MappedImages | None
+    images: CachedImages | None
     done: str
     complaint: str = ""
 
@@ -80,7 +80,7 @@ class Cache:
         return self.folder / f"{plain}-{split}-{digest[:12]}.images"
 
     def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
-        """Map the images of a data set, which are decoded first if they are not there, damaged or others.
+        """Open the images of a data set, which are decoded first if they are not there, damaged or others.
 
         Args:
             dataset: map-style data set of uint8 images of one size; reading it draws no random numbers.
@@ -92,7 +92,7 @@ class Cache:
         """
         path, key = self.path(split), identity(dataset, self.recipe)
         found = self._existing(path, key, dataset)
-        if isinstance(found, MappedImages):
+        if isinstance(found, CachedImages):
             return Opened(found, "opened")
         if workers is None:
             return Opened(None, "")
@@ -101,7 +101,7 @@ class Cache:
             if stopped():
                 return Opened(None, "")
             found = self._existing(path, key, dataset)  # another process may have made it while we waited
-            if isinstance(found, MappedImages):
+            if isinstance(found, CachedImages):
                 return Opened(found, "opened")
             began = time.perf_counter()
             _remove_useless(path, unfinished=locked)
@@ -115,12 +115,12 @@ class Cache:
                 return Opened(None, "")
             except Unwritable as error:
                 raise _cannot_write(path, str(error)) from error
-            return Opened(MappedImages(path, key), f"made in {time.perf_counter() - began:.1f} s", found)
+            return Opened(CachedImages(path, key, dataset), f"made in {time.perf_counter() - began:.1f} s", found)
 
-    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> MappedImages | str:
+    def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
         """The cache at `path`, or why there is none to use: empty if there is no file."""
         try:
-            mapped = MappedImages(path, key)
+            cached = CachedImages(path, key, dataset)
         except FileNotFoundError:
             return ""
         except OSError as error:
@@ -128,9 +128,9 @@ class Cache:
         except Unusable as error:
             return f"{path} was made anew: {error}"
         count = len(dataset)  # type: ignore[arg-type]
-        if len(mapped) != count:
-            return f"{path} was made anew: it has {len(mapped):,} images for {count:,}"
-        missing = set(mapped.unreadable.tolist())
+        if len(cached) != count:
+            return f"{path} was made anew: it has {len(cached):,} images for {count:,}"
+        missing = set(cached.unreadable.tolist())
         if missing and not self.skips:
             return f"{path} was made anew: {len(missing):,} of its images could not be read, and data.on_error=raise"
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
@@ -140,9 +140,11 @@ class Cache:
                 if not self.skips:
                     raise
                 return f"{path} was made anew: image {place} cannot be read any more"
-            if not (_same(mapped.images[place], image) and _same(mapped.targets[place], target)):
+            if problem := cached.images.problem(place):
+                return f"{path} was made anew: image {place} is damaged: {problem}"
+            if not (_same(cached.images[place], image) and _same(cached.targets[place], target)):
                 return f"{path} was made anew: image {place} is another than in the data set"
-        return mapped
+        return cached
 
 
 class _Stopped(Exception):
@@ -255,7 +257,7 @@ def _decoded(
             "stand_ins": StandIns(0, everything),
             "on_skipped": lambda found: missing.update(unreadable.sample for unreadable in found),
         }
-    loader = WorkerLoader(dataset, everything, _BATCH, 0, False, cpu, (), workers, persistent=False, **extra)
+    loader = WorkerLoader(dataset, everything, DECODED_AT_ONCE, 0, False, cpu, (), workers, persistent=False, **extra)
     shown = _Progress(split, count)
     with contextlib.closing(loader):
         for batch in loader.batches(0, 0, count):

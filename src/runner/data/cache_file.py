@@ -1,42 +1,38 @@
-"""The file that keeps decoded images: one line of text, then raw bytes, mapped into memory and never unpickled.
+"""The file that keeps decoded images: one line of text, then raw bytes, which are never unpickled.
 
-The first 4096 bytes are a mark and a JSON object, padded with spaces; then come the images (uint8, N x C x H x W), then the
-targets, then the numbers of the images that could not be read (int64), in whose places others stand. A file is whole or it
-is not there: it is written under another name and renamed once it is on the disk.
+The first 4096 bytes are a mark, a CRC-32 and the JSON object that it is of, padded with spaces; then come the images (uint8,
+N x C x H x W), the targets, the numbers of the images that could not be read (int64), in whose places others stand, and a
+CRC-32 of each image (uint32). The JSON object has a CRC-32 of all that follows the images. A file is whole or it is not
+there: it is written under another name and renamed once it is on the disk.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
-import functools
 import json
 import math
-import mmap
 import os
-import platform
 import secrets
-import sys
 import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.reading import open_regular
+from runner.data.stored_images import StoredImages
 
 HEADER_BYTES = 4096
 NOT_READ = "it could not be read when the cache was made"
-_MARK = "runner images 1 "
-# Whatever writes to mapped tensors changes its own copy of a page and never the file. No memory is set aside for that, as
-# the system would refuse to for a file that is larger than its memory. Python before 3.13 has no name for the flag.
-_NORESERVE = 0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
-_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+_MARK = "runner images 2 "
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
@@ -62,7 +58,7 @@ class Header:
         images: (N, C, H, W).
         targets: (N, ...).
         targets_dtype: name of a dtype that torch has.
-        targets_crc32: checksum of the targets' bytes and what follows.
+        rest_crc32: checksum of all that follows the images.
         unreadable: how many images could not be read.
     """
 
@@ -70,7 +66,7 @@ class Header:
     images: tuple[int, ...]
     targets: tuple[int, ...]
     targets_dtype: str
-    targets_crc32: int
+    rest_crc32: int
     unreadable: int = 0
 
     @property
@@ -86,11 +82,12 @@ class Header:
     @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
-        return HEADER_BYTES + self.image_bytes + self.target_bytes + 8 * self.unreadable
+        return HEADER_BYTES + self.image_bytes + self.target_bytes + 8 * self.unreadable + 4 * self.images[0]
 
     def dump(self) -> bytes:
         """The first bytes of the file."""
-        return (_MARK + json.dumps(dataclasses.asdict(self))).encode().ljust(HEADER_BYTES - 1) + b"\n"
+        text = json.dumps(dataclasses.asdict(self)).encode()
+        return f"{_MARK}{zlib.crc32(text):08x} ".encode() + text.ljust(HEADER_BYTES - len(_MARK) - 10) + b"\n"
 
 
 def parse(block: bytes, size: int) -> Header:
@@ -99,13 +96,15 @@ def parse(block: bytes, size: int) -> Header:
     Raises:
         Unusable: if it is none, or says something else than the size.
     """
-    text = block.decode("utf-8", "replace")
-    if len(block) < HEADER_BYTES or not text.startswith(_MARK):
-        raise Unusable("it is not a cache of images")
+    if len(block) < HEADER_BYTES or not block.startswith(_MARK.encode()):
+        raise Unusable("it is not a cache of images of this version")
+    checksum, _, text = block.removeprefix(_MARK.encode()).partition(b" ")
+    if checksum != f"{zlib.crc32(text.rstrip()):08x}".encode():
+        raise Unusable("its header is damaged")
     try:
-        fields = json.loads(text.removeprefix(_MARK))
+        fields = json.loads(text)
         images, targets = (tuple(fields[name]) for name in ("images", "targets"))
-        facts = fields["targets_dtype"], fields["targets_crc32"], fields.get("unreadable", 0)
+        facts = fields["targets_dtype"], fields["rest_crc32"], fields["unreadable"]
         header = Header(fields["key"], images, targets, *facts)
     except (ValueError, TypeError, KeyError, RecursionError):
         raise Unusable("its header is damaged") from None
@@ -119,15 +118,16 @@ def parse(block: bytes, size: int) -> Header:
     return header
 
 
-class MappedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images and targets in a file that is mapped into memory: all processes share the pages that the system holds.
+class CachedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images and targets in a file; the system keeps in memory what has room, for all processes.
 
     Args:
         path: the file.
         key: digest that the file must have; None for any.
+        source: what the images were read from, for those that turn out to be damaged.
 
     Attributes:
-        images: uint8 (N, C, H, W); the system reads pages of it when they are touched.
+        images: uint8 (N, C, H, W); read from the file when they are gathered.
         targets: (N, ...), in memory.
         unreadable: images that could not be read when the file was made, int64 (U,), ascending.
 
@@ -136,24 +136,26 @@ class MappedImages(Dataset[tuple[Tensor, Tensor]]):
         FileNotFoundError: if there is none.
     """
 
-    def __init__(self, path: Path, key: str | None = None) -> None:
+    def __init__(self, path: Path, key: str | None = None, source: Dataset[Any] | None = None) -> None:
         self.path, self.key = path, key
         with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            header = parse(file.read(HEADER_BYTES), size)
+            opened = os.dup(file.fileno())
+        try:
+            header = parse(os.pread(opened, HEADER_BYTES, 0), os.fstat(opened).st_size)
             if key is not None and header.key != key:
                 raise Unusable("it was made from other files, settings or library versions")
-            pages = mmap.mmap(file.fileno(), size, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        mapped = torch.frombuffer(pages, dtype=torch.uint8)
-        end = HEADER_BYTES + header.image_bytes
-        self.images = mapped[HEADER_BYTES:end].view(header.images)
-        split = end + header.target_bytes
-        self.targets = mapped[end:split].clone().view(_DTYPES[header.targets_dtype]).view(header.targets)
-        # From an empty piece torch would not make another dtype.
-        left = mapped[split:].clone()
-        self.unreadable = left.view(torch.int64) if header.unreadable else torch.zeros(0, dtype=torch.int64)
-        if _crc32(self.targets, self.unreadable) != header.targets_crc32:
-            raise Unusable("its targets are damaged")
+            rest = _read_all(opened, HEADER_BYTES + header.image_bytes, header.file_bytes)
+            if zlib.crc32(rest) != header.rest_crc32:
+                raise Unusable("its targets are damaged")
+            ends = header.target_bytes, header.target_bytes + 8 * header.unreadable
+            checksums = np.frombuffer(rest, np.uint32, offset=ends[1])
+            self.images = StoredImages(path, opened, HEADER_BYTES, header.images, checksums, source)
+        except BaseException:
+            os.close(opened)
+            raise
+        self.targets = torch.frombuffer(rest, dtype=torch.uint8)[: ends[0]].clone().view(_DTYPES[header.targets_dtype])
+        self.targets = self.targets.view(header.targets)
+        self.unreadable = torch.from_numpy(np.frombuffer(rest[ends[0] : ends[1]], np.int64))
         self._missing = frozenset(self.unreadable.tolist())
 
     def __len__(self) -> int:
@@ -167,10 +169,22 @@ class MappedImages(Dataset[tuple[Tensor, Tensor]]):
         """
         if index in self._missing:
             raise UserError(NOT_READ)
-        return self.images[index].clone(), self.targets[index]
+        return self.images[index], self.targets[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MappedImages, (self.path, self.key)
+        return CachedImages, (self.path, self.key)
+
+
+def _read_all(opened: int, start: int, stop: int) -> bytearray:
+    """The bytes of a file from `start` to `stop`; a single call reads 2 GiB at most."""
+    data = bytearray(stop - start)
+    done = 0
+    while done < len(data):
+        count = os.preadv(opened, [memoryview(data)[done:]], start + done)
+        if count == 0:
+            raise Unusable("it is truncated")
+        done += count
+    return data
 
 
 def write(
@@ -211,17 +225,20 @@ def _fill(
     batches: Iterator[tuple[Tensor, Tensor]],
     unreadable: Collection[int],
 ) -> None:
-    kept, shape = [], torch.Size()
+    kept, shape, checksums = [], torch.Size(), array.array("I")
     file.write(b" " * HEADER_BYTES)
     for images, targets in _apart(batches):
-        file.write(images.contiguous().numpy().data)
+        pixels = images.contiguous().numpy()
+        file.write(pixels.data)
+        checksums.extend(map(zlib.crc32, pixels))
         kept.append(targets)
         shape = images.shape[1:]
     joined = torch.cat(kept)
     missing = torch.tensor(sorted(unreadable), dtype=torch.int64)
-    file.write(joined.numpy().tobytes() + missing.numpy().tobytes())
+    rest = joined.numpy().tobytes() + missing.numpy().tobytes() + checksums.tobytes()
+    file.write(rest)
     dtype = str(joined.dtype).removeprefix("torch.")
-    header = Header(key, (samples, *shape), tuple(joined.shape), dtype, _crc32(joined, missing), len(missing))
+    header = Header(key, (samples, *shape), tuple(joined.shape), dtype, zlib.crc32(rest), len(missing))
     assert file.tell() == header.file_bytes, "every sample was written"
     file.seek(0)
     file.write(header.dump())
@@ -265,7 +282,3 @@ def _flush_folder(folder: Path) -> None:
 def temporary_prefix(path: Path) -> str:
     """What the names of unfinished files begin with."""
     return f".{path.name}.unfinished-"
-
-
-def _crc32(*tensors: Tensor) -> int:
-    return functools.reduce(lambda sum_, tensor: zlib.crc32(tensor.contiguous().numpy().tobytes(), sum_), tensors, 0)

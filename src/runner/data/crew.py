@@ -66,7 +66,7 @@ def muster(
     indices: Indices,
     transforms: Sequence[SampleTransform],
     batch_size: int,
-    largest_batch: int,
+    samples_ahead: int,
     sample_bytes: int,
     stand_ins: StandIns | None = None,
 ) -> Crew:
@@ -81,15 +81,15 @@ def muster(
         indices: its samples.
         transforms: callables on one image.
         batch_size: samples of a batch.
-        largest_batch: samples of the largest batch of any split.
+        samples_ahead: samples of one batch of every loader that may hold batches at the same time.
         sample_bytes: bytes of an image.
         stand_ins: what is read in place of samples that cannot be.
     """
-    ahead = prefetch * largest_batch * sample_bytes
+    ahead = prefetch * samples_ahead * sample_bytes
     room = _free_shared_memory()
     if wanted != "auto":
         return Crew(wanted, warnings=_doubts(wanted, ahead, room))
-    allowed = _MOST if room is None else room // max(1, ahead)
+    allowed = workers_with_room(ahead)
     if allowed == 0:
         return Crew(0, f"auto: {_SHARED_MEMORY} has {_size(room or 0)} free, too little for batches of {_size(ahead)}")
     per_sample = _seconds_a_sample(Keyed(dataset, 0, transforms, stand_ins), indices, batch_size)
@@ -123,6 +123,12 @@ def enough(timing: Timing, cores: int, allowed: int) -> tuple[int, str]:
     if count == allowed:
         return count, f"{read} on one core; {_SHARED_MEMORY} has room for as many"
     return count, f"{read} on one core; at most {_MOST}"
+
+
+def workers_with_room(ahead: int) -> int:
+    """How many workers shared memory has room for, 16 at most, if each keeps so many bytes of batches there."""
+    room = _free_shared_memory()
+    return _MOST if room is None else min(_MOST, room // max(1, ahead))
 
 
 def _doubts(workers: int, ahead: int, room: int | None) -> list[str]:

@@ -15,6 +15,7 @@ from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.augment import Pipeline
+from runner.data.crew import workers_with_room
 from runner.data.folders import ImageFolder
 from runner.data.indices import Indices, Whole
 from runner.data.samples import SampleTransform, as_tensor, cuts_while_reading, transformed
@@ -185,7 +186,13 @@ def files_loader(
     except ValueError as error:
         raise UserError(f"data.dataset: {error}") from error
     everything: Indices = Whole(len(paths))
-    workers = data.num_workers if isinstance(data.num_workers, int) else _workers_for(len(paths))
+    if data.num_workers != "auto":
+        workers = data.num_workers
+    elif len(paths) < _FEW:
+        workers = 0
+    else:
+        ahead = data.prefetch * batch_size * files.blank().nbytes
+        workers = min(cores(), _MOST_WORKERS, workers_with_room(ahead))
     pin = device.type == "cuda" if data.pin_memory == "auto" else data.pin_memory and device.type == "cuda"
     return WorkerLoader(
         files,
@@ -204,8 +211,3 @@ def files_loader(
         on_skipped=on_unreadable,
         timeout_s=data.timeout_s,
     )
-
-
-def _workers_for(images: int) -> int:
-    """Processes that read: none for a few images, else one a core that this process may use."""
-    return 0 if images < _FEW else min(cores(), _MOST_WORKERS)

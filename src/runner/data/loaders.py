@@ -16,6 +16,7 @@ from torch import Tensor
 from runner.data.indices import Indices
 from runner.data.order import EpochOrder
 from runner.data.overlap import overlapped
+from runner.data.stored_images import StoredImages
 
 # Batches are gathered and prepared many at a time, as much as stays in a cache (CPU) or hides launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -76,7 +77,7 @@ class MemoryLoader:
     """Batches gathered from tensors in memory.
 
     Args:
-        images: uint8 of shape (N, C, H, W) for the whole data set, where they are to stay: on the device or in RAM.
+        images: uint8 of shape (N, C, H, W) for the whole data set, where they are to stay: on the device, in RAM or in a file.
         targets: (N, ...) likewise.
         indices: samples of this split.
         batch_size: samples of a batch; the last one of an epoch may be smaller.
@@ -91,7 +92,7 @@ class MemoryLoader:
 
     def __init__(
         self,
-        images: Tensor,
+        images: Tensor | StoredImages,
         targets: Tensor,
         indices: Indices,
         batch_size: int,

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from runner.data.arrays import ImageArrays
-from runner.data.cache_file import MappedImages
+from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, Loader, MemoryLoader
 from runner.data.samples import Keyed
 from runner.data.workers import WorkerLoader
@@ -31,7 +31,7 @@ class Reading:
     Attributes:
         workers: processes that read them one by one, 0 where this one does; None if they are in memory.
         resident: where they are in memory; None if they are read.
-        could_be_resident: whether they are read although they are tensors, in memory or in a mapped file, and stay as they are.
+        could_be_resident: whether they are read although they are tensors, in memory or in a cache file, and stay as they are.
     """
 
     workers: int | None
@@ -47,7 +47,7 @@ def reading(loader: Loader) -> Reading:
     keyed = loader._loader.dataset
     assert isinstance(keyed, Keyed), "a worker loader reads with keyed draws"
     as_they_are = keyed._cut is None and not keyed._transforms
-    tensors = isinstance(keyed._dataset, ImageArrays | MappedImages)
+    tensors = isinstance(keyed._dataset, ImageArrays | CachedImages)
     return Reading(loader._loader.num_workers, None, tensors and as_they_are)
 
 

@@ -1,4 +1,4 @@
-"""Where images live and who reads them: in memory, in a mapped file, or through workers; every choice with its reason."""
+"""Where images live and who reads them: in memory, in a cache file, or through workers; every choice with its reason."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.arrays import ImageArrays
-from runner.data.cache import Cache
-from runner.data.cache_file import MappedImages
+from runner.data.cache import DECODED_AT_ONCE, Cache
+from runner.data.cache_file import CachedImages
 from runner.data.crew import Crew, muster
 from runner.data.indices import Indices
 from runner.data.samples import SampleTransform, cuts_while_reading
 from runner.data.stand_ins import StandIns
+from runner.data.stored_images import StoredImages
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 
@@ -48,8 +49,8 @@ class Reading:
     pin: bool = False
     choices: list[Row] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    _caches: dict[int, MappedImages] = field(default_factory=dict)
-    _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _caches: dict[int, CachedImages] = field(default_factory=dict)
+    _stored: dict[int, tuple[Tensor | StoredImages, Tensor]] = field(default_factory=dict)
     _in_ram: bool = False
     _cache_missing: bool = False
 
@@ -60,18 +61,20 @@ class Reading:
     def unreadable(self, dataset: Dataset[Any]) -> Tensor:
         """Samples of a data set of which it is known that they cannot be read, int64 (U,)."""
         source = self.source(dataset)
-        return source.unreadable if isinstance(source, MappedImages) else torch.zeros(0, dtype=torch.int64)
+        return source.unreadable if isinstance(source, CachedImages) else torch.zeros(0, dtype=torch.int64)
 
-    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
+    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor | StoredImages, Tensor]:
         """All images and targets of a data set, where they are to stay; the same tensors at every call."""
         assert self.in_memory is not None, "the images are read one by one"
         if id(dataset) not in self._stored:
             source = self.source(dataset)
-            assert isinstance(source, ImageArrays | MappedImages)
-            images, targets = source.images.to(self.in_memory), source.targets.to(self.in_memory)
-            if self._in_ram and isinstance(source, MappedImages) and images.device.type == "cpu":
-                images = images.clone()
-            self._stored[id(dataset)] = images, targets
+            assert isinstance(source, ImageArrays | CachedImages)
+            images: Tensor | StoredImages = source.images
+            if isinstance(images, Tensor):
+                images = images.to(self.in_memory)
+            elif self._in_ram or self.in_memory.type != "cpu":
+                images = images.copied(self.in_memory)
+            self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
         return self._stored[id(dataset)]
 
 
@@ -102,11 +105,12 @@ def plan_reading(
     plan = Reading()
     train, indices = parts["train"]
     stand_ins = StandIns(0, indices) if data.on_error == "skip" else None
-    largest = max(data.samples_a_batch, eval_batch_size)
+    # An evaluation inside an epoch reads while workers hold batches of training; a cache is made by itself.
+    ahead = max(data.samples_a_batch + eval_batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
     def crew(dataset: Dataset[Any]) -> Crew:
         size, wanted = data.samples_a_batch, data.num_workers
-        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, largest, example.nbytes, stand_ins)
+        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, ahead, example.nbytes, stand_ins)
 
     decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made
     if data.cache is not None:
@@ -181,8 +185,8 @@ def cache_of(data: Data) -> Cache:
 def _place(
     plan: Reading, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
 ) -> None:
-    """Decide where images live: on a device, in RAM, in a mapped file, or on the disk to be read through workers."""
-    arrays = [source for source in sources if isinstance(source, ImageArrays | MappedImages)]
+    """Decide where images live: on a device, in RAM, in a cache file, or on the disk to be read through workers."""
+    arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
     if data.residency in ("device", "ram") and not possible:
         if not plan._cache_missing:
@@ -199,22 +203,22 @@ def _place(
             reason = "transform has sample transforms"
         plan.choices.insert(0, ("data path", "workers", reason))
         return
-    mapped = any(isinstance(source, MappedImages) for source in arrays)
+    cached = any(isinstance(source, CachedImages) for source in arrays)
     size = sum(source.images.nbytes for source in arrays)
-    where, value, reason = _home(data, size, mapped, device)
-    if where.type == "cpu" and mapped and value == "in RAM":
+    where, value, reason = _home(data, size, cached, device)
+    if where.type == "cpu" and cached and value == "in RAM":
         _require_memory(size)
         plan._in_ram = True
     plan.in_memory = where
     plan.choices.insert(0, ("data path", value, reason))
 
 
-def _home(data: Data, size: int, mapped: bool, device: torch.device) -> tuple[torch.device, str, str]:
+def _home(data: Data, size: int, cached: bool, device: torch.device) -> tuple[torch.device, str, str]:
     """Where tensors of this size live, in words, and why."""
     cpu, shown = torch.device("cpu"), f"{size / 2**20:.1f} MiB of images"
     if data.residency == "ram":
         return cpu, "in RAM", "as set"
-    home = "mapped file" if mapped else "in RAM"
+    home = "cache file" if cached else "in RAM"
     if device.type == "cpu":
         return cpu, home, "as set" if data.residency == "device" else f"{shown}, and the CPU computes"
     if device.type == "cuda":
@@ -231,7 +235,7 @@ def _require_memory(size: int) -> None:
     if size > available:
         raise UserError(
             f"data.residency: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
-            "    allowed: auto, which maps the cache and leaves to the system what is in RAM"
+            "    allowed: auto, which reads from the cache file and leaves to the system what is in RAM"
         )
 
 

@@ -62,7 +62,9 @@ def suspect(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Su
         images, targets = read.images.to(loader._device), torch.from_numpy(read.targets).to(loader._device)
     elif isinstance(loader, MemoryLoader):
         chosen = torch.tensor(list(indices), device=loader._images.device)
-        images, targets = (whole[chosen].to(loader._device) for whole in (loader._images, loader._targets))
+        images, targets = (
+            whole.index_select(0, chosen).to(loader._device) for whole in (loader._images, loader._targets)
+        )
     else:
         return None
     return _of_batch(loader._prepare, loader._mix, images, targets, seed, epoch, indices)

@@ -61,7 +61,16 @@ CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinst
 # Groups and checks: first those that need no model, then a pass or two through it, then a few steps, then many.
 _ORDER = (
     *("", "loss-of-samples", "loss-axis", "loss-broadcast", "learnable", "class-meaning"),
-    *("outputs", "loss", "reach", "objective", "model", "stale-gradients", "mode-in-training", "evaluation-leaves-state"),
+    *(
+        "outputs",
+        "loss",
+        "reach",
+        "objective",
+        "model",
+        "stale-gradients",
+        "mode-in-training",
+        "evaluation-leaves-state",
+    ),
     *("steps", "overfit", "learning-rate", "training", "zero-input", "repeatability", "beats-baselines"),
 )
 _BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
