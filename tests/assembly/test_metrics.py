@@ -77,7 +77,9 @@ def test_a_metric_says_itself_in_which_direction_it_is_better(
 @pytest.mark.parametrize("name", ["spread", "silent"])
 def test_a_metric_that_does_not_say_so_has_to_be_given_a_mode(name: str) -> None:
     config = config_of(TORCHMETRICS, monitor=name)
-    with pytest.raises(UserError, match=rf"^checkpoint.mode: .*'val/{name}' are better is not known\n    allowed: min or max"):
+    with pytest.raises(
+        UserError, match=rf"^checkpoint.mode: .*'val/{name}' are better is not known\n    allowed: min or max"
+    ):
         monitored(config, Classification(3), None)  # type: ignore[arg-type]
     config.checkpoint.mode = "min"
     assert monitored(config, Classification(3), None) == (f"val/{name}", "min")  # type: ignore[arg-type]
@@ -106,5 +108,7 @@ def test_a_callback_watches_its_metric_in_the_direction_of_that_metric(target: s
     assert (built().monitor, built().mode) == ("val/accuracy", "max")
     assert built(monitor="ece").mode == "min"
     assert built(monitor="val/ece", mode="max").mode == "max"
-    with pytest.raises(UserError, match=r"^callbacks.stop.mode: .*'val/silent' are better is not known\n    allowed: min or max"):
+    with pytest.raises(
+        UserError, match=r"^callbacks.stop.mode: .*'val/silent' are better is not known\n    allowed: min or max"
+    ):
         built(monitor="silent")

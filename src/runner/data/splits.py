@@ -252,6 +252,11 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
         raise UserError(
             f"data.dataset: its '{name}' split has no length; a map-style one with __len__ and __getitem__ is needed."
         ) from None
+    except Exception as error:
+        raise UserError(
+            f"data.dataset: the length of its '{name}' split is not known: {type(error).__name__}: {error}\n"
+            "    allowed: a data set whose __len__ gives the number of its samples"
+        ) from error
     if size == 0:
         raise UserError(f"data.dataset: its '{name}' split is empty.")
     return size
@@ -260,5 +265,8 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
 def _matching_targets(dataset: Dataset[Any], n: int) -> Tensor | None:
     targets = targets_of(dataset)
     if targets is not None and len(targets) != n:
-        raise UserError(f"data.dataset: its attribute targets has {len(targets)} entries for {n} samples.")
+        raise UserError(
+            f"data.dataset: its attribute targets has {len(targets)} entries for {n} samples of 'train'\n"
+            "    allowed: one target for each sample, or no such attribute"
+        )
     return targets
