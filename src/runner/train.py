@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from runner.assembly.averaging import evaluate_both, load_best
 from runner.assembly.batch_size import memory_for_evaluation, memory_for_training
-from runner.assembly.data_check import compare_data, way_on
+from runner.assembly.data_check import compare_data, name_not_finite, way_on
 from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.optimizer import table_of_groups
@@ -260,6 +260,7 @@ def train(
                 config.limit.eval_batches,
                 interrupted,
             )
+        name_not_finite(found["loss"], splits, name, console.warn)
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
     def stopped() -> bool:

@@ -128,7 +128,9 @@ def test_when_nothing_can_be_read_it_is_an_error_after_a_while() -> None:
 
 
 def test_without_stand_ins_it_is_an_error_at_once() -> None:
-    with pytest.raises(OSError, match="the disk says no"):
+    with pytest.raises(
+        UserError, match=r"sample \d+ cannot be read: OSError: the disk says no .*\n.*data.on_error=skip"
+    ):
         read(loader(stand_ins=None))
 
 

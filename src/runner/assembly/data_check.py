@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from runner.config.errors import DataFailed, UserError
 from runner.data.assembly import Splits
+from runner.data.consistency import not_finite
 from runner.data.identity import other_classes, other_data
 from runner.tracking.run_directory import RunDirectory
 
@@ -38,6 +41,17 @@ def compare_data(checkpoint: dict[str, Any], splits: Splits, identity: dict[str,
     if not ignore:
         raise UserError(f"{said}\n    allowed: the same data, or data.identity=ignore to go on with these")
     return [f"{said} (data.identity=ignore)"]
+
+
+def name_not_finite(loss: float, splits: Splits, name: str, tell: Callable[[str], None]) -> None:
+    """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
+    split = splits.named(name)
+    if math.isfinite(loss) or split is None or name in splits.searched:
+        return
+    splits.searched.add(name)
+    batches = math.ceil(split.samples / split.loader.batch_size)
+    if found := not_finite(split.loader.batches(0, 0, batches), name):
+        tell(f"the loss on '{name}' is {loss}: {found}")
 
 
 def way_on(directory: RunDirectory | None, error: UserError) -> str:

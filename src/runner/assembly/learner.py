@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from runner.assembly.surgery import give_head, try_forward
+from runner.assembly.targets import check_targets
 from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.assembly import Splits
 from runner.data.augment import Pipeline
 from runner.engine.evaluation import untouched
+from runner.engine.plan import Plan
 from runner.engine.tasks import Task
 from runner.runtime.determinism import refusal
 
@@ -52,6 +56,7 @@ def build_learner(
         UserError: if what the config says does not fit the data.
     """
     task, model = build_model(values, config, splits, lambda: as_given(splits).cpu(), fetch_weights)
+    check_targets(task, splits)
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
     loss: nn.Module = build("loss", config.loss, facts=facts)
     return task, model, loss
@@ -141,18 +146,23 @@ def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
         ) from error
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None:
+def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> list[str]:
     """Send one sample through model and loss, so that what does not fit is said before training starts.
 
     Weights, buffers, modes and random generators are left as they are.
 
+    Returns:
+        Names of the BatchNorm layers that get a single value a channel, of which they cannot take the variance.
+
     Raises:
-        UserError: if the model cannot take the images, or the loss cannot take its outputs and the targets.
+        UserError: if the model cannot take the images of every split, or the loss cannot take its outputs and the targets.
     """
     target = splits.example[1]
     outputs = task.outputs(splits.classes)
     inputs = as_given(splits)
-    logits = try_forward(model, inputs)
+    with _single_values(model) as single:
+        logits = try_forward(model, inputs)
+    _probe_other_sizes(model, splits)
     with untouched(model):
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -168,6 +178,71 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
         _probe_training(task, loss, splits, logits)
+    return single
+
+
+@contextlib.contextmanager
+def _single_values(model: nn.Module) -> Iterator[list[str]]:
+    """Gives a list that names of BatchNorm layers are added to as they are called with a single value a channel."""
+    found: list[str] = []
+
+    def look(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], Tensor) and args[0].ndim > 1 and args[0].numel() == args[0].shape[1]:
+            found.append(name)
+
+    handles = [
+        module.register_forward_pre_hook(functools.partial(look, name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _probe_other_sizes(model: nn.Module, splits: Splits) -> None:
+    """Send an image of each split whose images have another size than those of the training split through the model."""
+    size = splits.example[0].shape[-2:]
+    for name, (image, _) in splits.examples.items():
+        split = splits.named(name)
+        if split is None or image.shape[-2:] == size:
+            continue
+        try:
+            images = image[None].to(splits.example[0].device)
+            try_forward(model, split.prepare(images, torch.zeros(1, dtype=torch.int64, device=images.device), 0))
+        except UserError as error:
+            shapes = ["x".join(map(str, shape)) for shape in (image.shape[-2:], size)]
+            raise UserError(
+                f"data.dataset: images of '{name}' are {shapes[0]}, and those of 'train' {shapes[1]}: {error}\n"
+                "    allowed: images of one size in every split, as data.image_size or a sample transform makes them"
+            ) from error
+
+
+def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: Plan) -> None:
+    """Refuse batches of one sample where BatchNorm layers would get a single value a channel.
+
+    Args:
+        model: the model, frozen as it will be.
+        single: what `probe` has found.
+        plan: the batches of an epoch.
+
+    Raises:
+        UserError: if there are such batches and layers.
+    """
+    if not single or plan.size(plan.batches - 1) != 1:
+        return
+    model.train()  # as training does; a model of the user's may keep some layers from it
+    for name in single:
+        norm = model.get_submodule(name)
+        trained = [parameter.requires_grad for parameter in norm.parameters()]
+        if norm.training and (any(trained) or not trained):
+            which = "every batch" if plan.batch_size == 1 else "the last batch of an epoch"
+            raise UserError(
+                f"data.batch_size: {which} has 1 sample, and {type(norm).__name__} '{name}' needs at least two values a "
+                "channel in training\n    allowed: data.drop_last=true, or another data.batch_size"
+            )
 
 
 def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from runner.assembly.averaging import build_averaged, check_average, with_swa_rate
 from runner.assembly.batch_size import settle_batch_size
 from runner.assembly.determinism import named
-from runner.assembly.learner import as_given, build_learner, place, probe
-from runner.assembly.metrics import monitored
+from runner.assembly.learner import as_given, build_learner, check_batches_of_one, place, probe
+from runner.assembly.metrics import monitored, stops_early
 from runner.assembly.optimizer import build_optimizer, build_schedule
 from runner.assembly.start import Started, start_from
 from runner.assembly.surgery import freeze, initialise, known_head, never_thawed
@@ -127,7 +127,7 @@ def build_training(
     fresh = fresh and start is None
     task, model, loss = build_learner(values, config, splits, fetch_weights=fresh)
     place(model, loss, device, config.channels_last)
-    probe(task, model, loss, splits)
+    single = probe(task, model, loss, splits)
     image = as_given(splits)
     monitor, mode = monitored(config, task, splits)
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
@@ -141,6 +141,7 @@ def build_training(
         if config.init_from is not None:
             started = start_from(config, model, known_head(model, image), splits.classes)
     freezing = freeze(config, model, image)
+    check_batches_of_one(model, single, plan)
     toggled = toggle(config, model, loss, precision, image)
 
     # Optimizer and schedule
@@ -207,10 +208,31 @@ def look_ahead(config: Train, training: Training) -> list[str]:
     """Warnings about what the config asks for and the whole run never comes to; of no use where fewer steps are taken.
 
     Raises:
-        UserError: if it cannot average weights as `swa` says.
+        UserError: if it cannot average weights as `swa` says, or waits for evaluations that there will not be.
     """
+    check_evaluated(config, training)
     check_average(config, training)
     return never_thawed(training.state.freezing, training.total_steps, training.timeline)
+
+
+def check_evaluated(config: Train, training: Training) -> None:
+    """Refuse what follows evaluations in a run without a validation split; keys that ask for none were refused before.
+
+    Raises:
+        UserError: if there is something.
+    """
+    if training.splits.val is not None:
+        return
+    waiting = [(f"callbacks.{name}", "waits for") for name, node in config.callbacks.items() if stops_early(node)]
+    if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
+        waiting.append(("scheduler", "waits for"))
+    if config.swa is not None:
+        waiting.append(("swa", "computes BatchNorm's statistics at"))
+    for key, what in waiting:
+        raise UserError(
+            f"{key}: {what} evaluations, but there is no validation split\n"
+            f"    allowed: data.split.val=0.1, a data set with a validation split, or no {key}"
+        )
 
 
 def training_flops(training: Training, position: Position | None = None, samples: int = 2) -> Flops:

@@ -11,23 +11,34 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError, first_line
+from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
 from runner.data.arrays import ImageArrays
 from runner.data.augment import Pipeline
 from runner.data.cache_file import NOT_READ
+from runner.data.consistency import Examples, check_classes, check_images, known_targets
 from runner.data.identity import identity
 from runner.data.indices import Indices
+from runner.data.keyed import preserved_rng
 from runner.data.leakage import leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.mixing import Mixing
 from runner.data.residency import plan_reading
-from runner.data.samples import SampleTransform, as_target, as_tensor, transformed
+from runner.data.samples import (
+    SampleTransform,
+    as_pair,
+    as_target,
+    as_tensor,
+    transformed,
+    unreadable,
+    untransformed,
+)
 from runner.data.splits import carve, targets_of
 from runner.data.stand_ins import Skipped, StandIns, Unreadable, missing
 from runner.data.workers import WorkerLoader
 
+_MOST_CLASSES = 2**16  # that are numbered where a data set has no names for them and fewer samples
 _MEASURED = 2048  # images that statistics are measured on where they are read one by one
 
 
@@ -58,6 +69,9 @@ class Splits:
         skipped: the samples that could not be read, so far.
         identify: tells which data these are, for checkpoints.
         parts: for each split the data set that it is read from, and its samples in it.
+        examples: for each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
+        searched: splits that were searched for samples that are not finite.
+        targets: for each split of which they are known without reading samples the targets of its whole data set, (N, ...).
     """
 
     train: SplitData
@@ -76,6 +90,9 @@ class Splits:
     skipped: Skipped = field(default_factory=Skipped)
     identify: Callable[[], dict[str, Any]] = dict
     parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
+    examples: Examples = field(default_factory=dict)
+    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    searched: set[str] = field(default_factory=set)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -127,11 +144,18 @@ def assemble(
     )
     skipped = Skipped()
     train_set, train_indices = parts["train"]
-    first, target = _first(train_set, train_indices, sample_eval, stand_ins.get("train"))
+    first, target = _first("train", train_set, train_indices, sample_eval, stand_ins.get("train"))
+    with preserved_rng():
+        held_out = {name: part for name, part in parts.items() if name != "train"}
+        others = {name: _first(name, *part, sample_eval, stand_ins.get(name)) for name, part in held_out.items()}
+    examples = {"train": (first, target), **others}
+    doubts = check_images(parts, examples, sample_eval, data.normalize)
     reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
-    choices, warnings = reading.choices, [*reading.warnings, *leaks(parts, data.split.group)]
+    sources = {name: reading.source(dataset) for name, (dataset, _) in parts.items()}
+    known, more = known_targets(parts, sources, examples)
     classes = _classes(train_set)
-    targets = targets_of(train_set)
+    doubts += more + check_classes(parts, classes, known)
+    choices, warnings = reading.choices, [*reading.warnings, *doubts, *leaks(parts, data.split.group)]
     mean, std = data.normalize.mean, data.normalize.std
     if mean is None or std is None:
         mean, std = _measure(train_set, train_indices, sample_eval, bool(stand_ins))
@@ -172,6 +196,7 @@ def assemble(
             others,
             note,
             data.timeout_s,
+            name,
         )
 
     def part(name: str, training: bool) -> SplitData | None:
@@ -188,9 +213,11 @@ def assemble(
     train, again = part("train", True), part("train", False)
     assert train is not None
     assert again is not None
-    counts = None
-    if targets is not None and not targets.is_floating_point() and classes:
-        counts = torch.bincount(targets[train_indices[:]].long(), minlength=len(classes))
+    counts, targets = None, targets_of(train_set)
+    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
+        numbers = targets[train_indices[:]]
+        # Others are refused by the task.
+        counts = torch.bincount(numbers[(numbers >= 0) & (numbers < len(classes))], minlength=len(classes))
     return Splits(
         train=train,
         val=part("val", False),
@@ -210,6 +237,8 @@ def assemble(
             identity, {name: (reading.source(part[0]), part[1]) for name, part in parts.items()}
         ),
         parts=parts,
+        examples=examples,
+        targets=known,
     )
 
 
@@ -246,30 +275,29 @@ def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
     return built
 
 
-def _sample(dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:
-    item = dataset[index]
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        raise UserError("data.dataset: a sample must be a pair (image, target)")
+def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:
     try:
-        image = transformed(item[0], transforms)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        if not transforms:
-            raise
-        names = ", ".join(type(transform).__name__ for transform in transforms)
-        raise UserError(
-            f"transform.sample_train or transform.sample_eval: cannot take the images: {first_line(error)} ({names})\n"
-            "    allowed: transforms that take one image as the data set gives it"
-        ) from error
-    return as_tensor(image), as_target(item[1])
+        image, target = as_pair(dataset[index], index, name)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise unreadable(error, index, name) from error
+    try:
+        image = transformed(image, transforms)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise untransformed(error, index, name) from error
+    return as_tensor(image), as_target(target)
 
 
 def _first(
-    dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], stand_ins: StandIns | None
+    name: str, dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], stand_ins: StandIns | None
 ) -> tuple[Tensor, Tensor]:
     index = int(indices[0])
     if stand_ins is None:
-        return _sample(dataset, index, transforms)
-    return stand_ins.read(lambda source: _sample(dataset, source, transforms), 0, index, [])
+        return _sample(name, dataset, index, transforms)
+    return stand_ins.read(lambda source: _sample(name, dataset, source, transforms), 0, index, [])
 
 
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
@@ -279,7 +307,13 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     targets = targets_of(dataset)
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
         return ()
-    return tuple(str(number) for number in range(int(targets.max()) + 1))
+    if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
+        index = int(targets.argmax())
+        raise UserError(
+            f"data.dataset: the target of sample {index} of 'train' is {largest}, and the data set does not name its classes\n"
+            "    allowed: class numbers from 0 on, or an attribute classes with their names"
+        )
+    return tuple(str(number) for number in range(largest + 1))
 
 
 def _check_statistics(mean: list[float], channels: int) -> None:
@@ -321,7 +355,7 @@ def _read_one_by_one(
 ) -> Iterator[Tensor]:
     for index in indices:
         try:
-            image, _ = _sample(dataset, index, transforms)
+            image, _ = _sample("train", dataset, index, transforms)
         except MemoryError:
             raise
         except Exception:

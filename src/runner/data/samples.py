@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.data.keyed import preserved_rng, seed_generators
 from runner.data.stand_ins import StandIns, Unreadable
 
@@ -52,6 +54,7 @@ class Keyed(Dataset[Any]):
             the data set a method `read_part`, the data set is asked for that part of the image instead of the whole.
         stand_ins: what is read in place of a sample that cannot be; None raises what reading it raised. What a stand-in
             goes through is drawn as for the sample itself.
+        split: name of the split, for messages.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class Keyed(Dataset[Any]):
         seed: int,
         transforms: Sequence[SampleTransform] = (),
         stand_ins: StandIns | None = None,
+        split: str = "",
     ) -> None:
+        self._split = split
         self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
         self._stand_ins = stand_ins
         self._cut: Any = None
@@ -78,19 +83,80 @@ class Keyed(Dataset[Any]):
         def read(source: int) -> tuple[Any, Any]:
             seed_generators(self._seed, epoch, index)
             if self._cut is None:
-                image, target = self._dataset[source]
+                item = self._dataset[source]
             else:
-                image, target = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
-            return image, target
+                item = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
+            return as_pair(item, source, self._split)
 
-        image, target = read(index) if self._stand_ins is None else self._stand_ins.read(read, epoch, index, skipped)
-        return transformed(image, self._transforms), target
+        try:
+            image, target = (
+                read(index) if self._stand_ins is None else self._stand_ins.read(read, epoch, index, skipped)
+            )
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            raise unreadable(error, index, self._split) from error
+        if not self._transforms:
+            return image, target
+        try:
+            return transformed(image, self._transforms), target
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:
+            raise untransformed(error, index, self._split) from error
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]
+
+
+def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
+    """A sample as image and target.
+
+    Raises:
+        UserError: if it is something else.
+    """
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+        raise UserError(
+            f"data.dataset: {_sample(index, split)} is not a pair (image, target), but {what}\n"
+            "    allowed: a data set whose samples are pairs (image, target)"
+        )
+    return item[0], item[1]
+
+
+def unreadable(error: Exception, index: int, split: str) -> UserError:
+    """What to say of a sample that a data set cannot give."""
+    return UserError(
+        f"data.dataset: {_sample(index, split)} cannot be read: {_told(error)}\n"
+        "    allowed: a data set that gives every sample that its length says, or data.on_error=skip to skip those that it "
+        "cannot"
+    )
+
+
+def untransformed(error: Exception, index: int, split: str) -> UserError:
+    """What to say of a sample that a sample transform cannot take."""
+    return UserError(
+        f"transform.sample_train, transform.sample_eval: cannot take {_sample(index, split)}: {_told(error)}\n"
+        "    allowed: transforms that take every image of the data set"
+    )
+
+
+def _sample(index: int, split: str) -> str:
+    return f"sample {index} of '{split}'" if split else f"sample {index}"
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, with the last line of the user's own code that it passed."""
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(folder in Path(frame.filename).parts for folder in ("runner", "site-packages", "dist-packages"))
+    ]
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
@@ -141,8 +207,14 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     dtypes = {str(image.dtype) for image in images}
     if len(dtypes) > 1:
         raise UserError(f"data.dataset: images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
-    targets = torch.stack([as_target(target) for _, target in items])
-    return Read(default_collate(images), targets.numpy(), tuple(getattr(items, "skipped", ())))
+    targets = [as_target(target) for _, target in items]
+    if len(target_shapes := {tuple(target.shape) for target in targets}) > 1:
+        first, second = sorted(target_shapes)[:2]
+        raise UserError(
+            f"data.dataset: targets of one batch have different shapes, such as {first} and {second}\n"
+            "    allowed: targets of one shape"
+        )
+    return Read(default_collate(images), torch.stack(targets).numpy(), tuple(getattr(items, "skipped", ())))
 
 
 def as_target(target: Any) -> Tensor:
@@ -154,7 +226,9 @@ def as_target(target: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"data.dataset: a target is {target!r}, which is not a number") from error
+        raise UserError(
+            f"data.dataset: a target is {str(target)[:80]!r}, which is not a number; give class numbers, or numbers to regress"
+        ) from error
     if tensor.dtype in _WIDE_UNSIGNED:
         return tensor.long()
     return tensor.float() if tensor.is_floating_point() else tensor

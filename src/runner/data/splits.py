@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError, first_line
+from runner.config.errors import UserError
 from runner.config.schema.sections import Split
 from runner.data.groups import deal, divide_groups, fold_groups, groups_of, numbered
 from runner.data.indices import Indices, Whole
@@ -253,8 +253,11 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
         raise UserError(
             f"data.dataset: its '{name}' split has no length; a map-style one with __len__ and __getitem__ is needed."
         ) from None
-    except (ValueError, IndexError, AttributeError) as error:  # a negative length, or a data set that was given nothing
-        raise UserError(f"data.dataset: its '{name}' split has no length: {first_line(error)}.") from error
+    except Exception as error:
+        raise UserError(
+            f"data.dataset: the length of its '{name}' split is not known: {type(error).__name__}: {error}\n"
+            "    allowed: a data set whose __len__ gives the number of its samples"
+        ) from error
     if size > _MOST_SAMPLES:
         raise UserError(
             f"data.dataset: its '{name}' split has {size:,} samples; at most {_MOST_SAMPLES:,} can be put in order."
@@ -267,5 +270,8 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
 def _matching_targets(dataset: Dataset[Any], n: int) -> Tensor | None:
     targets = targets_of(dataset)
     if targets is not None and len(targets) != n:
-        raise UserError(f"data.dataset: its attribute targets has {len(targets)} entries for {n} samples.")
+        raise UserError(
+            f"data.dataset: its attribute targets has {len(targets)} entries for {n} samples of 'train'\n"
+            "    allowed: one target for each sample, or no such attribute"
+        )
     return targets

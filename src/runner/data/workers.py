@@ -102,6 +102,10 @@ class WorkerLoader:
         stand_ins: what is read in place of samples that cannot be; None raises what reading them raised.
         on_skipped: told of samples that could not be read, when the batch that they belong to is taken.
         timeout_s: seconds to wait for a batch of the workers; None waits for ever.
+        split: name of the split, for messages.
+
+    Attributes:
+        check: called with the targets and the samples of every batch, on the CPU, before it is used; may raise.
     """
 
     def __init__(
@@ -123,7 +127,9 @@ class WorkerLoader:
         stand_ins: StandIns | None = None,
         on_skipped: Callable[[Sequence[Unreadable]], None] = lambda _: None,
         timeout_s: float | None = None,
+        split: str = "",
     ) -> None:
+        self.check: Callable[[Tensor, Tensor], None] | None = None
         self.samples = len(indices)
         self.batch_size = batch_size
         self.workers = workers
@@ -137,7 +143,7 @@ class WorkerLoader:
         _LOADERS.add(self)
         with _without_advice():
             self._loader: DataLoader[Any] = DataLoader(
-                Keyed(dataset, seed, transforms, stand_ins),
+                Keyed(dataset, seed, transforms, stand_ins, split),
                 batch_sampler=self._slices,
                 num_workers=workers,
                 collate_fn=collate,
@@ -171,7 +177,10 @@ class WorkerLoader:
             places = request.pending.popleft()
             if read.skipped:
                 self._on_skipped(read.skipped)
-            yield Batch(*(self._to_device(tensor) for tensor in (read.images, torch.from_numpy(read.targets), places)))
+            targets = torch.from_numpy(read.targets)
+            if self.check is not None:
+                self.check(targets, places)
+            yield Batch(*(self._to_device(tensor) for tensor in (read.images, targets, places)))
 
     def _prepared(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         for images, targets, places in batches:

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from runner.engine.evaluation import Metric
 
+_ROUNDING = 1e-3  # of the sum of probabilities
+_SHOWN = 8  # numbers of a target in a message
+
 
 class Task(Protocol):
-    """The part of a run that knows what the numbers mean."""
+    """The part of a run that knows what the numbers mean.
+
+    A method `wrong_target(targets, training)`, if it has one, is given targets (N, ...) of the data set, of the training
+    split or of another, before they are used. It returns the place of the first one that the task cannot take, and a clause
+    about it; or None.
+    """
 
     monitor: str
     mode: Literal["min", "max"]
@@ -64,6 +72,21 @@ class Classification:
         """Class numbers as int64; probabilities of the classes, float (B, C), as they are."""
         return targets if targets.is_floating_point() and targets.ndim == 2 else targets.long()
 
+    def wrong_target(self, targets: Tensor, training: bool) -> tuple[int, str] | None:
+        """The first target that is no class number, nor probabilities of the classes in training; None if all are right."""
+        if targets.ndim == 2 and training and targets.is_floating_point() and targets.shape[1] == self.num_classes:
+            fine = (targets >= 0).all(1) & ((targets.sum(1) - 1).abs() < _ROUNDING)
+            return _first_wrong(targets, ~fine, "which are no probabilities of the classes")
+        if targets.ndim != 1:
+            return 0, f"has {targets[0].numel()} values, and a class number is expected"
+        if targets.is_floating_point() and (
+            found := _first_wrong(targets, targets != targets.floor(), "which is not a whole number")
+        ):
+            return found
+        last = self.num_classes - 1
+        outside = (targets < 0) | (targets > last)
+        return _first_wrong(targets, outside, f"and there are {self.num_classes} classes, 0 to {last}")
+
     def metric_names(self) -> list[str]:
         """Share of samples whose largest logit is the right one."""
         return ["accuracy"]
@@ -100,6 +123,13 @@ class Regression:
         """Numbers as float32 of shape (B, 1)."""
         return targets.float().view(-1, 1)
 
+    def wrong_target(self, targets: Tensor, training: bool) -> tuple[int, str] | None:
+        """The first target that is not one finite number; None if all are right."""
+        if targets[0].numel() != 1:
+            return 0, f"has {targets[0].numel()} values, and one number is expected"
+        flat = targets.flatten()
+        return _first_wrong(flat, ~flat.isfinite(), "which is not finite")
+
     def metric_names(self) -> list[str]:
         """Mean absolute error and root of the mean squared error."""
         return ["mae", "rmse"]
@@ -114,3 +144,13 @@ class Regression:
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """None."""
         return {}
+
+
+def _first_wrong(targets: Tensor, wrong: Tensor, reason: str) -> tuple[int, str] | None:
+    """The place of the first target where `wrong`, (N,) of bool, holds, and a clause about it; None if there is none."""
+    if not bool(wrong.any()):
+        return None
+    place = int(wrong.nonzero()[0, 0])
+    values = [f"{value:g}" if isinstance(value, float) else str(value) for value in targets[place].flatten().tolist()]
+    shown = ", ".join(values[:_SHOWN]) + (", ..." if len(values) > _SHOWN else "")
+    return place, f"is {f'[{shown}]' if targets.ndim > 1 else shown}, {reason}"

@@ -1,0 +1,404 @@
+"""Whole runs on data sets of the user's that do not fit the task, the other splits, or themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SETS = """
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+class Listed(Dataset):
+    '''Samples from two lists; `show` says whether the targets are an attribute too.'''
+
+    def __init__(self, images, labels, show=True, classes=("a", "b", "c")):
+        self.images, self.labels = images, labels
+        if show:
+            self.targets = labels
+        if classes:
+            self.classes = list(classes)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], self.labels[index]
+
+
+class Raises(Listed):
+    def __init__(self, *args, at=0, **options):
+        super().__init__(*args, **options)
+        self.at = at
+
+    def __getitem__(self, index):
+        if index == self.at:
+            raise KeyError("lost.png")
+        return super().__getitem__(index)
+
+
+class Longer(Listed):
+    def __len__(self):
+        return len(self.images) + 6
+
+
+class Triples(Listed):
+    def __getitem__(self, index):
+        return self.images[index], self.labels[index], *(index > 20) * [index]
+
+
+class BadLength(Listed):
+    length = 0
+
+    def __len__(self):
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+
+def images(count=42, channels=1, size=4, dtype=torch.uint8):
+    pixels = torch.randint(0, 256, (count, channels, size, size), generator=torch.Generator().manual_seed(count))
+    return pixels.to(dtype)
+
+
+def labels(count=42, classes=3):
+    return [index % classes for index in range(count)]
+
+
+def changed(values, place, value):
+    values = list(values)
+    values[place] = value
+    return values
+
+
+def pair(val, train=None, **options):
+    return {"train": train or Listed(images(), labels(), **options), "val": val}
+
+
+def at(place, value, split="train", **options):
+    broken = Listed(images(), changed(labels(), place, value), **options)
+    return {"train": broken} if split == "train" else pair(broken, **options)
+
+
+def fractions(shown=True):
+    return Listed(images(), [index % 3 + 0.7 for index in range(42)], show=shown)
+
+
+def multihot(shown=True, split="train"):
+    rows = torch.nn.functional.one_hot(torch.tensor(labels()), 3).float()
+    rows[:, 0] = 1
+    broken, fine = Listed(images(), rows, show=shown), Listed(images(), labels())
+    return {"train": broken, "val": fine} if split == "train" else pair(broken)
+
+
+def onehot_val():
+    return pair(Listed(images(), torch.nn.functional.one_hot(torch.tensor(labels()), 3).float()))
+
+
+def other_order():
+    return pair(Listed(images(), labels(), classes=("b", "a", "c")))
+
+
+def fewer_classes():
+    return pair(Listed(images(), labels(classes=2), classes=("a", "b")))
+
+
+def float_val(factor=1.0, low=0.0, train="uint8"):
+    floats = images(dtype=torch.float32) / 255 * factor + low
+    uint8, other = Listed(images(), labels()), Listed(floats, labels())
+    return {"train": uint8, "val": other} if train == "uint8" else {"train": other, "val": uint8}
+
+
+def float_both(train=1.0, val=1.0):
+    sets = {name: images(dtype=torch.float32) / 255 * factor for name, factor in (("train", train), ("val", val))}
+    return {name: Listed(pixels, labels()) for name, pixels in sets.items()}
+
+
+def nan_pixels(place=0):
+    broken = images(dtype=torch.float32) / 255
+    sets = {"train": Listed(broken.clone(), labels()), "val": Listed(broken, labels())}
+    broken[place, 0, 1, 1] = float("nan")
+    return sets
+
+
+def val_images(channels=1, size=4):
+    return pair(Listed(images(channels=channels, size=size), labels()))
+
+
+def numbers(place=None, value=None, split="train", width=0):
+    values = torch.linspace(-1, 1, 42)[:, None].expand(42, width) if width else torch.linspace(-1, 1, 42)
+    values = values.clone()
+    if place is not None:
+        values[place] = value
+    broken = Listed(images(), values, classes=())
+    return {"train": broken} if split == "train" else pair(broken, classes=())
+
+
+def twins():
+    return Listed(images(), labels(), classes=("a", "crane", "crane"))
+
+
+def lonely():
+    return Listed(images(), labels(classes=2))
+
+
+def wrong_length(split="train"):
+    broken = Listed(images(), labels())
+    broken.targets = broken.targets[:-2]
+    return {"train": broken} if split == "train" else pair(broken)
+
+
+def liar():
+    lying = Listed(images(), labels())
+    lying.targets = [(label + 1) % 3 for label in labels()]
+    return lying
+
+
+def transformed():
+    moved = Listed(images(), [label + 1 for label in labels()])
+    moved.target_transform = lambda label: label - 1
+    moved.labels = labels()
+    return moved
+
+
+def huge():
+    return Listed(images(), changed(labels(), 3, 10**9), classes=())
+
+
+def ragged():
+    return Listed(images(), changed(labels(), 30, torch.tensor([1, 2])), show=False)
+
+
+def words():
+    return Listed(images(), changed(labels(), 30, "cat"), show=False)
+
+
+def raises(at=30, split="train"):
+    broken = Raises(images(), labels(), at=at)
+    return {"train": broken} if split == "train" else pair(broken)
+
+
+def longer():
+    return Longer(images(), labels(), show=False)
+
+
+def triples():
+    return Triples(images(), labels())
+
+
+def bad_length(length=None, raised=False):
+    broken = BadLength(images(), labels())
+    broken.length = ZeroDivisionError("no samples") if raised else length
+    return broken
+
+
+def sizes():
+    mixed = [torch.zeros(1, 4 + (index == 30), 4, dtype=torch.uint8) for index in range(42)]
+    return Listed(mixed, labels())
+
+
+def lastly_channels():
+    return Listed(torch.zeros(42, 16, 16, 3, dtype=torch.uint8), labels())
+
+
+def halve_third(image):
+    if torch.equal(image, images()[3]):
+        raise RuntimeError("not this one")
+    return image
+"""
+WORDS = (
+    "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "model=mlp", "model.hidden=[4]",
+    "data=digits", "data.normalize.mean=null", "data.normalize.std=null", "data.num_workers=0", "data.batch_size=8",
+    "epochs=1", "transform=none",
+    "evaluate.test=false", "data.split.test=0", "trust=[unfit_sets]",
+)  # fmt: skip
+REGRESSION = ("task=regression", "loss=mse")
+
+
+@pytest.fixture(autouse=True)
+def sets(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "unfit_sets.py").write_text(SETS)
+    monkeypatch.syspath_prepend(str(workdir))
+
+
+def on(name: str, *words: str, **arguments: Any) -> tuple[str, ...]:
+    """The words that train on one of the sets."""
+    given = [f"+data.dataset.{key}={value}" for key, value in arguments.items()]
+    return (*WORDS, f"data.dataset._target_=unfit_sets.{name}", *given, *words)
+
+
+HALVE = "{_target_: unfit_sets.halve_third, _partial_: true}"
+REFUSED = {
+    # labels
+    "label too large": (on("at", place=7, value=3), "sample 7 of 'train' is 3, and there are 3 classes, 0 to 2"),
+    "label below zero": (on("at", place=7, value=-1), "the target of sample 7 of 'train' is -1"),
+    "label too large in val": (on("at", place=41, value=9, split="val"), "the target of sample 41 of 'val' is 9"),
+    "label that is read only, first": (on("at", place=0, value=3, split="val", show="false"), "sample 0 of 'val' is 3"),
+    "label that is read only": (on("at", place=41, value=5, show="false"), "sample 41 of 'train' is 5"),
+    "label that is read only in val": (on("at", place=41, value=5, split="val", show="false"), "sample 41 of 'val' is 5"),
+    "label of a worker": (on("at", "data.num_workers=1", place=41, value=5, show="false"), "sample 41 of 'train' is 5"),
+    "huge label": (on("huge"), "sample 3 of 'train' is 1000000000"),
+    "fractions": (on("fractions"), "sample 0 of 'train' is 0.7, which is not a whole number"),
+    "fractions that are read only": (on("fractions", shown="false"), "sample 0 of 'train' is 0.7, which is not a whole number"),
+    "multi-hot": (on("multihot"), "sample 1 of 'train' is [1, 1, 0], which are no probabilities"),
+    "multi-hot that is read only": (on("multihot", shown="false"), "of 'train' is [1, 1, 0], which are no probabilities"),
+    "multi-hot in val": (on("multihot", split="val"), "of 'val' has 3 values"),
+    "one-hot in val": (on("onehot_val"), "the target of sample 0 of 'val' has 3 values"),
+    "nan to regress": (on("numbers", *REGRESSION, place=9, value="nan"), "sample 9 of 'train' is nan, which is not finite"),
+    "inf to regress in val": (on("numbers", *REGRESSION, place=9, value="inf", split="val"), "sample 9 of 'val' is inf"),
+    "several numbers to regress": (on("numbers", *REGRESSION, width=3), "the target of sample 0 of 'train' has 3 values"),
+    "targets too short": (on("wrong_length"), "data.dataset: its attribute targets has 40 entries for 42 samples of 'train'"),
+    "targets too short, plain": (on("wrong_length", "data.split.stratified=false"), "has 40 entries for 42 samples of 'train'"),
+    "targets too short in val": (on("wrong_length", split="val"), "targets has 40 entries for 42 samples of 'val'"),
+    "ragged targets": (on("ragged"), "targets of one batch have different shapes, such as () and (2,)"),
+    "word as target": (on("words"), "data.dataset: a target is 'cat', which is not a number"),
+    # classes
+    "classes in another order": (on("other_order"), "data.dataset: class 0 is 'b' in 'val' and 'a' in 'train'"),
+    # images
+    "channels of val": (on("val_images", channels=3), "data.dataset: images of 'val' have 3 channels, and those of 'train' 1"),
+    "size of val": (on("val_images", size=5), "data.dataset: images of 'val' are 5x5, and those of 'train' 4x4"),
+    "size inside a batch": (on("sizes"), "images of one batch have different shapes, such as (1, 4, 4) and (1, 5, 4)"),
+    "0 to 255 beside uint8": (on("float_val", factor=255), "data.dataset: images of 'val' are float32 with values from 0 to 255"),
+    "normalised beside uint8": (on("float_val", low=-0.5), "images of 'val' are float32 with values from -0.5 to 0.5"),
+    "uint8 beside 0 to 255": (on("float_val", factor=255, train="float"), "of 'train' are float32 with values from 0 to 255"),
+    "nan in the first image of val": (on("nan_pixels"), "data.dataset: sample 0 of 'val' has pixels that are not finite"),
+    # reading
+    "raises": (on("raises"), "data.dataset: sample 30 of 'train' cannot be read: KeyError: 'lost.png' (unfit_sets.py:"),
+    "raises at once": (on("raises", at=0), "data.dataset: sample 0 of 'train' cannot be read: KeyError: 'lost.png'"),
+    "raises in val": (on("raises", split="val"), "data.dataset: sample 30 of 'val' cannot be read: KeyError: 'lost.png'"),
+    "raises in a worker": (on("raises", "data.num_workers=1"), "sample 30 of 'train' cannot be read: KeyError: 'lost.png'"),
+    "longer than it is": (on("longer"), "of 'train' cannot be read: IndexError: "),
+    "triples": (on("triples"), "data.dataset: sample 21 of 'train' is not a pair (image, target)"),
+    "empty": (on("bad_length", length=0), "data.dataset: its 'train' split is empty"),
+    "negative length": (on("bad_length", length=-1), "data.dataset: the length of its 'train' split is not known: ValueError"),
+    "length that raises": (on("bad_length", raised="true"), "its 'train' split is not known: ZeroDivisionError: no samples"),
+    "transform that raises": (on("val_images", f"transform.sample_train=[{HALVE}]"), "cannot take sample 3 of 'train': Runtime"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_do_not_fit_are_refused_with_split_and_sample(name: str, run: Callable[..., Any]) -> None:
+    words, message = REFUSED[name]
+    result = run("train", *words)
+    assert message in result.err, result.err[-3000:] + result.out
+    assert result.status == 2
+    assert "Traceback" not in result.err
+    assert any(way in result.err for way in ("    allowed: ", "; set ", "; give ", "is empty"))
+
+
+WARNED = {
+    "duplicate names": (on("twins"), "classes 1 and 2 are both called 'crane'"),
+    "class without samples": (on("lonely"), "'train' has no sample of the class 'c' (2)"),
+    "class without samples in val": (on("fewer_classes"), "'val' has no sample of the class 'c' (2)"),
+    "another scale": (on("float_both", val=255.0), "images of 'val' have values up to 255, and those of 'train' up to 1"),
+    "another scale in train": (on("float_both", train=255.0), "of 'train' have values up to 255, and those of 'val' up to 1"),
+    "0 to 255 with statistics for 0 to 1": (
+        on("float_both", "data.normalize.mean=[0.5]", "data.normalize.std=[0.2]", train=255.0, val=255.0),
+        "images of 'train' have values up to 255, and data.normalize is for values from 0 to 1",
+    ),
+    "nan later in val": (on("nan_pixels", place=3), "the loss on 'val' is nan: sample 3 of 'val' has pixels that are not finite"),
+    "an attribute that says otherwise": (on("liar"), "targets has 1 for sample 0 of 'train', and the sample itself 0"),
+    "channels last": (on("lastly_channels"), "images of 'train' have shape (16, 16, 3), read as 16 channels of 16x3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WARNED)
+def test_data_that_are_suspicious_are_a_warning(name: str, train: Callable[..., Any]) -> None:
+    words, message = WARNED[name]
+    result = train(*words)
+    assert message in (result.directory / "run.log").read_text(), result.out
+    assert result.out.count(message) <= 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        on("float_val"),
+        on("float_val", train="float"),
+        on("float_both", train=255.0, val=255.0),
+        on("transformed"),
+        on("at", place=3, value=2.0),
+        on("val_images"),
+        on("numbers", *REGRESSION),
+    ],
+    ids=lambda words: " ".join(words[len(WORDS) :]),
+)
+def test_data_that_fit_raise_no_warning(words: tuple[str, ...], train: Callable[..., Any]) -> None:
+    assert "warning:" not in train(*words).out
+
+
+NO_VAL = (*on("twins"), "data.split.val=0")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("callbacks=early_stopping",), "callbacks.early_stopping: waits for evaluations, but there is no validation split"),
+        (("scheduler=plateau",), "scheduler: waits for evaluations, but there is no validation split"),
+        (("swa=0.5",), "swa: "),
+    ],
+)  # fmt: skip
+def test_what_follows_evaluations_needs_a_validation_split(
+    words: tuple[str, ...], message: str, run: Callable[..., Any]
+) -> None:
+    result = run("train", *NO_VAL, *words)
+    assert result.status == 2
+    assert message in result.err
+    assert "data.split.val" in result.err
+
+
+NORMS = """
+from torch import nn
+
+class Normed(nn.Sequential):
+    def __init__(self, in_channels, image_size, num_classes, spatial=False):
+        norm = nn.BatchNorm2d(4) if spatial else nn.BatchNorm1d(4)
+        first = [nn.Conv2d(in_channels, 4, 1), norm, nn.Flatten(), nn.LazyLinear(num_classes)]
+        flat = [nn.Flatten(), nn.Linear(in_channels * image_size[0] * image_size[1], 4), norm, nn.Linear(4, num_classes)]
+        super().__init__(*(first[:-1] + [nn.Linear(4 * image_size[0] * image_size[1], num_classes)] if spatial else flat))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "fine"),
+    [
+        (("data.batch_size=41",), False),
+        (("data.batch_size=1",), False),
+        (("data.batch_size=41", "data.drop_last=true"), True),
+        (("data.batch_size=41", "limit.train_batches=1"), True),
+        (("data.batch_size=41", "+model.spatial=true"), True),
+        (("data.batch_size=41", "freeze=['2']"), True),
+        (("data.batch_size=21",), True),
+    ],
+)
+def test_a_batch_of_one_sample_is_refused_where_batchnorm_cannot_take_it(
+    words: tuple[str, ...], fine: bool, workdir: Path, run: Callable[..., Any]
+) -> None:
+    (workdir / "normed.py").write_text(NORMS)
+    found = run(
+        "train",
+        *on("val_images"),
+        "model=mlp",
+        "model._target_=normed.Normed",
+        "~model.hidden",
+        "~model.dropout",
+        "trust=[unfit_sets,normed]",
+        *words,
+    )
+    assert found.status == (0 if fine else 2), found.err
+    assert "Traceback" not in found.err
+    assert fine or "data.batch_size: " in found.err
+    assert fine or "has 1 sample" in found.err
+    assert fine or "data.drop_last=true" in found.err
+
+
+def test_eval_names_a_sample_that_is_not_finite_too(train: Callable[..., Any], run: Callable[..., Any]) -> None:
+    directory = train(*on("nan_pixels", place=3)).directory
+    result = run("eval", f"ckpt_path={directory}", "split=val", "trust=[unfit_sets]")
+    assert result.status == 0, result.err
+    assert "sample 3 of 'val' has pixels that are not finite" in result.out + result.err
