@@ -134,7 +134,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> None
     outputs = task.outputs(splits.classes)
     inputs = as_given(splits)
     logits = try_forward(model, inputs)
-    with untouched(model):
+    with untouched(model, loss):
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
