@@ -215,7 +215,7 @@ def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
 def begun(compose: Callable[..., Any]) -> tuple[Any, Train]:
     """A training whose average has begun, and its config."""
     composition = compose(*SMALL, "model=mlp", "~model.hidden", "~model.dropout", "model._target_=my_parts.Normed", "swa=0.5",
-                          "evaluate.batch_size=42", "threads=1")  # fmt: skip
+                          "data.batch_size=42", "evaluate.batch_size=7", "threads=1")  # fmt: skip
     config = checked(composition.values, composition, Train)
     training = build_training(config, composition.values)
     assert training.splits.train.samples == 43
@@ -244,7 +244,7 @@ def test_computing_statistics_is_broken_off_and_names_its_own_key(begun: tuple[A
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     training.model.register_forward_hook(fail)
-    with pytest.raises(UserError, match=r"evaluate\.batch_size: memory does not suffice for batches of 42"):
+    with pytest.raises(UserError, match=r"data\.batch_size: memory does not suffice for batches of 42"):
         evaluate_both(training, config, lambda: {"val/loss": 1.0})
     assert weights_sha256(training.model.state_dict()) == before
     assert all(module.training for module in training.model.modules())
@@ -312,3 +312,23 @@ def test_a_run_starts_from_the_average_where_that_was_best(train: Callable[..., 
     assert last(started)["model"].keys() == best["averaged"]["weights"].keys()
     assert weights_sha256(last(started)["model"]) == record["weights_sha256"] != weights_sha256(best["model"])
     assert "tensors of the average (ema)" in started.out
+
+
+@pytest.mark.parametrize("more", [(), ("averaging.recalibrate_batches=3",), ("channels_last=true",)], ids=" ".join)
+def test_the_statistics_of_swa_do_not_depend_on_the_batch_size_of_evaluations(
+    train: Callable[..., Any], more: tuple[str, ...]
+) -> None:
+    words = (*CNN, "swa=0.5", "averaging.lr=1", *more)
+    digests = set()
+    for size in (1, 3, 8, 11, 500):
+        weights = last(train(*words, f"evaluate.batch_size={size}"))["averaged"]["weights"]
+        digests.add(weights_sha256(weights))
+    assert len(digests) == 1
+
+
+def test_the_statistics_of_swa_are_those_of_batches_of_the_training(train: Callable[..., Any]) -> None:
+    digests = {
+        weights_sha256(last(train(*CNN, "swa=0.5", "limit.train_batches=3", *words))["averaged"]["weights"])
+        for words in (("evaluate.batch_size=16",), ("evaluate.batch_size=16", "averaging.recalibrate_batches=2"))
+    }
+    assert len(digests) == 2  # 43 samples in batches of 8 are more than 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from runner.assembly.batch_size import memory_for_evaluation
+from runner.assembly.batch_size import memory_told
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
@@ -23,6 +23,8 @@ from runner.optim.schedules import Annealed
 
 if TYPE_CHECKING:
     from runner.assembly.training import Training
+
+_LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
 
 
 def build_averaged(
@@ -122,7 +124,7 @@ def evaluate_both(
     if averaged.begun:
         with averaged.applied():
             if averaged.kind == "swa":
-                with memory_for_evaluation(config):
+                with memory_told("data.batch_size", training.plan.batch_size, _LESS):
                     averaged.recalibrate(lambda: _feed(training, config.averaging.recalibrate_batches, interrupted))
             others = evaluate()
     start = f"/{prefix(averaged.kind)}"
@@ -130,17 +132,34 @@ def evaluate_both(
 
 
 def _feed(training: Training, limit: int | None, interrupted: Callable[[], bool]) -> None:
-    """Send the training split, as it is evaluated, through the model."""
-    loader = training.splits.train_for_eval.loader
-    batches = math.ceil(loader.samples / loader.batch_size)
-    if batches > 1 and loader.samples - (batches - 1) * loader.batch_size == 1:
-        batches -= 1  # a single sample has no variance
+    """Send the training split, as it is evaluated, through the model, in batches of the size that it is trained with.
+
+    The statistics depend on that size, and must not on how many samples an evaluation takes at once.
+    """
+    loader, size = training.splits.train_for_eval.loader, training.plan.batch_size
+    samples = loader.samples if limit is None else min(loader.samples, limit * size)
+    if samples > size and samples % size == 1:
+        samples -= 1  # a single sample has no variance
+    read = loader.batches(0, 0, math.ceil(samples / loader.batch_size))
     with untouched_generators(training.model), torch.no_grad():
-        for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+        for images in _in_batches_of(size, (batch.images for batch in read), samples):
             if interrupted():
                 raise Interrupted
             with training.precision.autocast():
-                training.model(batch.images)
+                training.model(images)
+
+
+def _in_batches_of(size: int, batches: Iterable[Tensor], samples: int) -> Iterator[Tensor]:
+    """The first `samples` samples of batches (B, ...), in other batches, of which only the last may be smaller."""
+    rest: Tensor | None = None
+    for batch in batches:
+        left = batch[:samples]
+        samples -= len(left)
+        left = left if rest is None else torch.cat([rest, left])
+        while len(left) >= size or (len(left) and not samples):
+            yield left[:size].clone()  # as kernels may round differently where memory begins elsewhere
+            left = left[size:]
+        rest = left
 
 
 def load_best(training: Training, contents: dict[str, Any]) -> str:

@@ -163,7 +163,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> list
     with _single_values(model) as single:
         logits = try_forward(model, inputs)
     _probe_other_sizes(model, splits)
-    with untouched(model):
+    with untouched(model, loss):
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(

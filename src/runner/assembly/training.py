@@ -22,6 +22,7 @@ from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.assembly import Splits, assemble
+from runner.engine.buffers import untouched_buffers
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.guard import Guard
 from runner.engine.loop import Limits
@@ -246,7 +247,7 @@ def training_flops(training: Training, position: Position | None = None, samples
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    with training.state.freezing.as_at(position):
+    with training.state.freezing.as_at(position), untouched_buffers(training.loss):
         return count_flops(
             training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
         )

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.engine.buffers import untouched_buffers
+
 Kind = Literal["ema", "swa"]
 
 
@@ -115,21 +117,19 @@ class Averaged:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with averaged weights; afterwards weights and BatchNorm's statistics are as before, bit for bit."""
-        statistics = self._norm_buffers()
+        """The model with averaged weights; afterwards weights and buffers are as before, bit for bit."""
         kept = [tensor.clone() for tensor in self._current]
-        kept_statistics = {name: tensor.clone() for name, tensor in statistics.items()}
         try:
-            with torch.no_grad():
-                torch._foreach_copy_(self._current, self._average)
-                for name, tensor in self._statistics.items():
-                    statistics[name].copy_(tensor)
-            yield
+            with untouched_buffers(self._model):
+                with torch.no_grad():
+                    torch._foreach_copy_(self._current, self._average)
+                    statistics = self._norm_buffers()
+                    for name, tensor in self._statistics.items():
+                        statistics[name].copy_(tensor)
+                yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(self._current, kept)
-                for name, tensor in kept_statistics.items():
-                    statistics[name].copy_(tensor)
 
     def recalibrate(self, feed: Callable[[], None]) -> None:
         """Compute BatchNorm's statistics anew for the averaged weights, which have to be applied.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.engine.buffers import untouched_buffers
 from runner.engine.generators import untouched_generators
 from runner.engine.state import TrainState
 from runner.engine.step import Batch, StepParts
@@ -51,7 +52,7 @@ def diagnose(state: TrainState, parts: StepParts, batches: Sequence[Batch], step
         step: its number, from 1.
         epoch: number of its epoch, from 1.
     """
-    with _as_it_was(state.model):
+    with _as_it_was(state.model, parts.loss):
         for batch in batches:
             if cause := _cause(state.model, parts, batch):
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
@@ -111,29 +112,19 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def _as_it_was(model: nn.Module, loss: object) -> Iterator[None]:
     """Put back gradients, buffers and random generators; compiled code is not used, as it runs no hooks inside."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    # By name, as some models assign their buffers anew.
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with untouched_generators(model), torch.enable_grad(), eager:
+        with untouched_generators(model), untouched_buffers(model, loss), torch.enable_grad(), eager:
             yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)
 
 
 def _tensors(value: Any) -> list[Tensor]:

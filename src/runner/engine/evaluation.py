@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Interrupted
 from runner.engine.generators import untouched_generators
 from runner.engine.step import Batch
@@ -41,12 +42,18 @@ class Source(Protocol):
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode and inference mode; afterwards each module's mode and the random generators are as before."""
+def untouched(model: nn.Module, *others: object) -> Iterator[None]:
+    """Evaluation mode and inference mode; afterwards modes, buffers and the random generators are as before.
+
+    Args:
+        model: what is evaluated.
+        *others: further modules whose buffers are put back, such as a loss; objects of other kinds are ignored.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with untouched_generators(model), torch.inference_mode():
+        # Put back outside inference mode, whose tensors cannot be trained with.
+        with untouched_generators(model), untouched_buffers(model, *others), torch.inference_mode():
             yield
     finally:
         for module, mode in modes:
@@ -66,7 +73,7 @@ def evaluate(
     """Evaluate a split.
 
     Args:
-        model: the model; its modes and buffers are left as they are.
+        model: the model; its modes and buffers are left as they are, and so are buffers of the loss.
         source: the split.
         targets_of: targets of the data set -> targets of the loss and the metrics.
         loss: (logits, targets) -> scalar mean over the samples.
@@ -86,7 +93,7 @@ def evaluate(
         batches = min(batches, limit)
     total: Tensor | None = None
     samples = 0
-    with untouched(model):
+    with untouched(model, loss):
         batch: Batch
         for batch in source.batches(0, 0, batches):
             if interrupted():

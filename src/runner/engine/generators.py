@@ -16,9 +16,14 @@ def untouched_generators(model: nn.Module) -> Iterator[None]:
     """Put back the generators of Python, NumPy and torch, on the CPU and on the devices of a model."""
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()
+    # fork_rng looks after the CPU and one kind of device, and of Apple's GPU it needs other arguments.
+    on_mps = any(tensor.device.type == "mps" for tensor in model.parameters())
+    apple = torch.mps.get_rng_state() if on_mps else None
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        if apple is not None:
+            torch.mps.set_rng_state(apple)

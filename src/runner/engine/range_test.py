@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Preempted
 from runner.engine.evaluation import Source
 from runner.engine.generators import untouched_generators
@@ -98,7 +99,7 @@ def range_test(
     smoothed: list[float] = []
     stopped = ""
     windows = _windows(source, plan, len(rates))
-    with unchanged(state):
+    with unchanged(state, parts.loss):
         meter = state.meter = Meter(next(state.model.parameters()).device)
         state.averaged = None  # weights on the way through all rates are worth no average
         state.train()
@@ -206,7 +207,7 @@ def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[A
 
 
 @contextlib.contextmanager
-def unchanged(state: TrainState) -> Iterator[None]:
+def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
     """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the random generators and all else."""
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
     meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
@@ -215,13 +216,6 @@ def unchanged(state: TrainState) -> Iterator[None]:
         (parameter, parameter.detach().clone(), parameter.grad, parameter.requires_grad)
         for parameter in model.parameters()
     ]
-    # By name, as some models assign their buffers anew.
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     moments = {weight: copy.deepcopy(found) for weight, found in optimizer.state.items()}
     settings = [
         {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
@@ -229,14 +223,12 @@ def unchanged(state: TrainState) -> Iterator[None]:
     ]
     scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     try:
-        with untouched_generators(model):
+        with untouched_generators(model), untouched_buffers(model, loss):
             yield
     finally:
         for parameter, values, gradient, trained in weights:
             parameter.data.copy_(values)
             parameter.grad, parameter.requires_grad = gradient, trained
-        for module, name, buffer, values in buffers:
-            module._buffers[name] = buffer.copy_(values)
         optimizer.state.clear()
         optimizer.state.update(moments)
         for group, own in zip(optimizer.param_groups, settings, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner.engine.buffers import KeptBuffers
 from runner.engine.state import TrainState
 from runner.engine.step import Batch, StepParts, backward, update_weights
 
@@ -57,7 +58,7 @@ class SplittingStep:
             torch.OutOfMemoryError: if single samples do not fit either.
         """
         if not self._window:
-            self._before = _Before(state.model)
+            self._before = _Before(state.model, parts.loss)
         self._window.append((batch, weight, samples))
         if not self._fits(state, parts, len(self._window) - 1):
             self._split(state, parts)
@@ -134,14 +135,8 @@ def _samples_of_a_piece(batch_size: int, pieces: int) -> int:
 class _Before:
     """Generators and buffers as they are at the beginning of a step."""
 
-    def __init__(self, model: nn.Module) -> None:
-        # By name, as some models assign their buffers anew.
-        self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+    def __init__(self, model: nn.Module, loss: object) -> None:
+        self._buffers = KeptBuffers(model, loss)
         self._device = next(model.parameters()).device
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = torch.get_rng_state()
@@ -151,9 +146,7 @@ class _Before:
 
     def restore(self) -> None:
         """Put them back."""
-        with torch.no_grad():
-            for module, name, buffer, kept in self._buffers:
-                module._buffers[name] = buffer.copy_(kept)
+        self._buffers.restore()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 from runner.config.errors import UserError, first_line
 from runner.config.patterns import matching
 from runner.runtime import activation
+from runner.runtime.flops import as_it_was
 from runner.runtime.memory import SavedTensors, readable
 
 Setting = bool | int | float | str | list[str]
@@ -324,23 +323,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Training mode; afterwards modes, buffers and random generators are as before. No gradient is accumulated."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    python, numpy = random.getstate(), np.random.get_state()
-    apple = torch.mps.get_rng_state() if device.type == "mps" else None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        try:
-            model.train()
-            for module, own in buffers:
-                copies = {name: None if buffer is None else buffer.detach().clone() for name, buffer in own.items()}
-                module._buffers.update(copies)
-            yield
-        finally:
-            for module, own in buffers:
-                module._buffers.update(own)
-            for module, mode in modes:
-                module.training = mode
-            random.setstate(python)
-            np.random.set_state(numpy)
-            if apple is not None:
-                torch.mps.set_rng_state(apple)
+    with as_it_was(model, device), torch.enable_grad():
+        model.train()
+        yield

@@ -119,18 +119,36 @@ class _Recomputed:
 
 @contextlib.contextmanager
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore buffers and random generators afterwards; gradients are up to the caller."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Restore buffers, modes and random generators afterwards; gradients are up to the caller."""
+    modules = list(model.modules())
+    modes = [(module, module.training) for module in modules]
+    # By name, as some models assign new tensors to their buffers; the old ones may have been written to as well.
+    buffers = [(module, dict(module._buffers)) for module in modules]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers() if _is_written_to(buffer)]
     python, numpy = random.getstate(), np.random.get_state()
+    apple = torch.mps.get_rng_state() if device.type == "mps" else None
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             yield
         finally:
+            with torch.no_grad():
+                for buffer, value in values:
+                    buffer.copy_(value)
+            for module, own in buffers:
+                module._buffers.clear()
+                module._buffers.update(own)
+            for module, mode in modes:
+                module.training = mode
             random.setstate(python)
             np.random.set_state(numpy)
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            if apple is not None:
+                torch.mps.set_rng_state(apple)
+
+
+def _is_written_to(buffer: Tensor) -> bool:
+    """Whether it can be changed in place: an expanded tensor, whose elements share memory, cannot."""
+    pairs = zip(buffer.stride(), buffer.shape, strict=True) if buffer.layout is torch.strided else ()
+    return all(stride for stride, size in pairs if size > 1)
 
 
 def _uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[object]:

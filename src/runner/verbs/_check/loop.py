@@ -203,7 +203,11 @@ def evaluation_leaves_state(subject: Subject) -> Verdict:
     training = subject.training
     before = {name: tensor.clone() for name, tensor in _tensors(training.model).items()}
     held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
-    evaluate(training.model, held_out, training.task.targets, training.loss, {}, training.precision.autocast, 1)
+    training.model.eval()
+    # Not `evaluate`, which puts buffers back.
+    with torch.no_grad(), training.precision.autocast():
+        for batch in held_out.batches(0, 0, 1):
+            training.loss(training.model(batch.images), training.task.targets(batch.targets))
     after = _tensors(training.model)
     changed = [name for name, tensor in after.items() if name not in before or not _same(before[name], tensor)]
     if changed:

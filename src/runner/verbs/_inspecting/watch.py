@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.assembly.training import Training
+from runner.engine.buffers import untouched_buffers
 from runner.engine.step import Batch
 from runner.models.features import listener
 from runner.runtime.determinism import refusal
@@ -66,7 +67,7 @@ def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Pa
         else:
             hooks, forward = [], listener(model, tensors, seen.take, "tensors")
         try:
-            with as_it_was(model, batch.images.device), torch.enable_grad():
+            with as_it_was(model, batch.images.device), untouched_buffers(training.loss), torch.enable_grad():
                 found = _gradients(training, batch, forward)
         finally:
             for hook in hooks:

@@ -1,0 +1,165 @@
+"""What runs a model on the side leaves no trace in it: buffers, modes, gradients, hooks and random generators."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.assembly.averaging import _feed
+from runner.assembly.learner import probe
+from runner.assembly.training import Training, build_training, training_flops
+from runner.config.resolve import checked
+from runner.config.schema import Train
+from runner.engine.diagnosis import diagnose
+from runner.engine.evaluation import evaluate
+from runner.engine.range_test import exponential, range_test
+from runner.engine.state import Position
+from runner.runtime.blocks import _Probe as Trial
+from runner.verbs._inspecting.watch import pass_through as watched
+
+
+class Assigning(nn.Module):
+    """Changes buffers in every way that there is, in training and in evaluation."""
+
+    def __init__(self, in_channels: int, num_classes: int, image_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(in_channels)
+        self.layer = nn.Linear(in_channels * image_size[0] * image_size[1], num_classes)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("mean", torch.zeros(()))  # assigned, as in `self.mean = ...`
+        self.register_buffer("count", torch.zeros(()), persistent=False)  # written to
+        self.register_buffer("late", None)  # a tensor once the model has run
+        self.register_buffer("wide", torch.ones(1).expand(3))  # cannot be written to
+        self.alias = self.count.view(1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = self.norm(images).flatten(1)
+        self.mean = 0.9 * self.mean + 0.1 * flat.detach().mean()
+        self.alias.add_(1)
+        self.late = flat.detach().mean()
+        if not hasattr(self, "new"):
+            self.register_buffer("new", torch.ones(()))
+        random.random()
+        np.random.rand()
+        return self.drop(self.layer(flat)) * (1 + self.mean)  # type: ignore[no-any-return]
+
+
+class Remembering(nn.Module):
+    """A loss with a buffer that it assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(logits, targets)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss + 0 * self.mean
+
+
+def traces(training: Training) -> dict[str, Any]:
+    """All that running the model could change."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().tolist()}
+    found["numpy"] = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+    for root in (training.model, training.loss):
+        for name, module in root.named_modules():
+            at = f"{type(root).__name__}.{name}"
+            for own, buffer in module._buffers.items():
+                found[f"{at}.{own}"] = None if buffer is None else (id(buffer), buffer.tolist(), buffer.is_inference())
+            found[f"{at} mode"] = module.training
+            found[f"{at} hooks"] = (len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, parameter in root.named_parameters():
+            gradient = None if parameter.grad is None else parameter.grad.tolist()
+            found[f"{name} weight"] = (parameter.tolist(), gradient, parameter.requires_grad)
+    return found
+
+
+def _diagnose(training: Training) -> None:
+    batches = list(training.splits.train.loader.batches(0, 0, 1))
+    diagnose(training.state, training.parts, batches, 1, 1)
+
+
+def _range_test(training: Training) -> None:
+    state, parts, loader = training.state, training.parts, training.splits.train.loader
+    range_test(state, loader, training.plan, parts, exponential(1e-4, 1e-3, 4), 1e-3)
+
+
+def _average(training: Training) -> None:
+    averaged = training.state.averaged
+    assert averaged is not None
+    with averaged.applied():
+        averaged.recalibrate(lambda: _feed(training, None, lambda: False))
+
+
+def _evaluate(training: Training) -> None:
+    evaluate(training.model, training.splits.train_for_eval.loader, training.task.targets, training.loss, {})
+
+
+def _watch(training: Training) -> None:
+    watched(training, next(iter(training.splits.train.loader.batches(0, 0, 1))), [])
+
+
+def _trial(training: Training) -> None:
+    image = next(iter(training.splits.train_for_eval.loader.batches(0, 0, 1))).images[:1]
+    trial = Trial(training.model, image, contextlib.nullcontext)
+    trial.bytes_of_sample()
+    trial.idle([("layer", training.model.get_submodule("layer"))])
+    trial.backward()
+
+
+RUNS: dict[str, Callable[[Training], object]] = {
+    "counting operations": training_flops,
+    "counting operations with parts frozen": lambda training: training_flops(training, Position()),
+    "evaluation": _evaluate,
+    "the probe": lambda training: probe(training.task, training.model, training.loss, training.splits),
+    "diagnosis": _diagnose,
+    "range test": _range_test,
+    "average": _average,
+    "inspection": _watch,
+    "trial of blocks": _trial,
+}
+
+
+@pytest.fixture
+def make(compose: Callable[..., Any]) -> Callable[[], Training]:
+    composition = compose(
+        "data=synthetic", "data.dataset.samples=24", "data.image_size=4", "data.batch_size=8", "epochs=2", "swa=1",
+        "threads=1",
+    )  # fmt: skip
+    values = composition.values
+    facts = dict.fromkeys(("in_channels", "num_classes", "image_size"))
+    values["model"] = {"_target_": f"{__name__}.Assigning", **facts}
+    values["loss"] = {"_target_": f"{__name__}.Remembering"}
+    return lambda: build_training(checked(values, composition, Train), values)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_the_side_leaves_no_trace(make: Callable[[], Training], name: str) -> None:
+    training = make()
+    training.state.train()
+    before = traces(training)
+    RUNS[name](training)
+    assert traces(training) == before
+
+
+def test_counting_and_evaluating_do_not_change_the_training_of_a_model_that_assigns_its_buffers(
+    make: Callable[[], Training],
+) -> None:
+    ends = []
+    for aside in (False, True):
+        training = make()
+        for batch in training.splits.train.loader.batches(0, 0, 3):
+            training.state.train()
+            training.step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
+            if aside:
+                training_flops(training)
+                _evaluate(training)
+        ends.append({name: tensor.tolist() for name, tensor in training.model.state_dict().items()})
+    assert ends[0] == ends[1]
