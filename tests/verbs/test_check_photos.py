@@ -23,7 +23,7 @@ from runner.verbs._check import work
 BASE = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.split.val=0.2"),
     *("data.normalize={mean: null, std: null}", "data.batch_size=16", "transform=standard", "epochs=6"),
-    "model={_target_: check_photo_zoo.Net, num_classes: null}",
+    "model={_target_: check_photo_parts.Net, num_classes: null}",
 )
 
 
@@ -45,7 +45,11 @@ def check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]
                 value = {**before, **value}
             place[last] = value
         out = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.suppress(SystemExit),
+        ):
             work._check(composition)
         return {each["name"]: each for each in json.loads(out.getvalue())["checks"]}
 
