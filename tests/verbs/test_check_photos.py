@@ -22,7 +22,7 @@ from runner.verbs._check import work
 BASE = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.split.val=0.2"),
     *("data.normalize={mean: null, std: null}", "data.batch_size=16", "transform=standard", "epochs=6"),
-    "model={_target_: check_photo_zoo.Net, num_classes: null}",
+    "model={_target_: check_photo_parts.Net, num_classes: null}",
 )
 
 
@@ -63,3 +63,30 @@ def test_each_fault_is_found_by_the_check_for_it(check: Callable[..., Any], case
     assert found["status"] == case.status, found
     assert case.evidence in found["evidence"]
     assert found["fix"]
+
+
+@pytest.mark.parametrize("name", check_photo_zoo.HEALTHY)
+def test_healthy_trainings_raise_nothing(check: Callable[..., Any], name: str) -> None:
+    checks = check(*check_photo_zoo.HEALTHY[name])
+    assert not [each for each in checks.values() if each["status"] not in ("pass", "skip")]
+    assert sum(each["status"] == "pass" for each in checks.values()) > 50
+
+
+@pytest.mark.parametrize("fault", ["", "format", "mode", "size", "bytes"])
+def test_files_that_give_the_label_away_are_found(check: Callable[..., Any], tmp_path: Path, fault: str) -> None:
+    root = check_photos.folder(tmp_path / "photos", fault)
+    data = f"data.dataset={{_target_: runner.data.folders.image_folder, root: '{root}', image_size: 32}}"
+    checks = check(data, "data.split.test=0.2", "only=[data,labels,batches,splits,shortcuts]")
+    assert checks["build"]["status"] == "pass", checks["build"]
+    found = {name for name, each in checks.items() if each["status"] in ("warn", "fail")}
+    assert ("file-shortcut" in found) if fault else not found, {name: checks[name] for name in found}
+    if fault:
+        assert "alone tells class" in checks["file-shortcut"]["evidence"]
+
+
+def test_there_are_many_faults_and_every_new_check_has_one() -> None:
+    named = {case.check for case in check_photo_zoo.CASES} | {"file-shortcut"}
+    groups = ("batches", "splits", "shortcuts", "reach", "objective", "settings", "steps")
+    assert named >= {each.name for each in work.CHECKS if each.group in groups}
+    assert len(check_photo_zoo.CASES) >= 100
+    assert len(check_photo_zoo.HEALTHY) >= 20

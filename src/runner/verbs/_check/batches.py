@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from runner.verbs._check.pixels import features, pictures, small, units
+from runner.verbs._check.pixels import accuracy, features, pictures, small, units
 from runner.verbs._check.subject import NotBuilt, Subject
 from runner.verbs._check.verdict import Verdict, check, failed, passed, skipped, warned
 
 _SAMPLES = 256
 _VALUES = 2**24  # pixels and channels of these samples
 _SAME = 0.9999  # correlation of two images of a batch that are the same one
-_WRAPPED = 3.0  # how many times as frequent jumps over the whole range are as jumps over half of it
+_WRAPPED = 1.0  # how many times as frequent jumps over the whole range are as jumps over half of it; 0.1 in photographs
 _FEWEST = 160  # samples that a linear model is fitted to and scored on
 
 
@@ -195,18 +193,6 @@ def wrap_around(subject: Subject) -> Verdict:
     return passed(f"{len(sources)} sources of images have no such jumps")
 
 
-def _accuracy(pixels: Tensor, right: Tensor, others: Tensor, theirs: Tensor) -> float:
-    """Of a linear model that is fitted to the first and scored on the second."""
-    from sklearn.linear_model import RidgeClassifier
-    from sklearn.preprocessing import StandardScaler
-
-    scaler = StandardScaler().fit(pixels.numpy())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of singular matrices
-        model = RidgeClassifier(alpha=100.0).fit(scaler.transform(pixels.numpy()), right.numpy())
-    return float(np.mean(model.predict(scaler.transform(others.numpy())) == theirs.numpy()))
-
-
 @check
 def augmented_classes(subject: Subject) -> Verdict:
     """Augmentation that takes away what the classes can be told by, such as crops that miss the object."""
@@ -227,9 +213,9 @@ def augmented_classes(subject: Subject) -> Verdict:
     scores: dict[str, list[float]] = {"plain": [], "augmented": [], "remembered": []}
     for part in (fit, ~fit):
         right, theirs = found.right[part], found.right[~part]
-        scores["plain"].append(_accuracy(plain[part], right, plain[~part], theirs))
-        scores["augmented"].append(_accuracy(ours[part], right, ours[~part], theirs))
-        scores["remembered"].append(_accuracy(plain[part], right, ours[part], right))
+        scores["plain"].append(accuracy(plain[part], right, plain[~part], theirs))
+        scores["augmented"].append(accuracy(ours[part], right, ours[~part], theirs))
+        scores["remembered"].append(accuracy(plain[part], right, ours[part], right))
     plainly, augmented, remembered = (sum(each) / 2 for each in scores.values())
     chance = float(torch.bincount(found.right.clamp_min(0)).max()) / len(found.right)
     best = max(augmented, remembered)

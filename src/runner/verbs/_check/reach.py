@@ -14,7 +14,7 @@ from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, 
 from runner.verbs._check.watch import watch
 
 _DEPTH = 4  # of containers in containers that names are looked for in
-_PUSHED = (1e2, 1e4)  # sizes of random weights in the last layer
+_PUSHED = (1e-2, 1e2, 1e4)  # sizes of random weights in the last layer
 _SAMPLES = 32
 
 
@@ -100,7 +100,7 @@ def equal_units(subject: Subject) -> Verdict:
     if not loss.requires_grad or not math.isfinite(float(loss.detach())):
         return skipped("the loss has no gradient")
     loss.backward()  # type: ignore[no-untyped-call]
-    found, count = [], 0
+    found, alike, count = [], [], 0
     for name, weight in model.named_parameters():
         gradient = weight.grad
         if gradient is None or weight.ndim < 2 or len(weight) < 2 or gradient.layout is not torch.strided:
@@ -108,11 +108,18 @@ def equal_units(subject: Subject) -> Verdict:
         count += 1
         rows, slopes = weight.detach().flatten(1), gradient.flatten(1)
         largest = float(slopes.abs().max())
-        if bool((rows == rows[0]).all()) and largest > 0 and float((slopes - slopes[0]).abs().max()) < 1e-4 * largest:
+        if bool((rows != rows[0]).any()) or largest == 0:
+            continue
+        if float((slopes - slopes[0]).abs().max()) < 1e-4 * largest:
             found.append(name)
+        elif len(rows) >= 4 and rows.shape[1] >= 4 and float(rows.abs().max()) > 0:
+            alike.append(name)
     if found:
         evidence = f"all units of {listed(found)} are equal and get equal gradients"
         return failed(evidence, "random initial weights (nn.init.kaiming_normal_)")
+    if alike:
+        told = f"all units of {listed(alike)} start equal, and other layers alone tell them apart"
+        return warned(told, "random initial weights (nn.init.kaiming_normal_)")
     return passed(f"the units of {count} weights differ, or learn to")
 
 
@@ -134,11 +141,12 @@ def _bounds(subject: Subject) -> tuple[float, float] | None:
                 outputs = subject.model(images).float()
                 low, high = min(low, float(outputs.min())), max(high, float(outputs.max()))
             reached.append((low, high))
-    (low, high), (lowest, highest) = reached
+    _, (low, high), (lowest, highest) = reached
     if not all(math.isfinite(each) for each in (low, high, lowest, highest)) or lowest == highest:
         return None
     bounded_below, bounded_above = lowest > low - 0.5 * abs(low) - 1e-3, highest < high + 0.5 * abs(high) + 1e-3
-    return lowest if bounded_below else -math.inf, highest if bounded_above else math.inf
+    bottom, top = min(each for each, _ in reached), max(each for _, each in reached)
+    return bottom if bounded_below else -math.inf, top if bounded_above else math.inf
 
 
 def _best(subject: Subject, targets: Tensor, low: float, high: float) -> float:
@@ -174,7 +182,7 @@ def reachable_targets(subject: Subject) -> Verdict:
         told = f"{told}; with every answer right the loss is {best:.3g}, without bounds {floor:.3g}, of a guess {guess:.3g}"
         if best > floor + 0.15 * max(0.0, guess - floor):
             return failed(told, fix)
-        return warned(told, fix) if low == 0.0 and math.isinf(high) else passed(told)
+        return warned(told, fix) if low > -1e-3 and math.isinf(high) else passed(told)
     values = subject.targets(subject.read("train", subject.readable("train", 256))).float()
     margin = 1e-3 * float(values.std())
     outside = float(((values < low - margin) | (values > high + margin)).float().mean())

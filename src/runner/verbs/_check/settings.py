@@ -15,7 +15,7 @@ from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, 
 _POINTS = 2000  # of a schedule
 _STEPS = 3
 _STUCK, _SLOW = 0.003, 0.02  # shares of their size that weights can move by over the whole run
-_FAST = 0.7  # share of their size that weights move by in one step
+_FAST, _FAST_SGD = 0.7, 3.0  # share of their size that weights move by in one step; first gradients of SGD are large
 _ADAM = ("adam", "adamw", "nadam", "radam", "adamax", "lion", "lamb", "adan", "adopt", "adabelief")
 _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight decay to the gradient
 _EXTREME, _USELESS = 0.8, 0.95  # dropout
@@ -179,11 +179,14 @@ def step_size(subject: Subject) -> Verdict:
             return failed(evidence, fix)
     elif clip.value is not None or clip.agc is not None:
         fix = "larger clip.value and clip.agc, or null"
+    still = [name for name, each in moved.items() if each * mean * total < _STUCK]
+    if (clip.norm, clip.value, clip.agc) != (None, None, None) and 2 * len(still) > len(moved):
+        return failed(f"{evidence}; {len(still)} of {len(moved)} weights hardly move at all", fix)
     if reach < _STUCK:
         return failed(evidence, fix)
     if reach < _SLOW:
         return warned(evidence, fix)
-    if middle > _FAST:
+    if middle > (_FAST if _kind(subject).lower() in _ADAM else _FAST_SGD):
         verdict = failed if middle > 10 else warned
         return verdict(evidence, "a smaller optimizer.lr: weights should move by about 0.001 of their size in a step")
     return passed(evidence)

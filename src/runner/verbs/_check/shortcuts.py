@@ -52,8 +52,14 @@ def _marked(images: Tensor, positive: Tensor) -> tuple[float, int, int] | None:
     best = float(accuracy.max())
     if best < _GIVEN_AWAY:
         return None
-    place = int(tried[int(accuracy.argmax())]) % (height * width)
-    row, column = divmod(place, width)
+    places = tried[accuracy > best - 1e-3] % (height * width)
+    rows, columns = places // width, places % width
+    to_edge = torch.stack([rows, columns, height - 1 - rows, width - 1 - columns]).amin(0)
+    row, column, edge = (int(each[int(to_edge.argmin())]) for each in (rows, columns, to_edge))
+    own = images[positive][:, :, row, column]
+    at_border = edge < max(1, min(height, width) // 6)
+    # In photographs of one class no pixel has one value; black or white ones may have inside an object.
+    steady = (own.std(0) < 1e-3) & ((own.mean(0) > 0.02) & (own.mean(0) < 0.98) | at_border)
     around = [
         (row + down, column + right)
         for down in (-3, 0, 3)
@@ -66,10 +72,8 @@ def _marked(images: Tensor, positive: Tensor) -> tuple[float, int, int] | None:
     inner = separation.view(channels, height, width)
     inner = inner[:, height // 4 : height - height // 4, width // 4 : width - width // 4].flatten()
     most = inner.topk(min(_TRIED, len(inner))).indices
-    edge = min(row, column, height - 1 - row, width - 1 - column)
-    at_border = edge < max(1, min(height, width) // 8)
     only_there = at_border and float(_stump(middle[:, most], positive).max()) < best - _DROP
-    return (best, row, column) if isolated or only_there else None
+    return (best, row, column) if isolated or only_there or bool(steady.any()) else None
 
 
 def _constant_channel(images: Tensor, targets: Tensor, classes: Sequence[int]) -> str:

@@ -6,12 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.verbs._check.pixels import pictures
+from runner.verbs._check.look import Look
+from runner.verbs._check.pixels import accuracy, features, pictures
 from runner.verbs._check.subject import Subject
-from runner.verbs._check.verdict import Verdict, check, listed, passed, skipped, warned
+from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
 
-_APART = 0.85  # chance that an image of one split has more of something than one of the other; 0.5 is alike
+_APART = 0.72  # chance that an image of one split has more of something than one of the other; 0.5 is alike
+_DEVIATIONS = 6.0  # of what that chance is by accident
 _FEWEST = 24
+_LEAST, _MOST = 60, 1000  # samples that a linear model is fitted to and scored on
 
 
 def _share_above(ours: Tensor, theirs: Tensor) -> float:
@@ -65,15 +68,17 @@ def split_source(subject: Subject) -> Verdict:
     if "train" not in found or len(found["train"].images) < _FEWEST:
         return skipped(f"fewer than {_FEWEST} training images could be looked at")
     ours = _measures(found["train"].images)
-    worst, others = (0.5, "", ""), []
+    worst, others, limit = (0.5, "", ""), [], _APART
     for name, seen in found.items():
         if name == "train" or len(seen.images) < _FEWEST or seen.images.shape[1] != found["train"].images.shape[1]:
             continue
+        by_chance = ((1 / len(seen.images) + 1 / len(found["train"].images)) / 12) ** 0.5
+        limit = max(limit, 0.5 + _DEVIATIONS * by_chance)
         for what, values in _measures(seen.images).items():
             if what in ours:
                 above = _share_above(ours[what], values)
                 share = max(above, 1 - above)
-                if share > _APART:
+                if share > limit:
                     others.append(f"{what} of {name}")
                 if share > worst[0]:
                     worst = (share, what, f"{'more' if above > 0.5 else 'less'} in {name}")
@@ -81,7 +86,7 @@ def split_source(subject: Subject) -> Verdict:
         return skipped(f"there is no other split of {_FEWEST} images")
     share, what, where = worst
     evidence = f"{what}: {where} than in train for {share:.0%} of all pairs of images"
-    if share <= _APART:
+    if share <= limit:
         return passed(evidence)
     more = (
         f"; also {listed([each for each in others if each != f'{what} of {where.split()[-1]}'])}"
@@ -91,6 +96,46 @@ def split_source(subject: Subject) -> Verdict:
     return warned(
         f"{evidence}{more}", "read every split in the same way: source, decoder, colour, resizing and compression"
     )
+
+
+@check
+def split_targets(subject: Subject) -> Verdict:
+    """A held-out split whose targets do not go with its images, while those of train do."""
+    if not subject.classes:
+        return skipped("there are no classes")
+    ours = _described(subject.train)
+    if ours is None or len(ours[1]) < _LEAST or len(torch.unique(ours[1])) < 2:
+        return skipped(f"fewer than {_LEAST} training images of one shape could be looked at")
+    images, targets = ours
+    half = torch.arange(len(targets)) % 2 == 0
+    known = min(accuracy(images[half], targets[half], images[~half], targets[~half]), 1.0)
+    told, bad = [f"{known:.0%} of train"], []
+    for seen in subject.held_out:
+        theirs = _described(seen)
+        if theirs is None or len(theirs[1]) < _LEAST or theirs[0].shape[1] != images.shape[1]:
+            continue
+        right = accuracy(images, targets, *theirs)
+        chance = float(torch.bincount(theirs[1].clamp_min(0)).max()) / len(theirs[1])
+        told.append(f"{right:.0%} of {seen.name}")
+        if known > chance + 0.25 and right < chance + max(0.2 * (known - chance), 2 * (chance / len(theirs[1])) ** 0.5):
+            bad.append(seen.name)
+    if len(told) == 1:
+        return skipped(f"there is no other split of {_LEAST} images")
+    evidence = f"a linear model is right for {', '.join(told)}"
+    if bad:
+        return failed(
+            evidence, f"check how images and targets of {listed(bad)} are put together, and its order of classes"
+        )
+    return passed(evidence)
+
+
+def _described(seen: Look) -> tuple[Tensor, Tensor] | None:
+    """Features and classes of the small copies of a split, or None."""
+    good = seen.finite[seen.rows]
+    targets = seen.targets[seen.rows][good]
+    if not len(targets) or targets.ndim != 1 or targets.is_floating_point():
+        return None
+    return features(seen.small[good][:_MOST]), targets[:_MOST].long()
 
 
 @check

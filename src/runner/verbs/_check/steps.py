@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from runner.assembly.averaging import evaluate_both
 from runner.assembly.metrics import fresh_metrics
 from runner.data.loaders import Batch
 from runner.engine.errors import Diverged
@@ -94,11 +95,9 @@ def _course(subject: Subject, batch: Batch, scale: float, callbacks: bool, clip:
     rates = [group["initial_lr"] for group in state.optimizer.param_groups]
     extra, roll_back = _callbacks(subject) if callbacks else ([], lambda loop: subject.restart())
     split = training.splits.val or training.splits.train_for_eval
-    metrics = fresh_metrics(subject.config, training.task, training.device) if callbacks else dict
+    metrics = fresh_metrics(subject.config, training.task, training.device)
 
-    def evaluated(_: Callable[[], bool]) -> dict[str, float]:
-        if not callbacks:
-            return {}
+    def evaluate_once() -> dict[str, float]:
         arguments = (training.model, split.loader, training.task.targets, training.loss, metrics())
         return {f"val/{name}": each for name, each in evaluate(*arguments, training.precision.autocast, 1).items()}
 
@@ -119,7 +118,7 @@ def _course(subject: Subject, batch: Batch, scale: float, callbacks: bool, clip:
             Plan(source.samples, source.batch_size),
             parts,
             Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None),
-            evaluated if callbacks else None,
+            (lambda _: evaluate_both(training, subject.config, evaluate_once)) if callbacks else None,
             [*extra, _Clock(subject)],
             (training.monitor, training.mode),
             step=training.step,
@@ -203,7 +202,7 @@ def short_training(subject: Subject) -> Verdict:
         ("without clipping", (True, False, False), "larger bounds in clip, or null"),
         ("at a constant rate", (True, True, True), "another scheduler: scheduler=constant tells"),
     ):
-        value = min(_course(subject, batch, each, *arguments) for each in _RATES)
+        value = min(_course(subject, batch, each, *arguments) for each in _RATES[:2])
         if value < _FALLEN * first:
             return failed(f"{told}, to {value:.4g} {what}", fix)
     plain = _plain(subject, batch)
