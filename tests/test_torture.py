@@ -23,7 +23,11 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
-    [("kills", "damage", "same_bits", "disk"), ("writing", "sweep", "signals", "hostile", "memory", "ending")],
+    [
+        ("kills", "damage", "same_bits", "disk"),
+        ("writing", "sweep", "signals", "hostile", "memory"),
+        ("ending", "downloads", "special", "cache"),
+    ],
     ids=" ".join,
 )
 def test_whatever_is_done_to_a_run_nothing_is_lost(sections: tuple[str, ...], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.hydra_nodes import unasked
 from runner.config.keys import flatten
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 from runner.config.sweep_folder import why_occupied
@@ -256,6 +257,7 @@ def _compose(
         raise ConfigError([*problems, _as_problem(error)]) from error
     names = list(flatten(values))
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in known.unknown]
+    problems += unasked(cfg, known.accepted)
     composition = Composition(
         values,
         overrides.canonical(w for w in words if not w.startswith("hydra")),
@@ -313,6 +315,7 @@ def _run_one(task: Callable[[DictConfig], Any], request: Request, words: list[st
     time until a run begins.
     """
     from hydra._internal.utils import run_and_report
+    from hydra.core.utils import configure_log
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     name = task.__module__.rpartition(".")[2]
@@ -323,14 +326,16 @@ def _run_one(task: Callable[[DictConfig], Any], request: Request, words: list[st
         compose = application.compose_config
 
         def checked(**given: Any) -> DictConfig:
-            """Compose, and look at it before folders are made and callbacks are told."""
+            """Compose, and look at it before folders are made, callbacks are told and loggers are built."""
             try:
-                cfg: DictConfig = compose(**given)
+                cfg: DictConfig = compose(**given | {"with_log_configuration": False})
                 _plain(cfg)
             except Exception as error:
                 raise _NotOne from error
-            if _is_sweep(cfg):
+            if _is_sweep(cfg) or unasked(cfg, words):
                 raise _NotOne
+            if given["with_log_configuration"]:
+                configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
             return cfg
 
         application.compose_config = checked

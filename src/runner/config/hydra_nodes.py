@@ -1,0 +1,65 @@
+"""What Hydra itself would build for a run: its callbacks, launcher, sweeper and loggers, and whose word that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from runner.config.errors import Problem
+from runner.config.validate import shown
+
+_BUILT = ("callbacks", "launcher", "sweeper")
+_LOGGING = ("job_logging", "hydra_logging")
+_PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")  # what is installed, and not a file in a folder
+_HANDLERS = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "logging.Formatter")
+_FACTORIES = ("colorlog.ColoredFormatter",)
+_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
+_OF_THE_RUN = "${hydra.runtime.output_dir}/"
+
+
+def unasked(cfg: DictConfig, words: Sequence[str]) -> list[Problem]:
+    """Problems of nodes below `hydra` that would build something which the command line does not name.
+
+    Hydra builds them before any check of the program's, from whatever folder they were composed of.
+
+    Args:
+        cfg: the composed config with `hydra`.
+        words: overrides of the command line.
+    """
+    given = [word.partition("=")[0].lstrip("+~").replace("/", ".") for word in words]
+    problems = []
+    for section in (*_BUILT, *_LOGGING):
+        node = OmegaConf.to_container(cfg.hydra[section], resolve=False) if section in cfg.hydra else None
+        for key, value in _leaves(node, f"hydra.{section}"):
+            named = any(key == word or key.startswith(f"{word}.") for word in given)
+            if not named and _builds(section, key, str(value)):
+                message = (
+                    f"'{value}' stands in a folder of configs, and only the command line can have Hydra build things"
+                )
+                problems.append(
+                    Problem(key, message, f"'{key}={shown(str(value))}' on the command line, or without it")
+                )
+    return problems
+
+
+def _builds(section: str, key: str, value: str) -> bool:
+    """Whether a leaf makes Hydra or `logging` import, call or write something of its choice."""
+    last = key.rpartition(".")[2]
+    if section in _BUILT:
+        return last == "_target_" and (section == "callbacks" or not value.startswith(_PLUGINS))
+    if value.startswith(("ext://", "cfg://")):
+        return value not in _STREAMS
+    if last == "filename":
+        return not value.startswith(_OF_THE_RUN) or ".." in value
+    return (last == "()" and value not in _FACTORIES) or (last == "class" and value not in _HANDLERS)
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    pairs: Iterable[tuple[Any, Any]]
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in pairs:
+        yield from _leaves(inner, f"{key}.{name}")
+    if not isinstance(value, dict | list):
+        yield key, value
