@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import signal
 import subprocess
@@ -291,3 +292,81 @@ def test_two_jobs_of_a_sweep_do_not_share_a_folder(run, tiny, workdir, again):
     assert "of other settings" in result.err if again else "already holds a run" in result.err
     assert yaml.safe_load((workdir / "mine" / "both" / "config.yaml").read_text())["seed"] == 0
     assert "seed=0" in yaml.safe_load((workdir / "mine" / "both" / "overrides.yaml").read_text())
+
+
+def test_a_pattern_of_options_makes_a_job_of_each(sweep):
+    result, folder = sweep("--multirun", "model=glob([m*,small*])", "~model.width")
+    assert result.status == 0, result.err
+    words = [yaml.safe_load((folder / job / "overrides.yaml").read_text()) for job in "01"]
+    assert ["model=mlp" in words[0], "model=small_cnn" in words[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        (("optimizer.lr=interval(0.0001,0.1)",), "optimizer.lr", "cannot be an interval"),
+        (("hydra/sweeper=optuna", "optimizer.lr=interval(0.0001,0.1)"), "hydra/sweeper", "there is no 'optuna'"),
+        (("hydra/launcher=basics",), "hydra/launcher", "there is no 'basics'"),
+        (("experiment=glob(zzz*)",), "experiment", "has no option of that pattern"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_swept_is_told_before_the_first_job(run, tiny, workdir, words, key, reason):
+    result = run("train", *tiny, "--multirun", *words)
+    assert result.status == 2
+    assert f"  {key}: {reason}" in result.err
+    assert "Traceback" not in result.err
+    assert list(workdir.iterdir()) == []
+
+
+CHOOSING = """
+from dataclasses import dataclass
+from typing import Any, Optional
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+class Choosing(Sweeper):
+    def __init__(self, params):
+        pass
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments):
+        chosen = []
+        for word, override in zip(arguments, OverridesParser.create().parse_overrides(arguments)):
+            key, value = override.key_or_group, override.value()
+            chosen.append(f"++{key}={value.end}" if override.is_interval_sweep() else word)
+        [result] = self.launcher.launch([chosen], 0)
+        print("value", float(result.return_value))
+
+@dataclass
+class Conf:
+    _target_: str = "hydra_plugins.choosing.Choosing"
+    params: Optional[Any] = None
+
+ConfigStore.instance().store(group="hydra/sweeper", name="choosing", node=Conf, provider="choosing")
+"""
+
+
+def test_a_sweeper_that_chooses_values_takes_an_interval(spawn, tiny, workdir):
+    (workdir / "hydra_plugins").mkdir()
+    (workdir / "hydra_plugins" / "choosing.py").write_text(CHOOSING)
+    words = ("--multirun", "hydra/sweeper=choosing", "optimizer.lr=interval(0.0001,0.1)", "hydra.sweep.dir=mine")
+    done = spawn("train", *tiny, *words, env=os.environ | {"PYTHONPATH": str(workdir)})
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^value \d", done.stdout, re.MULTILINE)
+    assert yaml.safe_load((workdir / "mine" / "0" / "config.yaml").read_text())["optimizer"]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("swept", [("sweep=folds",), ("--multirun", "data.split.folds=5", "seed=0,1")])
+def test_folds_of_images_that_have_a_validation_split_are_refused_before_the_first_job(run, workdir, swept):
+    for split in ("train", "val"):
+        (workdir / "photos" / split / "cats").mkdir(parents=True)
+    result = run("train", *swept, "data=image_folder", "data.root=photos")
+    assert result.status == 2
+    assert "data.split.folds: is 5, but the folder of images has a validation split of its own" in result.err
+    assert not (workdir / "outputs").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
@@ -137,3 +139,37 @@ def test_an_unknown_key_gets_the_nearest_of_those_that_the_call_has(key, close, 
         compose(f"{key}=1")
     [problem] = caught.value.problems
     assert (problem.key, problem.nearest, problem.origin) == (key, close, f"the override {key}=1")
+
+
+@pytest.mark.parametrize(
+    ("word", "accepted"),
+    [
+        ("model=glob([m*,s*])", "model=mlp,small_cnn"),
+        ("model=glob([m*,s*],exclude=s*)", "model=mlp"),
+        ("seed=int(interval(1,5))", "seed=int(interval(1,5))"),
+    ],
+)
+def test_a_pattern_stands_for_the_options_of_a_group(word, accepted):
+    assert overrides.examine([word], Train, Sources(), True).accepted == [accepted]
+    assert overrides.examine([word], Train, Sources(), True).problems == []
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("model=glob(zzz*)", "has no option of that pattern"),
+        ("seed=glob(*)", r"cannot be glob\(...\), which is for groups"),
+        ("seed=range(0)", "has no values"),
+        ("model=interval(1,2)", "is chosen by name"),
+    ],
+)
+def test_a_sweep_without_jobs_is_a_problem(word, reason):
+    [problem] = overrides.examine([word], Train, Sources(), True).problems
+    assert problem.key == word.split("=")[0]
+    assert re.search(reason, problem.message)
+    assert problem.origin == f"the override {word}"
+
+
+@pytest.mark.parametrize("key", ["evaluate.every_epochs", "checkpoint.every_epochs"])
+def test_a_part_of_an_epoch_is_refused_with_the_key_that_counts_in_steps(key, problems):
+    assert key.replace("epochs", "steps") in problems(f"{key}=0.5")[key].allowed

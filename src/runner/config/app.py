@@ -160,8 +160,8 @@ def launch(
         schema: dataclass that the overrides are checked against.
         primary: name of the primary config.
         argv: the words after the verb.
-        also: finds further problems in a composition; asked only when there are problems already, so that one report
-            has them all.
+        also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
+            report has them all.
         sweep_root: claims the folder of a sweep, given the composed values.
 
     Raises:
@@ -255,6 +255,8 @@ def _compose(
     except (HydraException, OmegaConfBaseException) as error:
         problems += [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
         raise ConfigError([*problems, _as_problem(error)]) from error
+    if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
+        problems += overrides.intervals(known.accepted)
     names = list(flatten(values))
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in known.unknown]
     problems += unasked(cfg, known.accepted)
@@ -267,7 +269,17 @@ def _compose(
     )
     if problems:
         raise ConfigError([*problems, *also(composition)])
+    if (_is_sweep(cfg) or request.multirun) and (common := _of_every_job(cfg, known.accepted, also(composition))):
+        raise ConfigError(common)
     return composition, _is_sweep(cfg)
+
+
+def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
+    """Those problems of the first job that all jobs of a sweep have: how the data are split, where no job has other data."""
+    swept = {*overrides.swept(words), *(cfg.hydra.sweeper.get("params") or {})} - {"data.split.fold", "data.split.seed"}
+    if any(key.split(".")[0] in ("data", "experiment", "debug") for key in swept):
+        return []
+    return [problem for problem in problems if problem.key.startswith("data.split")]
 
 
 def _search_also(folders: Sequence[Path]) -> None:
@@ -299,6 +311,12 @@ def _not_folders(words: Sequence[str]) -> list[Problem]:
 
 def _as_problem(error: Exception) -> Problem:
     """A message of Hydra's or OmegaConf's in the form of all others."""
+    group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        others = getattr(error, "options", None) or []
+        message = f"there is no '{option}': its plugin is not installed, or the name is wrong"
+        allowed = ", ".join(others) + "; pip install 'runner[joblib]', 'runner[submitit]' or 'runner[optuna]' adds one"
+        return Problem(group, message, allowed, nearest(option, others))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
 from runner.config import keys
@@ -57,6 +57,15 @@ def _examine_one(
         problem = Problem(key, "has several values, which needs the flag --multirun", "one value, or quotes around it")
         result.problems.append(replace(problem, origin=_origin(word)))
         return
+    value: Any = override.value()
+    if isinstance(value, Glob) and (names := value.filter(groups.get(key, []))):
+        # Spelled out here, as Hydra would also take parts of options, whose names begin with `_`.
+        word = f"{key}={','.join(name if name.isidentifier() else repr(name) for name in names)}"
+        override = OverridesParser.create().parse_override(word)
+    if override.is_sweep_override() and (reason := _wrong_sweep(override, key in groups)):
+        allowed = ", ".join(groups.get(key, [])) or "values such as 1,2 or range(3)"
+        result.problems.append(Problem(key, reason, allowed, origin=_origin(word)))
+        return
     if key in groups and not isinstance(override.value(), dict):
         problem_of_group = None if override.is_delete() else _wrong_option(override, word, groups[key])
         if problem_of_group:
@@ -81,6 +90,15 @@ def _examine_one(
         result.accepted.append(("++" if may_be_new else "") + word.lstrip("+"))
 
 
+def _wrong_sweep(override: Override, is_group: bool) -> str:
+    """Why a sweep has no jobs, or an empty string."""
+    if override.is_interval_sweep():
+        return "is chosen by name, and an interval has none" if is_group else ""
+    if isinstance(override.value(), Glob):
+        return "has no option of that pattern" if is_group else "cannot be glob(...), which is for groups of options"
+    return "" if any(True for _ in override.sweep_iterator()) else "has no values to sweep over"
+
+
 def _wrong_option(override: Override, word: str, options: list[str]) -> Problem | None:
     for name in selected(override):
         if name not in options and name not in ("null", "") and not name.startswith("_"):
@@ -101,6 +119,24 @@ def selected(override: Override) -> list[str]:
     return ["null" if value is None else str(value)]
 
 
+def intervals(words: Iterable[str]) -> list[Problem]:
+    """A problem for each interval among the overrides, which a sweeper that lists all jobs cannot take."""
+    found = [(word, OverridesParser.create().parse_override(word)) for word in words if "interval(" in word]
+    message = "cannot be an interval, as the sweeper does not choose values"
+    allowed = "hydra/sweeper=optuna or another sweeper that does, or values such as 0.001,0.01"
+    return [
+        Problem(override.key_or_group, message, allowed, origin=_origin(word.lstrip("+")))
+        for word, override in found
+        if override.is_interval_sweep()
+    ]
+
+
+def swept(words: Iterable[str]) -> list[str]:
+    """The keys and groups that have several values."""
+    parsed = (OverridesParser.create().parse_override(word) for word in words)
+    return [override.key_or_group for override in parsed if override.is_sweep_override()]
+
+
 def first_of_sweeps(words: Iterable[str]) -> list[str]:
     """The overrides of the first job of a sweep: each with the first of its values."""
     parser = OverridesParser.create()
@@ -109,7 +145,9 @@ def first_of_sweeps(words: Iterable[str]) -> list[str]:
         override = parser.parse_override(word)
         if override.is_sweep_override():
             prefix = word[: word.index("=") + 1]
-            firsts.append(prefix + next(iter(override.sweep_string_iterator())))
+            value: Any = override.value()
+            is_interval = override.is_interval_sweep()
+            firsts.append(prefix + (str(value.start) if is_interval else next(override.sweep_string_iterator())))
         else:
             firsts.append(word)
     return firsts

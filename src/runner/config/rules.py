@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from runner.config.durations import DURATION, seconds
 from runner.config.errors import Problem
@@ -67,6 +68,12 @@ def conflicts(config: Train) -> list[Problem]:
         "data.split.fold",
         f"is {split.fold}, and there are {split.folds} folds",
         f"0 to {(split.folds or 1) - 1}",
+    )
+    forbid(
+        split.folds is not None and _has_val_folder(config),
+        "data.split.folds",
+        f"is {split.folds}, but the folder of images has a validation split of its own",
+        "data.split.folds=null, or another data.dataset.val_folder to leave that split out",
     )
     forbid(
         split.folds is None and split.fold > 0,
@@ -143,6 +150,14 @@ def conflicts(config: Train) -> list[Problem]:
         "letters, digits, - _ . and / between folders",
     )
     return found + of_verb(config)
+
+
+def _has_val_folder(config: Train) -> bool:
+    """Whether the data are a folder of images with one for validation; told before the data are read."""
+    dataset = config.data.dataset
+    root, name = dataset.get("root") or config.data.root, dataset.get("val_folder", "val")
+    is_folder = dataset.get("_target_") == "runner.data.folders.image_folder" and isinstance(root, str)
+    return is_folder and isinstance(name, str) and Path(root, name).expanduser().is_dir()
 
 
 def _is_duration(text: str) -> bool:

@@ -34,6 +34,13 @@ def _forbid_extras(section: type) -> None:
             _forbid_extras(annotation)  # type: ignore[arg-type]
 
 
+_IN_STEPS = {
+    "epochs": "max_steps",
+    "evaluate.every_epochs": "evaluate.every_steps",
+    "checkpoint.every_epochs": "checkpoint.every_steps",
+}  # for people who want a part of an epoch
+
+
 def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Problem]]:
     """Convert plain `values` to the dataclass `section`.
 
@@ -77,6 +84,8 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
         return Problem(key, "is missing", allowed)
     choices = allowed.replace(" or ", ", ").split(", ")
     suggestion = nearest(value, choices) if isinstance(value, str) else ""
+    if isinstance(value, float) and key in _IN_STEPS:
+        allowed += f"; {_IN_STEPS[key]} counts in optimizer steps, which can be fewer than an epoch has"
     return Problem(key, f"cannot be {shown(value)}", allowed, suggestion)
 
 

@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         return print_help("train", __doc__, argv)
     outcome = launch_verb("train", argv, job, claimed(lambda values: Path(str(values["name"])) / "sweeps"))
-    if outcome.sweep is None or outcome.status == 2:  # a sweep that was refused has nothing to report
+    if outcome.sweep is None or outcome.status == 2 or not outcome.sweep.is_dir():  # no job was started
         return outcome.status
     return max(outcome.status, _report(outcome.sweep))
 
