@@ -15,6 +15,7 @@ from typing import Any
 
 from runner import __version__, verbs
 from runner.config.errors import UserError, nearest
+from runner.config.secrets import mask_text
 from runner.tracking.formats import clean
 
 USAGE_ERROR = 2
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    print(f"error: {clean(text)}", file=sys.stderr)
+    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
 
 
 def _help(modules: dict[str, ModuleType]) -> str:

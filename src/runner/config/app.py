@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.keys import flatten
+from runner.config.secrets import mask_values, mask_word, mask_words
 from runner.config.sources import Sources, searchpath_folder, shipped
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
@@ -61,6 +62,8 @@ def current(cfg: DictConfig) -> Composition:
     extra = [folder for folder in folders if folder.resolve() != shipped().resolve() and folder.is_dir()]
     sweep = hc.mode is not None and hc.mode.name == "MULTIRUN"
     explicit = not sweep and hc.run.dir != "."
+    if sweep:
+        _mask_secrets(Path(hc.sweep.dir) / "multirun.yaml")
     return Composition(
         _plain(cfg),
         overrides.canonical(hc.overrides.task),
@@ -70,6 +73,21 @@ def current(cfg: DictConfig) -> Composition:
         Path(hc.runtime.output_dir) if sweep else None,
         Path(hc.run.dir) if explicit else None,
     )
+
+
+def _mask_secrets(path: Path) -> None:
+    """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        stored = yaml.safe_load(path.read_bytes())
+        masked = mask_values(stored)
+        for kind, words in masked["hydra"]["overrides"].items():
+            masked["hydra"]["overrides"][kind] = mask_words(words)
+        job = masked["hydra"]["job"]
+        job["override_dirname"] = mask_word(job["override_dirname"])
+        if masked != stored:
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
+            temporary.replace(path)
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from runner.config.secrets import MASK, is_secret, mask_word
+
+_REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
 class UserError(Exception):
@@ -35,14 +40,15 @@ class Problem:
 
     def lines(self) -> list[str]:
         """The problem as lines of text, the key first."""
-        head = f"{self.key}: {self.message}"
+        secret = is_secret(self.key.rpartition(".")[2])
+        head = f"{self.key}: {_REJECTED.sub(MASK, self.message) if secret else self.message}"
         if self.nearest:
             head += f"; did you mean '{self.nearest}'?"
         lines = [head]
         if self.allowed:
             lines.append(f"    allowed: {self.allowed}")
         if self.origin:
-            lines.append(f"    from: {self.origin}")
+            lines.append(f"    from: {mask_word(self.origin)}")
         return lines
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from runner.config.errors import UserError
+from runner.config.secrets import mask_text, mask_words
 
 if sys.platform != "win32":
     import fcntl
@@ -66,6 +67,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 def unfinished(runs: Path, overrides: list[str]) -> Path | None:
     """The newest run in `runs` that was started with the same overrides, if it has not finished; else None."""
+    overrides = mask_words(overrides)  # as they are stored
     same = [path.parent for path in runs.glob("*/overrides.yaml") if _read_list(path) == overrides]
     # The name says when it was started; of those of one second the later has the larger number.
     newest = max(same, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)], default=None)
@@ -133,8 +135,8 @@ class RunDirectory:
         write_atomically(self.config_file, yaml_text.encode())
 
     def write_overrides(self, overrides: list[str]) -> None:
-        """Store the command line's overrides as a YAML list."""
-        text = yaml.safe_dump(list(overrides), allow_unicode=True, width=1_000_000)
+        """Store the command line's overrides, secrets masked, as a YAML list."""
+        text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)
         write_atomically(self.overrides_file, text.encode())
 
     def write_environment(self, environment: dict[str, Any]) -> None:
@@ -143,7 +145,8 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store the status and the final numbers."""
-        write_json(self.summary_file, summary)
+        error = summary.get("error")
+        write_json(self.summary_file, summary | ({"error": mask_text(error)} if error else {}))
 
     def read_summary(self) -> dict[str, Any] | None:
         """The stored summary, or None if there is none that can be read."""
