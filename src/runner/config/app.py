@@ -8,6 +8,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.keys import flatten
-from runner.config.secrets import mask_values, mask_word, mask_words
+from runner.config.secrets import mask_sweep
 from runner.config.sources import Sources, searchpath_folder, shipped
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
@@ -63,7 +64,7 @@ def current(cfg: DictConfig) -> Composition:
     sweep = hc.mode is not None and hc.mode.name == "MULTIRUN"
     explicit = not sweep and hc.run.dir != "."
     if sweep:
-        _mask_secrets(Path(hc.sweep.dir) / "multirun.yaml")
+        mask_sweep(Path(hc.sweep.dir) / "multirun.yaml")
     return Composition(
         _plain(cfg),
         overrides.canonical(hc.overrides.task),
@@ -73,21 +74,6 @@ def current(cfg: DictConfig) -> Composition:
         Path(hc.runtime.output_dir) if sweep else None,
         Path(hc.run.dir) if explicit else None,
     )
-
-
-def _mask_secrets(path: Path) -> None:
-    """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
-    with contextlib.suppress(OSError, yaml.YAMLError):
-        stored = yaml.safe_load(path.read_bytes())
-        masked = mask_values(stored)
-        for kind, words in masked["hydra"]["overrides"].items():
-            masked["hydra"]["overrides"][kind] = mask_words(words)
-        job = masked["hydra"]["job"]
-        job["override_dirname"] = mask_word(job["override_dirname"])
-        if masked != stored:
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
-            temporary.replace(path)
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
@@ -299,13 +285,23 @@ def _not_folders(words: Sequence[str]) -> list[Problem]:
         key, _, value = word.partition("=")
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
             path = Path(value.strip("'\""))
-            blocked = next((file for file in (path, *path.parents) if file.is_file()), None)
-            if blocked is not None:
-                message = f"cannot be {path}: {blocked} is a file"
-                problems.append(
-                    Problem(key, message, "a folder, or one that can be made", origin=f"the override {word}")
-                )
+            if reason := _not_makeable(path):
+                message, allowed = f"cannot be {path}: {reason}", "a folder, or one that can be made"
+                problems.append(Problem(key, message, allowed, origin=f"the override {word}"))
     return problems
+
+
+def _not_makeable(path: Path) -> str:
+    """Why a folder cannot be made, found out by making another one in its place; an empty string if it can."""
+    try:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            return f"{there} is a file"
+        if there != path:
+            Path(tempfile.mkdtemp(prefix=".runner_", dir=there)).rmdir()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
 
 
 def _as_problem(error: Exception) -> Problem:

@@ -5,9 +5,12 @@ One list of names decides. A name is compared in snake case, `apiKey` and `api-k
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 MASK = "***"
@@ -78,6 +81,23 @@ def mask_values(value: Any, secret: bool = False) -> Any:
     if secret and isinstance(value, str | int) and not isinstance(value, bool) and value != "":
         return MASK
     return _urls_masked(value) if isinstance(value, str) else value
+
+
+def mask_sweep(path: Path) -> None:
+    """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
+    import yaml  # what is light enough for every start does not need it
+
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        stored = yaml.safe_load(path.read_bytes())
+        masked = mask_values(stored)
+        for kind, words in masked["hydra"]["overrides"].items():
+            masked["hydra"]["overrides"][kind] = mask_words(words)
+        job = masked["hydra"]["job"]
+        job["override_dirname"] = mask_word(job["override_dirname"])
+        if masked != stored:
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
+            temporary.replace(path)
 
 
 def is_masked(value: Any) -> bool:
