@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from runner import __version__, verbs
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError, nearest, too_many_files
+from runner.config.secrets import mask_text
 from runner.tracking.formats import clean
 
 USAGE_ERROR = 2
@@ -63,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever reads the output has seen enough (`| head`); Python must not complain about it at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if not (told := too_many_files(error)) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        _complain(told)
+        return 1
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
@@ -71,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(text: str) -> None:
-    print(f"error: {clean(text)}", file=sys.stderr)
+    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
 
 
 def _help(modules: dict[str, ModuleType]) -> str:

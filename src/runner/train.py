@@ -33,7 +33,7 @@ from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.changes import changes_result
 from runner.config.durations import seconds
-from runner.config.errors import DataFailed, UserError
+from runner.config.errors import DataFailed, UserError, too_many_files
 from runner.config.resolve import writes_where_told
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import Diverged, Interrupted, Preempted
@@ -119,7 +119,7 @@ def run(cfg: DictConfig) -> float | None:
     except Exception as error:
         status = FAILED
         summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        complain(directory, traceback.format_exc().rstrip())
+        complain(directory, too_many_files(error) or traceback.format_exc().rstrip())
         raised = error if debugged else None
     finally:
         console.stop()

@@ -205,6 +205,34 @@ def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path, contents: Make
         write(tmp_path / "no" / "a.pt", contents())
 
 
+@pytest.mark.parametrize("limit", [100, 2_000, 300_000])
+def test_a_limit_on_the_size_of_files_is_one_sentence_and_the_older_file_stays(
+    tmp_path: Path, contents: Make, limit: int
+) -> None:
+    write(tmp_path / "a.pt", contents(step=1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    large = contents(step=2, model={"layer.weight": torch.zeros(100_000)})
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            write(tmp_path / "a.pt", large)
+        except UserError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    assert "ulimit -f" in said
+    assert "earlier checkpoints are untouched" in said
+    assert "unexpected pos" not in said
+    assert len(said.splitlines()) == 1
+    assert read(tmp_path / "a.pt")["position"]["global_step"] == 1
+    assert names(tmp_path) == ["a.pt"]
+
+
 def test_the_file_and_its_folder_are_on_the_disk_before_writing_returns(
     tmp_path: Path, contents: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

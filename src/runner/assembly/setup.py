@@ -14,6 +14,7 @@ from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.reading import read_overrides
 from runner.config.resolve import checked, merged
 from runner.config.schema.train import Train
+from runner.config.secrets import mask_words
 from runner.config.sweep_folder import holds_sweep
 from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
 
@@ -98,7 +99,7 @@ def why_occupied(composition: Composition) -> str:
         allowed = "another folder, or resume=auto, given from its first start on, to continue it"
         return f"hydra.sweep.dir: {fixed} already holds a run\n    allowed: {allowed}"
     try:
-        if read_overrides(fixed) == composition.words:
+        if read_overrides(fixed) == mask_words(composition.words):  # as they are stored
             return ""
         reason = "holds a run of other settings"
     except (OSError, ValueError) as error:

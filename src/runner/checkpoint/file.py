@@ -8,6 +8,7 @@ is restricted to tensors and plain containers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pickle
@@ -50,15 +51,24 @@ class DamagedCheckpoint(UserError):
 
 
 class _Hashing:
-    """A file that hashes what is written to it."""
+    """A file that hashes what is written to it.
+
+    Attributes:
+        error: why a write failed; torch says `unexpected pos` in its place.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.digest = hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         self._file.flush()
@@ -83,6 +93,7 @@ def write(path: Path, contents: dict[str, Any]) -> None:
                 "    allowed: tensors, numbers, texts, and lists and mappings of them, as what a state_dict() gives"
             )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    hashing: _Hashing | None = None
     try:
         with temporary.open("wb") as file:
             hashing = _Hashing(file)
@@ -98,7 +109,11 @@ def write(path: Path, contents: dict[str, Any]) -> None:
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"checkpoint: cannot write {path}: {error}; earlier checkpoints are untouched") from error
+        cause = (hashing and hashing.error) or error
+        reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(cause)
+        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+            reason = "it would be larger than files may be here (ulimit -f, or the file system)"
+        raise UserError(f"checkpoint: cannot write {path}: {reason}; earlier checkpoints are untouched") from error
 
 
 def _foreign(value: Any, place: str) -> str:

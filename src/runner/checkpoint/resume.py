@@ -95,13 +95,30 @@ def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
         state.load_state_dict(found.contents)
         for name, saved in found.contents["metrics"]["callbacks"].items():
             if hasattr(callbacks.get(name), "load_state_dict"):
-                callbacks[name].load_state_dict(saved)
+                _restore_callback(found.path, name, callbacks[name], saved)
         rng.restore(found.contents["rng"])
     except UserError:
         raise
     except Exception as error:  # what a file made by hand can make the objects of a run raise has no end
-        reason = str(error).strip() or type(error).__name__
-        raise UserError(f"{found.path}: does not fit this run: {reason}") from error
+        raise UserError(f"{found.path}: does not fit this run: {_reason(error)}") from error
+
+
+def _restore_callback(path: Path, name: str, callback: Stateful, saved: Any) -> None:
+    try:
+        callback.load_state_dict(saved)
+    except Exception as error:  # of a class of the user's, or of a state of a file from somebody else
+        keys = ", ".join(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        raise UserError(
+            f"callbacks.{name}: {type(callback).__name__} cannot load its state from {path}: {_reason(error)}; saved are: "
+            f"{keys or 'nothing'}\n    allowed: a load_state_dict that takes this state, or callbacks=none or another option "
+            "without this callback"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):  # says the key alone
+        return f"there is no {error}"
+    return str(error).strip() or type(error).__name__
 
 
 def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:

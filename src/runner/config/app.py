@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.hydra_nodes import unasked
 from runner.config.keys import flatten
+from runner.config.secrets import mask_sweep
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 from runner.config.sweep_folder import why_occupied
 
@@ -65,6 +67,8 @@ def current(cfg: DictConfig) -> Composition:
     extra = [folder for folder in folders if folder.resolve() != shipped().resolve() and folder.is_dir()]
     sweep = hc.mode is not None and hc.mode.name == "MULTIRUN"
     explicit = not sweep and hc.run.dir != "."
+    if sweep:
+        mask_sweep(Path(hc.sweep.dir) / "multirun.yaml")
     return Composition(
         _plain(cfg),
         overrides.canonical(hc.overrides.task),
@@ -300,13 +304,23 @@ def _not_folders(words: Sequence[str]) -> list[Problem]:
         key, _, value = word.partition("=")
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
             path = Path(value.strip("'\""))
-            blocked = next((file for file in (path, *path.parents) if file.is_file()), None)
-            if blocked is not None:
-                message = f"cannot be {path}: {blocked} is a file"
-                problems.append(
-                    Problem(key, message, "a folder, or one that can be made", origin=f"the override {word}")
-                )
+            if reason := _not_makeable(path):
+                message, allowed = f"cannot be {path}: {reason}", "a folder, or one that can be made"
+                problems.append(Problem(key, message, allowed, origin=f"the override {word}"))
     return problems
+
+
+def _not_makeable(path: Path) -> str:
+    """Why a folder cannot be made, found out by making another one in its place; an empty string if it can."""
+    try:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            return f"{there} is a file"
+        if there != path:
+            Path(tempfile.mkdtemp(prefix=".runner_", dir=there)).rmdir()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
 
 
 def _as_problem(error: Exception) -> Problem:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from runner.config.secrets import MASK, is_secret, mask_word
+
+_REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
 class UserError(Exception):
@@ -35,14 +41,15 @@ class Problem:
 
     def lines(self) -> list[str]:
         """The problem as lines of text, the key first."""
-        head = f"{self.key}: {self.message}"
+        secret = is_secret(self.key.rpartition(".")[2])
+        head = f"{self.key}: {_REJECTED.sub(MASK, self.message) if secret else self.message}"
         if self.nearest:
             head += f"; did you mean '{self.nearest}'?"
         lines = [head]
         if self.allowed:
             lines.append(f"    allowed: {self.allowed}")
         if self.origin:
-            lines.append(f"    from: {self.origin}")
+            lines.append(f"    from: {mask_word(self.origin)}")
         return lines
 
 
@@ -66,6 +73,20 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     by_lower = {choice.lower(): choice for choice in pool}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else ""
+
+
+def too_many_files(error: BaseException) -> str:
+    """The sentence for an error that the system's limit on open files led to, or an empty string."""
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(cause):
+            return (
+                "there are too many open files: the limit of this process (ulimit -n) or of the system is reached\n"
+                "    allowed: a larger limit, such as ulimit -n 4096, or fewer workers, such as data.num_workers=0"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def first_line(error: BaseException) -> str:

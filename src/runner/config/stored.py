@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import UserError, first_line
 from runner.config.keys import flatten
+from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 
@@ -25,8 +26,8 @@ _MOST_EVENTS = 2**15  # of the YAML reader, one or two a value; configs have abo
 
 
 def dump(values: dict[str, Any]) -> str:
-    """Plain containers as YAML text, in the order of the mapping."""
-    return yaml.dump(values, Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=120)
+    """Plain containers as YAML text, in the order of the mapping, secrets masked."""
+    return yaml.dump(mask_values(values), Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=120)
 
 
 class _WithoutAliases(yaml.SafeDumper):
@@ -87,7 +88,7 @@ def overlay(
     """A stored config with the command line laid on top.
 
     A group that the line selects replaces the stored section whole; a preset sets the keys that its file names; any
-    other override sets its key. Everything else stays as it was stored.
+    other override sets its key. Everything else stays as it was stored; a secret, which was not, is that of the call.
 
     Args:
         stored: the config from the file.
@@ -112,7 +113,8 @@ def overlay(
                 _set(merged, f"{key}.{inner}", _get(composed, f"{key}.{inner}"))
         elif key not in groups:
             _set(merged, key, _get(composed, key))
-    return merged
+    restored: dict[str, Any] = unmasked(merged, composed)
+    return restored
 
 
 def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]:
@@ -166,7 +168,7 @@ def _delete(values: dict[str, Any], key: str) -> None:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Keys whose values differ, as (key, before, after); an absent one is shown as `-`."""
-    old, new = flatten(before), flatten(after)
+    old, new = flatten(mask_values(before)), flatten(mask_values(after))
     changed = []
     for key in dict.fromkeys([*old, *new]):
         if old.get(key, _MISSING) != new.get(key, _MISSING):

@@ -10,6 +10,7 @@ import yaml
 
 from runner.config.errors import Problem
 from runner.config.reading import read_regular
+from runner.config.secrets import mask_words
 
 _OF_SWEEPS = ("multirun.yaml", "sweep.json")
 _OF_RUNS = ("summary.json", "overrides.yaml")
@@ -43,7 +44,7 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
         before = _words_of(folder)
     except (OSError, ValueError) as error:
         return Problem(key, f"cannot be {folder}: its multirun.yaml cannot be read: {error}", others)
-    now = _that_matter(words)
+    now = _that_matter(mask_words(words))  # as they are stored
     if before == now:
         return None
     unlike = [

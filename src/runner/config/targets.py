@@ -18,11 +18,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from runner.config.errors import Problem, UserError, nearest
+from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.extras import extras_in, names_of, without_extras
 from runner.config.keys import describe, members
 from runner.config.kinds import COMPONENT_ROOMS, DATA_SETS, PART_HOMES, homes_of, within, without_fetching
 from runner.config.schema.sections import EXTRAS
+from runner.config.secrets import is_masked
 from runner.config.validate import shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
@@ -371,4 +372,9 @@ def _built(key: str, value: Any, fetch: bool) -> Any:
         return {name: _built(f"{key}.{name}", item, fetch) for name, item in value.items()}
     if isinstance(value, list):
         return [_built(f"{key}.{index}", item, fetch) for index, item in enumerate(value)]
+    if is_masked(value):
+        message = "is a secret, and files do not hold those"
+        raise ConfigError(
+            [Problem(key, message, f"the secret on the command line ({key}=...) or in your config folder")]
+        )
     return value

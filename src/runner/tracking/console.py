@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, TextIO
 
 from runner.config.errors import UserError
+from runner.config.secrets import mask_text
 from runner.tracking.appended import AppendedFile
 from runner.tracking.formats import GAUGES, aligned, clean, duration, encodable, in_order, metric
 
@@ -62,6 +63,7 @@ class Console:
 
     def header(self, title: str, rows: list[tuple[str, str, str]]) -> None:
         """What runs, and each choice that was made: rows of (label, value, reason); the reason may be empty."""
+        title, rows = mask_text(title), [(label, mask_text(value), reason) for label, value, reason in rows]
         left = max((len(label) for label, _, _ in rows), default=0)
         middle = max((len(value) for _, value, reason in rows if reason), default=0)
         padded = [
@@ -85,6 +87,7 @@ class Console:
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table; `rows` hold as many cells as there are `columns`."""
+        rows = [[mask_text(cell) for cell in row] for row in rows]
         lines = [clean(title), *aligned(columns, rows)] if title else aligned(columns, rows)
         self._emit(lines, lambda terminal: terminal.table(clean(title), columns, rows))
 
@@ -183,7 +186,7 @@ class Console:
         return max(0, self._total_steps - global_step) * seconds_per_step
 
     def _text(self, text: str, style: str = "") -> None:
-        text = clean(text)
+        text = mask_text(clean(text))
         self._emit(text.split("\n"), lambda terminal: terminal.text(text, style))
 
     def _emit(self, plain: list[str], draw: Callable[[Terminal], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from runner import __version__
 from runner.config.cores import cores
+from runner.config.secrets import mask_words
 
 _PACKAGES = (
     "torch",
@@ -59,7 +60,6 @@ _NOT_SEEDED = (
     "the system's (os.urandom, uuid, secrets) and the time",
 )
 _HASHES = "the order of sets of texts (PYTHONHASHSEED is not set)"
-_SECRET = re.compile(r"((?:password|passwd|secret|token|credential|api_?key)[^=\s]*=).+", re.IGNORECASE | re.DOTALL)
 _GIT_TIMEOUT_S = 5.0
 
 
@@ -68,7 +68,7 @@ def environment() -> dict[str, Any]:
 
     Returns:
         Keys `runner`, `python`, `platform`, `hostname`, `cpu`, `memory_bytes`, `packages`, `torch`, `devices`,
-        `variables`, `git`, `command` and `repeating`. Values of arguments named like a password, token or key are masked.
+        `variables`, `git`, `command` and `repeating`. Secrets in it are masked.
     """
     return {
         "runner": __version__,
@@ -82,7 +82,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "git": _git(),
-        "command": [_SECRET.sub(r"\1***", argument) for argument in sys.orig_argv],
+        "command": mask_words(sys.orig_argv),
         "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *([] if _hashes_fixed() else [_HASHES])]},
     }
 

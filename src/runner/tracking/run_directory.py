@@ -19,6 +19,7 @@ import yaml
 
 from runner.config.errors import UserError
 from runner.config.reading import read_overrides, read_summary, start_time
+from runner.config.secrets import mask_text, mask_words
 
 if sys.platform != "win32":
     import fcntl
@@ -62,6 +63,7 @@ def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, l
 
     Directories that cannot be read or used are skipped with a warning, as they may be somebody else's.
     """
+    overrides = mask_words(overrides)  # as they are stored
     same, warnings = [], []
     for path in sorted(runs.glob("*/overrides.yaml")):
         folder = path.parent
@@ -153,8 +155,8 @@ class RunDirectory:
         write_atomically(self.config_file, yaml_text.encode())
 
     def write_overrides(self, overrides: list[str]) -> None:
-        """Store the command line's overrides as a YAML list."""
-        text = yaml.safe_dump(list(overrides), allow_unicode=True, width=1_000_000)
+        """Store the command line's overrides, secrets masked, as a YAML list."""
+        text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)
         write_atomically(self.overrides_file, text.encode())
 
     def write_environment(self, environment: dict[str, Any]) -> None:
@@ -163,7 +165,8 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store the status and the final numbers."""
-        write_json(self.summary_file, summary)
+        error = summary.get("error")
+        write_json(self.summary_file, summary | ({"error": mask_text(error)} if error else {}))
 
     def read_summary(self) -> dict[str, Any] | None:
         """The stored summary, or None if there is none that can be read."""

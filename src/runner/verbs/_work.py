@@ -11,7 +11,8 @@ from typing import TypeVar
 from omegaconf import DictConfig
 
 from runner.config.app import Composition, current
-from runner.config.errors import UserError
+from runner.config.errors import UserError, too_many_files
+from runner.config.secrets import mask_text
 from runner.runtime.determinism import operations_named
 from runner.tracking.formats import clean
 from runner.train import FAILED, USAGE
@@ -32,8 +33,11 @@ def guarded(work: Callable[[Composition], T], cfg: DictConfig) -> T:
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        print(f"error: {clean(str(error))}", file=sys.stderr)
+        print(f"error: {mask_text(clean(str(error)))}", file=sys.stderr)
         raise SystemExit(USAGE) from None
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if told := too_many_files(error):
+            print(f"error: {told}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         raise SystemExit(FAILED) from None

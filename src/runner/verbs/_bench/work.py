@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from runner.config.app import Composition
 from runner.config.schema.bench import Bench
+from runner.config.secrets import mask_words
 from runner.tracking.console import Console
 from runner.tracking.files import finite
 from runner.verbs._bench import report
@@ -93,7 +94,7 @@ def _toggles(composition: Composition, config: Bench, bench: Workbench, console:
     _tell(console, found.left_out, found.notes)
     record = {
         "part": "train",
-        "overrides": composition.words,
+        "overrides": mask_words(composition.words),
         "device": str(found.device),
         "recommended": list(best.candidate.words),
         "sizes": dataclasses.asdict(found.sizes),
@@ -113,7 +114,9 @@ def _data(composition: Composition, config: Bench, bench: Workbench, console: Co
     found.show(console)
     _tell(console, found.left_out, found.notes)
     return Found(
-        {"part": "data", "overrides": composition.words} | found.record(), found.speeds(), found.best.both.median
+        {"part": "data", "overrides": mask_words(composition.words)} | found.record(),
+        found.speeds(),
+        found.best.both.median,
     )
 
 

@@ -19,6 +19,7 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.find_lr import FindLr
+from runner.config.secrets import mask_words
 from runner.engine.state import Position, load_weights
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
@@ -60,7 +61,7 @@ def _find(composition: Composition) -> float:
         for warning in [*training.warnings, *(found.warnings if found else [])]:
             console.warn(warning)
         rate = find_rate(config, training, config.num_steps, config.start, config.end)
-    record = {"command": composition.words, **rate.record()}
+    record = {"command": mask_words(composition.words), **rate.record()}
     _write(folder, record, rate, config.name, stored.dump(values))
     if config.json:
         print(json.dumps(finite(record | {"folder": str(folder)})))

@@ -20,6 +20,7 @@ from runner.checkpoint import find, resume
 from runner.config.app import Composition
 from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
+from runner.config.secrets import mask_words
 from runner.engine.evaluation import untouched
 from runner.engine.state import Position
 from runner.models.features import PerImage, extractor
@@ -84,7 +85,7 @@ def _inspect(composition: Composition) -> float:
             "checkpoint": str(found.path) if found else None,
             "global_step": found.contents["position"]["global_step"] if found else 0,
             "weights_are": kind or None,
-            "overrides": composition.words,
+            "overrides": mask_words(composition.words),
         }
         if config.features:
             record |= _written_features(config, training, found, composition, console)

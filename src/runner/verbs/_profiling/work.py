@@ -16,6 +16,7 @@ from runner.assembly.training import build_training
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.profile import Profile
+from runner.config.secrets import mask_words
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
@@ -54,7 +55,7 @@ def _profile(composition: Composition) -> float:
             console.warn(warning)
         measured = measure(config, training, folder, console.line)
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
-        record: dict[str, Any] = {"overrides": composition.words}
+        record: dict[str, Any] = {"overrides": mask_words(composition.words)}
         record |= record_of(config, training, measured, ops)
     written = _write(folder, record, measured, ops, stored.dump(values))
     if config.json:

@@ -1,0 +1,135 @@
+"""Passwords and keys, masked wherever a command line, a config or an error is stored or shown.
+
+One list of names decides. A name is compared in snake case, `apiKey` and `api-key` as `api_key`, without digits at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MASK = "***"
+
+_OF_FILES = r"(?!.*_(?:file|path|dir|folder|name|length|len)$)"
+_NOT_TOKENS = (
+    "class|cls|mask|pad|patch|bos|eos|unk|sep|register|special|start|end|image|text|mix|num|n|max|min|per|time"
+)
+_OF_KEYS = (
+    "access|account|admin|api|app|aws|azure|auth|client|deploy|encryption|gcp|hf|host|license|master|private|s3|secret|"
+    "service|session|shared|signing|ssh|storage|subscription|user|wandb"
+)
+PATTERNS = (
+    rf"{_OF_FILES}(?:.+_)?(?:passwords?|passwd|passphrases?|passcodes?|pwd|secrets?|credentials?|creds)(?:_.+)?",
+    rf"(?!(?:.+_)?(?:{_NOT_TOKENS})_)(?:.+_)?token",
+    r"(?:.+_)?(?:auth|authorization|bearer|jwt|webhook|dsn)",
+    rf"(?:(?:.+_)?(?:{_OF_KEYS})_)?key",
+    r"(?:.+_)?apikey",
+    r"(?:.+_)?(?:sig|signature)",
+    r"pass",
+)
+"""Names of arguments whose values are secret."""
+
+_SECRET = re.compile("|".join(f"(?:{pattern})" for pattern in PATTERNS))
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_PARTS = re.compile(r"[.@/ ]")
+_PASSWORD_IN_URL = re.compile(r"""(?<=://)([^/\s:@'"]*):([^/\s'"]+)@""")
+_USER_IN_URL = re.compile(r"""(?<=http://|ttps://)([^/\s:@'"]+)@""")
+_QUERY = re.compile(r"""(?<=[?&#;])([\w.\-]+)=([^&#;\s'"]+)""")
+_PAIR = re.compile(r"""([\w.\-]+)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,;&'"{}\[\]()]+)""")
+_MASKED = re.compile(r"(?:^|[=:/])\*\*\*(?:$|[@&])")
+
+
+@functools.cache
+def is_secret(name: str) -> bool:
+    """Whether the value of an argument of this name, without dots, is secret."""
+    plain = _HUMP.sub("_", name).lower().replace("-", "_").rstrip("0123456789").strip("_")
+    return _SECRET.fullmatch(plain) is not None
+
+
+def mask_text(text: str) -> str:
+    """A text for people with the secrets in its URLs and in its pairs such as `api_key=abc` masked."""
+    return _pairs_masked(_urls_masked(text), in_override=False)
+
+
+def mask_word(word: str) -> str:
+    """A word of a command line with its secrets masked, also those in a nested value."""
+    key, equals, _ = word.partition("=")
+    if equals and any(is_secret(part) for part in _PARTS.split(key.lstrip("+~-"))):
+        return f"{key}={MASK}"
+    return _pairs_masked(_urls_masked(word), in_override=True)
+
+
+def mask_words(words: Iterable[str]) -> list[str]:
+    """The words of a command line with their secrets masked."""
+    return [mask_word(word) for word in words]
+
+
+def mask_values(value: Any, secret: bool = False) -> Any:
+    """A copy of nested plain containers with the texts and whole numbers under secret names masked, and URLs' passwords."""
+    if isinstance(value, dict):
+        return {
+            key: item if str(key).startswith("_") else mask_values(item, secret or is_secret(str(key)))
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [mask_values(item, secret) for item in value]
+    if secret and isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+        return MASK
+    return _urls_masked(value) if isinstance(value, str) else value
+
+
+def mask_sweep(path: Path) -> None:
+    """Mask the secrets in what Hydra writes of a sweep; other jobs may do the same meanwhile."""
+    import yaml  # what is light enough for every start does not need it
+
+    with contextlib.suppress(OSError, yaml.YAMLError):
+        stored = yaml.safe_load(path.read_bytes())
+        masked = mask_values(stored)
+        for kind, words in masked["hydra"]["overrides"].items():
+            masked["hydra"]["overrides"][kind] = mask_words(words)
+        job = masked["hydra"]["job"]
+        job["override_dirname"] = mask_word(job["override_dirname"])
+        if masked != stored:
+            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
+            temporary.replace(path)
+
+
+def is_masked(value: Any) -> bool:
+    """Whether a value was masked, or a part of it."""
+    return isinstance(value, str) and MASK in value and _MASKED.search(value) is not None
+
+
+def unmasked(value: Any, given: Any) -> Any:
+    """`value` with what is masked in it taken from the same place in `given`, where that has something."""
+    if isinstance(value, dict):
+        found = given if isinstance(given, dict) else {}
+        return {key: unmasked(item, found.get(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        items = given if isinstance(given, list) and len(given) == len(value) else [None] * len(value)
+        return [unmasked(item, other) for item, other in zip(value, items, strict=True)]
+    return given if is_masked(value) and isinstance(given, str | int) else value
+
+
+def _urls_masked(text: str) -> str:
+    if "://" in text:
+        text = _PASSWORD_IN_URL.sub(rf"\1:{MASK}@", text)
+        text = _USER_IN_URL.sub(f"{MASK}@", text)
+    if "=" in text:
+        text = _QUERY.sub(lambda found: f"{found[1]}={MASK}" if is_secret(found[1]) else found[0], text)
+    return text
+
+
+def _pairs_masked(text: str, in_override: bool) -> str:
+    def masked(found: re.Match[str]) -> str:
+        name, mark = found[1].rpartition(".")[2], found[2]
+        # In prose, `name: ...` is the start of a message, and `key=` is an argument in a line of code.
+        certain = in_override or mark[0] in "'\"" or ("=" in mark and name != "key")
+        return f"{found[1]}{mark}{MASK}" if certain and is_secret(name) else found[0]
+
+    return _PAIR.sub(masked, text) if "=" in text or ":" in text else text

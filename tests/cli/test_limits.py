@@ -1,0 +1,60 @@
+"""Limits of the system and places where nothing can be made: a sentence, and no traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.config.errors import too_many_files
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
+    "log.progress=false", "log.curves=false", "evaluate.test=false", "max_steps=2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+@pytest.mark.parametrize("place", ["/dev/null/x", "/dev/null", "/proc/foo", "file/a/b"])
+def test_a_folder_that_cannot_be_made_is_a_mistake(
+    run: Callable[..., Any], workdir: Path, key: str, place: str
+) -> None:
+    (workdir / "file").touch()
+    sweep = ("--multirun", "seed=0,1") if "sweep" in key else ()
+    result = run("train", *SMALL, *sweep, f"{key}={place}")
+    assert result.status == 2, result.err
+    assert f"{key}: cannot be {place}: " in result.err
+    assert f"the override {key}={place}" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_looking_whether_a_folder_can_be_made_leaves_nothing(run: Callable[..., Any], workdir: Path) -> None:
+    result = run("train", *SMALL, "hydra.run.dir=a/b", "optimizer.lr=wrong")
+    assert result.status == 2
+    assert [path for path in workdir.rglob("*") if path.name.startswith(".runner_")] == []
+
+
+@pytest.mark.slow
+def test_a_limit_on_open_files_is_a_sentence(workdir: Path) -> None:
+    words = (*SMALL, "data.residency=disk", "data.num_workers=2", "hydra.run.dir=run")
+    command = f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "too many open files" in done.stderr
+    assert "ulimit -n" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert '"status": "failed"' in (workdir / "run" / "summary.json").read_text()
+
+
+def test_the_limit_is_recognised_behind_other_errors_and_nothing_else_is() -> None:
+    outer = RuntimeError("a worker failed")
+    outer.__cause__ = OSError(24, "Too many open files")
+    assert "ulimit -n" in too_many_files(outer)
+    assert "ulimit -n" in too_many_files(RuntimeError("Too many open files. Communication is no longer possible"))
+    assert too_many_files(OSError(2, "No such file or directory")) == ""

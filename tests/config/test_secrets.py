@@ -1,0 +1,198 @@
+"""Secrets are masked wherever a run stores or shows what it was told, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.config import stored
+from runner.config.errors import Problem
+from runner.config.keys import flatten
+from runner.config.secrets import is_masked, is_secret, mask_text, mask_values, mask_word, unmasked
+
+SECRETS = (
+    "password", "passwd", "pwd", "pass", "passphrase", "secret", "client_secret", "secret_value", "token", "hf_token",
+    "access_token", "key", "api_key", "apiKey", "api-key", "APIKEY", "access_key", "private_key", "AWS_SECRET_ACCESS_KEY",
+    "auth", "basic_auth", "authorization", "credentials", "password2", "signature",
+)  # fmt: skip
+INNOCENT = (
+    "keys", "monkey", "keyboard", "hotkey", "image_key", "sort_key", "key_dim", "tokens", "tokenizer", "class_token",
+    "num_tokens", "pad_token", "author", "passes", "password_file", "lr", "design", "compass",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_names_of_secrets_are_known(name: str) -> None:
+    assert is_secret(name)
+    assert mask_word(f"++logger.x.{name}=abc def,ghi") == f"++logger.x.{name}=***"
+    assert mask_word(f"logger.x.{name}.inner=abc") == f"logger.x.{name}.inner=***"
+    assert "abc" not in mask_word(f"logger.x={{url: u, inner: {{{name}: abc}}}}")
+    assert mask_values({"x": [{name: "abc", "other": "abc"}]}) == {"x": [{name: "***", "other": "abc"}]}
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_names_that_only_look_like_secrets_are_left_alone(name: str) -> None:
+    assert not is_secret(name)
+    for word in (f"model.{name}=abc", f"model={{{name}: abc}}"):
+        assert mask_word(word) == word
+    assert mask_values({name: "abc"}) == {name: "abc"}
+
+
+def test_no_key_of_the_program_is_taken_for_a_secret(compose: Callable[..., Any]) -> None:
+    for words in ((), ("logger=all", "data=image_folder", "transform=strong", "model=vit_tiny")):
+        keys = flatten(compose(*words).values)
+        assert not [key for key in keys if any(map(is_secret, key.split(".")))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a.url=postgres://user:p@ss@host/db", "a.url=postgres://user:***@host/db"),
+        ("https://host/a?b=1&token=abc&c=2#sig=abc", "https://host/a?b=1&token=***&c=2#sig=***"),
+        ("https://abc@github.com/x", "https://***@github.com/x"),
+        ("git@github.com:x/y.git", "git@github.com:x/y.git"),
+        ("http://host:8080/path", "http://host:8080/path"),
+        ("--api-key=abc", "--api-key=***"),
+        ("optimizer.lr=0.1,0.01", "optimizer.lr=0.1,0.01"),
+    ],
+)
+def test_passwords_in_urls_and_flags_are_masked(before: str, after: str) -> None:
+    assert mask_word(before) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("login failed for x(api_key='abc', n=1)", "login failed for x(api_key=***, n=1)"),
+        ("{'password': 'abc', 'n': 1}", "{'password': ***, 'n': 1}"),
+        ("logger.x.api_key: is not an argument", "logger.x.api_key: is not an argument"),
+        ("sorted(names, key=len)", "sorted(names, key=len)"),
+        ("epoch 1/30  step 12/600  loss 0.412", "epoch 1/30  step 12/600  loss 0.412"),
+    ],
+)
+def test_messages_are_masked_without_being_garbled(before: str, after: str) -> None:
+    assert mask_text(before) == after
+
+
+def test_only_texts_and_whole_numbers_are_masked_so_that_components_keep_what_they_are() -> None:
+    values = {"auth": {"_target_": "a.B", "user": "me", "pin": 12, "on": True, "rate": 0.5, "none": None}, "token": ""}
+    masked = mask_values(values)
+    assert masked["auth"] == {"_target_": "a.B", "user": "***", "pin": "***", "on": True, "rate": 0.5, "none": None}
+    assert masked["token"] == ""
+    assert unmasked(masked, values) == values
+    assert unmasked(masked, {}) == masked
+    assert is_masked("s3://a:***@b")
+    assert not is_masked("photos/***/a.png")
+
+
+def test_a_stored_config_takes_its_secrets_from_the_call(compose: Callable[..., Any]) -> None:
+    composed = {"logger": {"x": {"api_key": "abc", "url": "https://a:abc@b"}}, "seed": 1}
+    kept = yaml.safe_load(stored.dump(composed))
+    assert "abc" not in str(kept)
+    sources = compose().sources
+    assert stored.overlay(kept, composed, [], {}, sources) == composed
+    assert stored.differences(kept, composed) == []
+
+
+def test_a_message_about_a_secret_does_not_show_it() -> None:
+    problem = Problem("logger.x.api_key", "cannot be 'abc'", "a number", origin="the override logger.x.api_key=abc")
+    assert "abc" not in mask_text("\n".join(problem.lines()))
+    problem = Problem("logger.x", "is wrong", origin="the override logger.x.auth={user: me, pin: abc}")
+    assert problem.lines()[-1] == "    from: the override logger.x.auth=***"
+    problem = Problem("logger.x", "is wrong", origin="the override logger.x={user: me, password: abc}")
+    assert problem.lines()[-1] == "    from: the override logger.x={user: me, password: ***}"
+
+
+SENDING = """
+BUILT = []
+
+class Sending:
+    def __init__(self, api_key: str, url: str = "", auth=None):
+        BUILT.append((api_key, url, auth))
+    def open(self, directory, resume_step): pass
+    def log(self, split, metrics, global_step, epoch):
+        if global_step == 3: raise RuntimeError(f"cannot reach {BUILT[-1][1]} with api_key={BUILT[-1][0]}")
+    def flush(self): pass
+    def close(self): pass
+"""
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "model=mlp", "threads=1",
+    "log.progress=false", "log.curves=false", "log.every_steps=1", "logger=none", "evaluate.test=false",
+)  # fmt: skip
+TOLD = (
+    "+logger.x._target_=sending.Sending", "+logger.x.api_key=hunter2", "+logger.x.url='https://me:hunter2@host/a'",
+    "+logger.x.auth={user: me, password: hunter2}",
+)  # fmt: skip
+
+
+@pytest.fixture
+def sending(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    import importlib
+    import sys
+
+    (workdir / "sending.py").write_text(SENDING, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "sending")
+    yield importlib.import_module("sending")
+    del sys.modules["sending"]
+
+
+def _leaks(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+
+
+def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
+    run: Callable[..., Any], sending: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "runner", "train", *TOLD])
+    first = run("train", *SMALL, *TOLD, "max_steps=2", "hydra.run.dir=run")
+    assert first.status == 0, first.err
+    assert sending.BUILT == [("hunter2", "https://me:hunter2@host/a", {"user": "me", "password": "hunter2"})]
+    assert _leaks(workdir / "run") == []
+    assert "hunter2" not in first.out + first.err
+
+    asked = run("train", "ckpt_path=run", "max_steps=4")
+    assert asked.status == 2
+    assert "logger.x.api_key: is a secret" in asked.err
+    assert "Traceback" not in asked.err
+
+    failed = run("train", "ckpt_path=run", "max_steps=4", "hydra.run.dir=run", *(word.lstrip("+") for word in TOLD))
+    assert failed.status == 1
+    assert sending.BUILT[-1] == sending.BUILT[0]
+    assert "cannot reach https://me:***@host/a with api_key=***" in failed.summary["error"]
+    assert "hunter2" not in failed.out + failed.err
+    assert _leaks(workdir / "run") == []
+
+    swept = run("train", *SMALL, *TOLD, "max_steps=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep")
+    assert swept.status == 0, swept.err
+    assert (workdir / "sweep" / "multirun.yaml").is_file()
+    assert _leaks(workdir / "sweep") == []
+
+
+def test_the_same_command_with_a_secret_is_known_again(run: Callable[..., Any], sending: Any) -> None:
+    words = (*SMALL, *TOLD, "max_steps=4", "resume=auto")
+    first = run("train", *words)
+    assert first.status == 1, "the logger fails"
+    second = run("train", *words)
+    assert second.directory == first.directory
+
+
+def test_files_of_a_run_are_made_by_the_umask(train: Callable[..., Any]) -> None:
+    before = os.umask(0o077)
+    try:
+        directory = train(*SMALL[:-2], "logger=all", "max_steps=2", "log.curves=true").directory
+    finally:
+        os.umask(before)
+    for path in [directory, *directory.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    directory = train(*SMALL, "max_steps=2").directory
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in directory.rglob("*") if path.is_file()}
+    assert modes == {0o666 & ~before}
