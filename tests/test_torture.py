@@ -21,7 +21,9 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sections", [("kills", "damage", "same_bits", "disk"), ("writing", "sweep", "signals", "hostile")], ids=" ".join
+    "sections",
+    [("kills", "damage", "same_bits", "disk", "cache"), ("writing", "sweep", "signals", "hostile")],
+    ids=" ".join,
 )
 def test_whatever_is_done_to_a_run_nothing_is_lost(sections: tuple[str, ...], tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPTS / "torture.py"), *sections, "--short", "--json", str(tmp_path / "table.json")]
