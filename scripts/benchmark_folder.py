@@ -8,6 +8,12 @@ transforms on PIL images. Two kinds of training transforms are timed, in alterna
 already running: `middle` (Resize, CenterCrop, flip) and `random` (RandomResizedCrop, flip). The processor time of all
 processes is told beside the rates, as it depends less on what else the machine does. Then `data.cache=disk` is timed: the
 epoch that decodes the images and writes the cache, and the epoch after it.
+
+    python scripts/benchmark_folder.py --images 300 --rounds 3 --workers 2 --train
+
+`--train` trains a model on the batches instead, with the same loop for both and for the cache: a small one, whose step
+takes less than reading, and ResNet-18. It tells the processor time of the process that trains and of the workers, and
+what the model takes alone, which bounds every ratio.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import psutil
 import torch
 import torchvision
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -168,6 +175,79 @@ def with_cache(root: Path, arguments: argparse.Namespace, workers: int) -> str:
     return f"data.cache=disk, {workers} workers: first epoch {first:.2f} s, second {second:.2f} s, ratio {ratio:.1f}"
 
 
+class Trainer:
+    """Steps of SGD on a model, the same for every source of batches."""
+
+    def __init__(self, name: str, size: int) -> None:
+        torch.manual_seed(0)
+        self._model: nn.Module = small() if name == "small" else torchvision.models.resnet18(num_classes=4)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, fused=True)
+        self._size = size
+
+    def step(self, images: torch.Tensor, targets: torch.Tensor) -> None:
+        """Train on a batch."""
+        loss = nn.functional.cross_entropy(self._model(images), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def alone(self) -> float:
+        """Processor seconds that an image takes without reading."""
+        images, targets = torch.rand(BATCH, 3, self._size, self._size), torch.zeros(BATCH, dtype=torch.int64)
+        self.step(images, targets)
+        began = time.process_time()
+        for _ in range(4):
+            self.step(images, targets)
+        return (time.process_time() - began) / (4 * BATCH)
+
+    def on(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """The batches, after a step on each."""
+        for batch in batches:
+            self.step(batch[0], batch[1])
+            yield batch
+
+
+def small() -> nn.Module:
+    """A convolutional network whose step takes about as long as reading an image."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=2 if inputs > 3 else 4, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
+
+
+def training(root: Path, name: str, arguments: argparse.Namespace, workers: int) -> list[str]:
+    """Rows of the peer, of us and of the cache, each with its ratios to the neighbouring epoch of the peer."""
+    trainer = Trainer(name, arguments.size)
+    with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+        theirs = peer(root, "middle", arguments.size, workers)
+        mine = ours(root, "middle", arguments.size, workers)
+        cached = ours(root, "middle", arguments.size, workers, Path(folder))
+        turns: dict[str, Callable[[], Iterable[Any]]] = {
+            "peer": lambda: theirs, "runner": epochs(mine), "runner, data.cache=disk": epochs(cached)
+        }  # fmt: skip
+        found: dict[str, list[tuple[Cost, float]]] = {source: [] for source in turns}
+        for turn in range(arguments.rounds + 1):
+            for source, epoch in turns.items():
+                own = time.process_time()
+                spent = cost(lambda epoch=epoch: trainer.on(epoch()), arguments.images)
+                if turn:
+                    found[source].append((spent, time.process_time() - own))
+        mine.close()
+        cached.close()
+    rows, alone = [], trainer.alone() * 1000
+    for source, costs in found.items():
+        ms = [1000 * statistics.median(numbers) / arguments.images for numbers in (
+            [spent.cpu for spent, _ in costs], [own for _, own in costs])]  # fmt: skip
+        pairs = list(zip(found["peer"], costs, strict=True))
+        ratios = [
+            statistics.median(getattr(them[0], kind) / getattr(us[0], kind) for them, us in pairs)
+            for kind in Cost._fields
+        ]
+        cells = [ms[0] - ms[1], ms[1], ms[0], ratios[1], ratios[0]]
+        rows.append(f"| {name} ({alone:.2f}) | {source} | {' | '.join(f'{abs(cell):.2f}' for cell in cells)} |")
+    return rows
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,6 +256,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="pixels of a side of what the model is given")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shrink", type=float, default=1.0, help="files of 500x375 pixels divided by this")
+    parser.add_argument("--train", action="store_true", help="train a model on the batches")
+    parser.add_argument("--models", nargs="+", default=["small", "resnet18"], choices=["small", "resnet18"])
     arguments = parser.parse_args()
     configure_torch(CPU, torch.get_num_threads(), False, False, False, False)
     with tempfile.TemporaryDirectory() as name:
@@ -190,6 +272,15 @@ def main() -> None:
         print(
             f"{arguments.images:,} JPEGs of {size / arguments.images / 1000:.0f} kB to {arguments.size}x{arguments.size}"
         )
+        if arguments.train:
+            print(
+                "| model (CPU ms an image alone) | batches | CPU ms an image: workers | main | all | ratio | ratio of rates |"
+            )
+            print("|---|---|---|---|---|---|---|")
+            for workers in arguments.workers:
+                for name in arguments.models:
+                    print(*training(root, name, arguments, workers), sep="\n", flush=True)
+            return
         print("| transforms | workers | peer images/s | runner | ratio | peer CPU ms an image | runner | ratio |")
         print("|---|---|---|---|---|---|---|---|")
         for workers in arguments.workers:

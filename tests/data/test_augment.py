@@ -241,6 +241,17 @@ def test_one_statistic_serves_all_channels() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_an_image_comes_out_the_same_in_a_large_batch_and_alone(dtype: torch.dtype) -> None:
+    images = torch.randint(0, 256, (6, 3, 400, 401)).to(dtype)
+    assert 4 * images.numel() > augment._LARGE_BYTES
+    pipeline = Pipeline([], [0.4, 0.5, 0.6], [0.2, 0.3, 0.7], 0, CPU)
+    together, before = pipeline(images, torch.arange(6), 1), images.clone()
+    assert together.is_contiguous()
+    assert torch.equal(together, torch.cat([pipeline(image[None], torch.arange(1), 1) for image in images]))
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_channels_last_changes_the_layout_and_no_value(dtype: torch.dtype) -> None:
     images = pictures(4).to(dtype)
     plain = Pipeline([RandomFlip(0.5)], [0.5], [0.5], 0, CPU)(images, torch.arange(4), 1)

@@ -25,8 +25,9 @@ Padding = Literal["zeros", "edge", "reflect"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CIRCLE = 2**24
-# Float images that are converted to NHWC together on the CPU, so that they are still in its cache.
+# Float images that are normalised together on the CPU, so that they are still in its cache; only batches above a size.
 _BLOCK_BYTES = 2**19
+_LARGE_BYTES = 2**23
 
 
 class RandomShift:
@@ -285,12 +286,16 @@ class Pipeline:
 
     def _normalised(self, images: Tensor) -> Tensor:
         scale, shift = self.of_bytes if images.dtype == torch.uint8 else self._of_floats
-        if images.device.type == "cpu" and self._format == torch.channels_last and images.shape[1] > 1:
-            # Arithmetic with a value for each channel is slow in this layout, so it is done before the conversion.
+        # Arithmetic with a value for each channel is slow in NHWC, so it is done before the conversion.
+        converts = self._format == torch.channels_last and images.shape[1] > 1
+        if images.device.type == "cpu" and (converts or 4 * images.numel() > _LARGE_BYTES):
             normalised = torch.empty(images.shape, memory_format=self._format)
             size = max(1, _BLOCK_BYTES // (4 * images[0].numel()))
             for given, place in zip(torch.split(images, size), torch.split(normalised, size), strict=True):
-                place.copy_(given.to(torch.float32, copy=True).mul_(scale).sub_(shift))
+                if converts:
+                    place.copy_(given.to(torch.float32, copy=True).mul_(scale).sub_(shift))
+                else:
+                    place.copy_(given).mul_(scale).sub_(shift)
             return normalised
         # Two operations and not one fused: they round the same wherever in a batch a pixel is.
         return images.to(torch.float32, memory_format=self._format, copy=True).mul_(scale).sub_(shift)
