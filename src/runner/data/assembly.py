@@ -233,9 +233,7 @@ def assemble(
         choices=choices,
         warnings=warnings,
         skipped=skipped,
-        identify=functools.partial(
-            identity, {name: (reading.source(part[0]), part[1]) for name, part in parts.items()}
-        ),
+        identify=functools.partial(identity, parts, sources, data.identity == "full"),
         parts=parts,
         examples=examples,
         targets=known,
