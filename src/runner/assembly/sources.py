@@ -11,6 +11,7 @@ from typing import Any
 
 from runner.config.targets import targets_in
 
+_KNOWN = {"runner", "torch", "torchvision", "torchmetrics"}
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -22,11 +23,11 @@ def own_sources(values: Mapping[str, Any]) -> dict[str, str]:
     Args:
         values: the config as plain containers, whose components have been built.
     """
-    packages = {target.partition(".")[0] for _, target in targets_in(values)} - {"runner"}
+    packages = {target.partition(".")[0] for _, target in targets_in(values)} - _KNOWN
     found = {}
-    for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if name.partition(".")[0] not in packages or not file or not file.endswith(".py"):
+    for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
+        file = getattr(sys.modules[name], "__file__", None)
+        if not file or not file.endswith(".py"):
             continue
         path = Path(file)
         if any(part in _INSTALLED for part in path.parts) or path.is_relative_to(sysconfig.get_path("stdlib")):
