@@ -23,6 +23,7 @@ from runner.assembly.optimizer import table_of_groups
 from runner.assembly.rate import settle_rate
 from runner.assembly.saving import Saving, build_loggers, record, repeated
 from runner.assembly.setup import Setup, is_inside, open_directory, open_job, read_best, settle, why_occupied
+from runner.assembly.sources import own_sources
 from runner.assembly.start import begun
 from runner.assembly.training import build_training, look_ahead, training_flops
 from runner.assembly.watch import watch_modules
@@ -202,9 +203,9 @@ def train(
     built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
-    identity = splits.identify()
+    identity, sources = splits.identify(), own_sources(values)
     if setup.found:
-        warnings += compare_data(setup.found.contents, splits, identity, config.data.identity == "ignore")
+        warnings += compare_data(setup.found.contents, splits, identity, sources, config.data.identity == "ignore")
     splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
@@ -218,7 +219,7 @@ def train(
     text = stored.dump(values)  # complete from here on
     show = Outbox([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
-    known = (text, classes, identity, splits.image_shape)
+    known = (text, classes, identity, splits.image_shape, sources)
     saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
     keeper = saving.keeper
 

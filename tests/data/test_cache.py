@@ -368,7 +368,9 @@ def test_an_error_of_the_data_is_not_taken_for_one_of_writing(tmp_path: Path) ->
         if index == 100:
             raise FileNotFoundError("no such picture")
 
-    with pytest.raises(UserError, match="^data.dataset: sample 100 cannot be read: FileNotFoundError: no such picture"):
+    with pytest.raises(
+        UserError, match=r"^data.dataset: sample 100 cannot be read: FileNotFoundError: no such picture"
+    ):
         opened(tmp_path, Made(before=gone))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 

@@ -215,6 +215,85 @@ def test_resuming_on_other_data_is_refused_unless_it_is_meant(
         assert knowingly.summary["global_step"] > 14
 
 
+def exchange(one: Path, other: Path) -> None:
+    ours, theirs = one.read_bytes(), other.read_bytes()
+    one.write_bytes(theirs)
+    other.write_bytes(ours)
+
+
+def test_two_images_exchanged_between_classes_are_other_data(
+    workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    root = images(workdir / "images", count=80)
+    directory = train(*ON_FOLDER, "epochs=1").directory
+    (root / "a" / "30.png").rename(root / "b" / "30.png")
+    (root / "b" / "31.png").rename(root / "a" / "31.png")
+    result = run("train", f"ckpt_path={directory}", "epochs=2")
+    assert result.status == 2
+    assert "data: these are not what the checkpoint was trained on: " in result.err
+    assert "data.identity=ignore" in result.err
+
+
+def test_with_full_identity_every_byte_counts(
+    workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
+) -> None:
+    root = images(workdir / "images", count=80)
+    for path in root.glob("*/*.png"):
+        Image.open(path).save(path.with_suffix(".bmp"))  # of one size
+        path.unlink()
+    plain = train(*ON_FOLDER, "epochs=1")
+    full = train(*ON_FOLDER, "epochs=1", "data.identity=full")
+    assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    unknown = train(f"ckpt_path={plain.directory}", "epochs=2", "data.identity=full")
+    assert "data.identity=full: the checkpoint has no digest of every sample" in unknown.out
+    same = train(f"ckpt_path={full.directory}", "epochs=2")
+    assert "data.identity" not in same.out
+    for number in range(0, 80, 2):
+        pair = root / "a" / f"{number:02}.bmp", root / "b" / f"{number + 1:02}.bmp"
+        exchange(*pair)
+        if "not what the checkpoint" not in train(f"ckpt_path={plain.directory}", "epochs=1", IGNORED).out:
+            break  # the cheap check does not see these two
+        exchange(*pair)
+    else:
+        raise AssertionError("the cheap check sees every pair")
+    result = run("train", f"ckpt_path={full.directory}", "epochs=2")
+    assert result.status == 2
+    assert "has other images or targets" in result.err
+
+
+IGNORED = "data.identity=ignore"
+NET = """
+from torch import nn
+from net_package.blocks import width
+
+class Net(nn.Sequential):
+    def __init__(self, in_channels, image_size, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(in_channels * image_size[0] * image_size[1], num_classes))
+"""
+
+
+def test_a_change_of_the_users_own_source_is_reported_on_resume(
+    workdir: Path, train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = workdir / "net_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "net.py").write_text(NET)
+    (package / "blocks.py").write_text("width = 3\n")
+    monkeypatch.syspath_prepend(str(workdir))
+    words = ("data.split.test=0", "model=mlp", "model._target_=net_package.net.Net", "~model.hidden", "~model.dropout")
+    first = train(*words, "max_steps=1")
+    stored = read(first.directory / "checkpoints" / "last.pt")["metrics"]["sources"]
+    assert set(stored) == {"net_package", "net_package.blocks", "net_package.net"}
+
+    again = (f"ckpt_path={first.directory}", "max_steps=2", "trust=[net_package]")
+    assert "the source of" not in train(*again).out
+    for name in ("blocks", "net"):  # the file of the model, and one that it imports
+        (package / f"{name}.py").write_text((package / f"{name}.py").read_text() + "\n# another line\n")
+    warning = "the source of net_package.blocks, net_package.net has changed since the checkpoint was written"
+    assert warning in train(*again).out
+
+
 def test_inside_an_epoch_another_number_of_samples_cannot_be_gone_on_with(
     folder: Path, workdir: Path, train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:

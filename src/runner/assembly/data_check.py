@@ -1,4 +1,4 @@
-"""Are these the data that a checkpoint was trained on, and what is left when they can be read no longer?"""
+"""Are these the data and the sources that a checkpoint was trained on, and what is left when data can be read no longer?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from runner.assembly.sources import changed_sources
 from runner.config.errors import DataFailed, UserError
 from runner.data.assembly import Splits
 from runner.data.consistency import not_finite
@@ -13,14 +14,17 @@ from runner.data.identity import other_classes, other_data
 from runner.tracking.run_directory import RunDirectory
 
 
-def compare_data(checkpoint: dict[str, Any], splits: Splits, identity: dict[str, Any], ignore: bool) -> list[str]:
-    """Compare the data with those that a checkpoint was trained on.
+def compare_data(
+    checkpoint: dict[str, Any], splits: Splits, identity: dict[str, Any], sources: dict[str, str], ignore: bool
+) -> list[str]:
+    """Compare the data with those that a checkpoint was trained on, and the source files of the user's own components.
 
     Args:
         checkpoint: its contents.
         splits: the data at hand.
         identity: what tells them from others, as `splits.identify` has given it.
-        ignore: whether to go on with others.
+        sources: digests of the source files, see `runner.assembly.sources`.
+        ignore: whether to go on with other data.
 
     Returns:
         Warnings.
@@ -30,17 +34,22 @@ def compare_data(checkpoint: dict[str, Any], splits: Splits, identity: dict[str,
             batches of an order that depends on the number of samples.
     """
     before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
+    warnings = changed_sources(checkpoint["metrics"].get("sources"), sources)
     if before is None:
-        return ["the checkpoint does not say which data it was trained on: they were not compared"]
+        return [*warnings, "the checkpoint does not say which data it was trained on: they were not compared"]
     others = other_classes(checkpoint["classes"], list(splits.classes)) + other_data(before, identity, splits.identify)
     if not others:
-        return []
+        unknown = any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items())
+        return [
+            *warnings,
+            *["data.identity=full: the checkpoint has no digest of every sample to compare with"] * unknown,
+        ]
     said = f"data: these are not what the checkpoint was trained on: {'; '.join(others)}"
     if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
         raise UserError(f"{said}\n    allowed: the same data, or a checkpoint from the end of an epoch")
     if not ignore:
         raise UserError(f"{said}\n    allowed: the same data, or data.identity=ignore to go on with these")
-    return [f"{said} (data.identity=ignore)"]
+    return [*warnings, f"{said} (data.identity=ignore)"]
 
 
 def name_not_finite(loss: float, splits: Splits, name: str, tell: Callable[[str], None]) -> None:

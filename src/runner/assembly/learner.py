@@ -55,6 +55,8 @@ def build_learner(
     Raises:
         UserError: if what the config says does not fit the data.
     """
+    if splits.misfits:
+        raise splits.misfits[0]
     task, model = build_model(values, config, splits, lambda: as_given(splits).cpu(), fetch_weights)
     check_targets(task, splits)
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}

@@ -35,6 +35,7 @@ class Saving:
         classes: names of the classes.
         identity: which data these are, see `runner.data.identity`.
         images: channels, height and width of an image.
+        sources: digests of the user's own source files, see `runner.assembly.sources`.
         loggers: where metrics are stored.
         show: metrics that are on their way there.
         summary: what `summary.json` says; brought up to date here.
@@ -51,6 +52,7 @@ class Saving:
         classes: list[str],
         identity: dict[str, Any],
         images: Sequence[int],
+        sources: dict[str, str],
         loggers: Sequence[Logger],
         show: Outbox,
         summary: dict[str, Any],
@@ -60,7 +62,7 @@ class Saving:
         self.keeper = Keeper(directory.checkpoints, keep)
         self._directory, self._callbacks = directory, callbacks
         self._config, self._classes, self._versions = config, classes, versions()
-        self._identity, self._images = identity, list(images)
+        self._identity, self._images, self._sources = identity, list(images), sources
         self._loggers, self._show = loggers, show
         self._summary, self._monitor = summary, monitor
         self._background = Background() if in_background else None
@@ -178,7 +180,7 @@ class Saving:
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
         loop.settle()
-        known = (self._config, self._classes, self._versions, self._identity, self._images)
+        known = (self._config, self._classes, self._versions, self._identity, self._images, self._sources)
         return resume.contents(loop.state, self._callbacks, *known)
 
     def _write(

@@ -37,6 +37,7 @@ def contents(
     versions: dict[str, str],
     data: dict[str, Any] | None = None,
     images: list[int] | None = None,
+    sources: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`.
 
@@ -48,6 +49,7 @@ def contents(
         versions: versions of packages.
         data: which data the metrics are of, see `runner.data.identity`.
         images: channels, height and width of an image, so that the model can be used where the data are not.
+        sources: digests of the files that the user's own components are written in, see `runner.assembly.sources`.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {
@@ -57,6 +59,8 @@ def contents(
         saved["metrics"]["data"] = data
     if images is not None:
         saved["metrics"]["images"] = images
+    if sources is not None:
+        saved["metrics"]["sources"] = sources
     return saved | {
         "format": file.FORMAT,
         "rng": rng.capture(),

@@ -116,13 +116,14 @@ class _Extent:
 
 
 def _is_identity(item: tuple[Any, Any]) -> bool:
-    """Whether this is the name of a split, its length and the digest of some of its samples."""
+    """Whether this is the name of a split, its length, and digests of what is known of it."""
     name, facts = item
     return (
         isinstance(name, str)
         and isinstance(facts, dict)
         and type(facts.get("samples")) is int
         and isinstance(facts.get("content"), str)
+        and all(isinstance(value, str) for key, value in facts.items() if key != "samples")
     )
 
 
@@ -182,6 +183,11 @@ def _wrong_type(contents: dict[str, Any]) -> str:
     data = metrics.get("data")
     if data is not None and not (isinstance(data, dict) and all(map(_is_identity, data.items()))):
         return "metrics.data does not give samples and content of splits"
+    sources = metrics.get("sources")
+    if sources is not None and not (
+        isinstance(sources, dict) and all(type(part) is str for item in sources.items() for part in item)
+    ):
+        return "metrics.sources does not give digests by name"
     images = metrics.get("images")
     if images is not None and not _is_image_shape(images):
         return "metrics.images is not channels, height and width"

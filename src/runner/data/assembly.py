@@ -70,6 +70,7 @@ class Splits:
         identify: tells which data these are, for checkpoints.
         parts: for each split the data set that it is read from, and its samples in it.
         examples: for each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
+        misfits: why the splits cannot be used together; `check` looks at such data too, everything else refuses them.
         searched: splits that were searched for samples that are not finite.
         targets: for each split of which they are known without reading samples the targets of its whole data set, (N, ...).
     """
@@ -92,6 +93,7 @@ class Splits:
     parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
     examples: Examples = field(default_factory=dict)
     targets: Mapping[str, Tensor] = field(default_factory=dict)
+    misfits: list[UserError] = field(default_factory=list)
     searched: set[str] = field(default_factory=set)
 
     @property
@@ -149,12 +151,19 @@ def assemble(
         held_out = {name: part for name, part in parts.items() if name != "train"}
         others = {name: _first(name, *part, sample_eval, stand_ins.get(name)) for name, part in held_out.items()}
     examples = {"train": (first, target), **others}
-    doubts = check_images(parts, examples, sample_eval, data.normalize)
     reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
     sources = {name: reading.source(dataset) for name, (dataset, _) in parts.items()}
     known, more = known_targets(parts, sources, examples)
     classes = _classes(train_set)
-    doubts += more + check_classes(parts, classes, known)
+    misfits, doubts = [], more
+    for found in (
+        functools.partial(check_images, parts, examples, sample_eval, data.normalize),
+        functools.partial(check_classes, parts, classes, known),
+    ):
+        try:
+            doubts += found()
+        except UserError as error:
+            misfits.append(error)
     choices, warnings = reading.choices, [*reading.warnings, *doubts, *leaks(parts, data.split.group)]
     mean, std = data.normalize.mean, data.normalize.std
     if mean is None or std is None:
@@ -233,12 +242,11 @@ def assemble(
         choices=choices,
         warnings=warnings,
         skipped=skipped,
-        identify=functools.partial(
-            identity, {name: (reading.source(part[0]), part[1]) for name, part in parts.items()}
-        ),
+        identify=functools.partial(identity, parts, sources, data.identity == "full"),
         parts=parts,
         examples=examples,
         targets=known,
+        misfits=misfits,
     )
 
 

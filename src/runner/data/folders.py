@@ -104,7 +104,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         settings = (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels)
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
         digest = hashlib.sha256(repr((settings, libraries)).encode())
-        names = [self._names[begin:end] for begin, end in itertools.pairwise(self._ends.tolist())]
+        names = self.file_names()
         # From where they have in common, so that it does not matter from which folder the program is started.
         common = len(os.path.commonpath((min(names), max(names)))) if names else 0
         for name in names:
@@ -114,6 +114,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 raise UserError(f"cannot read the image {os.fsdecode(name)}: {error.strerror}") from error
             digest.update(name[common:] + struct.pack("<cqq", b"\0", found.st_size, found.st_mtime_ns))
         return digest.hexdigest()
+
+    def file_names(self) -> list[bytes]:
+        """The file of each item, as bytes: a Path for each of a million files would cost much more."""
+        return [self._names[begin:end] for begin, end in itertools.pairwise(self._ends.tolist())]
 
     def path(self, index: int) -> Path:
         """The file of item `index`."""

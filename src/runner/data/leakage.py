@@ -8,16 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.data.arrays import ImageArrays
 from runner.data.groups import groups_of
 from runner.data.indices import Indices
-
-_SEED = 0x1EA4
-_AT_ONCE = 2**10  # images, so that they stay in a cache
 
 
 def leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
@@ -56,7 +52,7 @@ def _shared_images(arrays: Mapping[str, tuple[Any, Indices]]) -> list[str]:
     digests: dict[int, np.ndarray] = {}
     for dataset, _ in arrays.values():
         if id(dataset) not in digests:
-            digests[id(dataset)] = _digests(dataset.images)
+            digests[id(dataset)] = dataset.digests
     of_split = {name: digests[id(dataset)][indices[:].numpy()] for name, (dataset, indices) in arrays.items()}
     found = []
     for one, other in itertools.combinations(of_split, 2):
@@ -74,18 +70,3 @@ def _shared_images(arrays: Mapping[str, tuple[Any, Indices]]) -> list[str]:
             f"is measured on '{other}' is a little too good"
         )
     return found
-
-
-def _digests(images: Tensor) -> np.ndarray:
-    """A number of 64 bits for each image, uint64 (N,): the sum of its bytes, eight at a time, times odd random numbers."""
-    length = images[0].numel()
-    words = -(-length // 8)
-    weights = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**63, words, dtype=np.uint64) * np.uint64(2)
-    weights += np.uint64(1)
-    found = []
-    for some in images.flatten(1).split(_AT_ONCE):  # type: ignore[no-untyped-call]
-        rows = np.ascontiguousarray(some.numpy())
-        if length % 8:
-            rows = np.pad(rows, ((0, 0), (0, 8 * words - length)))
-        found.append((rows.view(np.uint64) * weights).sum(1, dtype=np.uint64))
-    return np.concatenate(found)

@@ -89,7 +89,7 @@ class Data:
     non_blocking: bool = True
     timeout_s: Annotated[float, Gt(0)] | None = 600.0
     on_error: Literal["raise", "skip"] = "raise"
-    identity: Literal["check", "ignore"] = "check"
+    identity: Literal["check", "full", "ignore"] = "check"
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
 
