@@ -182,6 +182,21 @@ def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Callable[..., Any]) 
     assert loop.state.model[0].running_var.isfinite().all()
 
 
+def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Callable[..., Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(12, 3))
+
+    ends = []
+    for left_out in (False, True):
+        loop = loop_of(bench, "skip", FUSED, Look(100), build=build)
+        if left_out:
+            loop.source = loop.source._source
+            loop.state.position.left_out = [NAN_AT + 1]
+        loop.run()
+        ends.append(weights(loop.state.model))
+    assert same(*ends)
+
+
 def test_the_mean_loss_leaves_out_what_is_not_finite() -> None:
     meter = FiniteMeter(torch.device("cpu"))
     for loss, samples in ((1.0, 4), (float("nan"), 4), (4.0, 2)):

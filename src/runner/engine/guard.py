@@ -61,7 +61,7 @@ class Guard:
             (module, name)
             for module in (model.modules() if policy == "skip" else ())
             for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point()
+            if buffer is not None
         ]
         self._kept = [buffer.clone() for buffer in self._now()]
 
