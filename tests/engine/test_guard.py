@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from runner.engine.errors import Diverged
 from runner.engine.guard import Guard
 from runner.engine.state import FiniteMeter
 from runner.optim.kernels import plain_step, start_momentum
+from runner.optim.muon import Muon
 
 FUSED = functools.partial(torch.optim.SGD, momentum=0.9, fused=True)
 PLAIN = functools.partial(torch.optim.SGD, momentum=0.9)
@@ -119,6 +121,57 @@ def test_skip_leaves_out_the_step_alone(bench: Callable[..., Any], optimizer: An
     assert same(weights(other.state.model), weights(loop.state.model))
 
 
+UNDONE = {
+    "rmsprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "foreach": functools.partial(torch.optim.RMSprop, momentum=0.9, foreach=True),
+    "muon": functools.partial(Muon, fused=True),
+}
+
+
+@pytest.mark.parametrize("batch", [0, NAN_AT])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("name", UNDONE)
+def test_a_step_that_is_undone_on_the_device_is_as_if_it_had_not_been_taken(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, policy: str, batch: int
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+
+    ends = []
+    for waits in (False, True):
+        monkeypatch.setattr("runner.engine.guard._reading_waits", lambda device, waits=waits: waits)
+        seen = Seen()
+        loop = loop_of(bench, policy, UNDONE[name], seen, Look(6), build=build)
+        loop.source = Spoilt(loop.source._source, batch)
+        assert loop.parts.guard.waits is not waits
+        with pytest.raises(Diverged) if policy == "raise" else contextlib.nullcontext():
+            loop.run()
+        assert [step for step, _ in seen.left_out] == [batch + 1]
+        moments = loop.state.optimizer.state_dict()["state"]
+        numbers = [value for each in moments.values() for key, value in each.items() if key != "step"]
+        ends.append((seen.weights, numbers))
+    (read, read_moments), (undone, undone_moments) = ends
+    assert all(same(one, other) for one, other in zip(read, undone, strict=True))
+    if read_moments:  # steps that are left out from the first one on make none
+        assert same(read_moments, undone_moments)
+    else:
+        assert not any(value.any() for value in undone_moments)
+
+
+def test_an_optimizer_that_has_to_be_asked_says_so(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.engine.guard._reading_waits", lambda device: True)
+
+    def waits(optimizer: Any, scaled: bool = False) -> bool:
+        state = bench(8, optimizer=optimizer).state()
+        return Guard(state.model, state.optimizer, "raise", scaled).waits
+
+    assert [waits(optimizer) for optimizer in (FUSED, ADAMW, RMSPROP, UNDONE["muon"])] == [False] * 4
+    assert waits(PLAIN)
+    assert waits(functools.partial(Muon, fused=False))
+    # The scaler of fp16 asks for a number unless the optimizer's kernel takes its flag.
+    assert [waits(optimizer, True) for optimizer in (ADAMW, RMSPROP, UNDONE["muon"])] == [False, True, True]
+
+
 def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Callable[..., Any]) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))
@@ -127,6 +180,21 @@ def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Callable[..., Any]) 
     loop.run()
     assert loop.state.not_finite() == ""
     assert loop.state.model[0].running_var.isfinite().all()
+
+
+def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Callable[..., Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(12, 3))
+
+    ends = []
+    for left_out in (False, True):
+        loop = loop_of(bench, "skip", FUSED, Look(100), build=build)
+        if left_out:
+            loop.source = loop.source._source
+            loop.state.position.left_out = [NAN_AT + 1]
+        loop.run()
+        ends.append(weights(loop.state.model))
+    assert same(*ends)
 
 
 def test_the_mean_loss_leaves_out_what_is_not_finite() -> None:

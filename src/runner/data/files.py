@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
+from runner.data import pictures
 from runner.data.augment import Pipeline
 from runner.data.crew import workers_with_room
 from runner.data.folders import ImageFolder
@@ -166,14 +167,7 @@ def files_loader(
     Raises:
         UserError: if the config does not say how to read them.
     """
-    dataset, (_, height, width) = data.dataset, shape
-    channels: Any = shape[0]
-    size, share = None, 1.0
-    if dataset.get("_target_") == _FOLDER:
-        channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
-        share = dataset.get("crop_share", share) if size is not None else share
-    if not transforms:
-        size = height if height == width else None
+    channels, size, share = _reading(data, bool(transforms), shape)
     if channels not in (1, 3):
         raise UserError(
             f"input: the model was trained on images of {channels} channels, and files have 1 or 3\n"
@@ -211,3 +205,44 @@ def files_loader(
         on_skipped=on_unreadable,
         timeout_s=data.timeout_s,
     )
+
+
+def _reading(data: Data, with_transforms: bool, shape: tuple[int, int, int]) -> tuple[Any, int | None, float]:
+    """Channels of files that are read, edge of the square that they are resized to, and its share of the shorter side."""
+    dataset, (channels, height, width) = data.dataset, shape
+    size, share = None, 1.0
+    if dataset.get("_target_") == _FOLDER:
+        channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
+        share = dataset.get("crop_share", share) if size is not None else share
+    if not with_transforms:
+        size = height if height == width else None
+    return channels, size, share
+
+
+def reading_steps(data: Data, sample_transforms: Sequence[Any], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """What makes pixels of an image file, for programs that do the same; see `ImageFiles`.
+
+    Args:
+        data: section of the config.
+        sample_transforms: nodes of `transform.sample_eval`.
+        shape: channels, height and width of the images that the model was trained on.
+    """
+    channels, size, share = _reading(data, bool(sample_transforms), shape)
+    steps = pictures.reading_steps(size, channels, share)
+    if sample_transforms:
+        # One that cuts the images takes the place of the middle square.
+        steps.append({"step": "transform", "transforms": list(sample_transforms)})
+    elif size is None:
+        steps += [
+            {
+                "step": "crop",
+                "place": "middle",
+                "scale": f"min(height / {shape[1]}, width / {shape[2]})",
+                "rows": f"min(height, max(1, round(scale * {shape[1]})))",
+                "columns": f"min(width, max(1, round(scale * {shape[2]})))",
+                "top": "(height - rows) // 2",
+                "left": "(width - columns) // 2",
+            },
+            pictures.resize_step(*shape[1:]),
+        ]
+    return steps

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, features
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -104,6 +104,93 @@ def read_image(
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
     whole = (0, 0, image.height, image.width)
     return planes.contiguous() if image_size is None else resized(planes, whole, image_size)
+
+
+def reading_steps(image_size: int | None, channels: Literal[1, 3], share: float) -> list[dict[str, Any]]:
+    """What `read_image` does with the middle square of an image, as data for programs that do the same without it.
+
+    The steps are in order. Formulas are Python's, with its `round` (half to even) and `//`.
+    """
+    mode = "RGB" if channels == 3 else "L"
+    steps: list[dict[str, Any]] = [
+        {
+            "step": "open",
+            "library": "Pillow",
+            "versions": {"pillow": features.version("pil"), "libjpeg": features.version("jpg")},
+            "formats": list(_FORMATS),
+            "frame": 0,
+        },
+        {
+            "step": "measure",
+            "exif_tag": _ORIENTATION,
+            "swap_sides_for": list(_ON_ITS_SIDE),
+            "gives": "height and width of the upright image, before it is reduced",
+        },
+    ]
+    if image_size is not None:
+        edge = f"max(1, round({share!r} * min(height, width)))"
+        steps.append(
+            {
+                "step": "region",
+                "edge": edge,
+                "top": "(height - edge) // 2",
+                "left": "(width - edge) // 2",
+                "gives": "the part of the upright image that is used",
+            }
+        )
+    steps += [
+        {
+            "step": "draft",
+            "formats": list(_REDUCIBLE),
+            "mode": mode,
+            "reductions": [] if image_size is None else list(_REDUCTIONS),
+            "smallest_edge": image_size,
+            "rule": (
+                "reduction is the first of the reductions with edge >= reduction * smallest_edge, else 1; "
+                "Image.draft(mode, (max(1, width // reduction), max(1, height // reduction))) "
+                "with the sides as they are stored"
+            ),
+        },
+        {
+            "step": "turn",
+            "exif_tag": _ORIENTATION,
+            "transpose": {str(number): turn.name for number, turn in _TURNS.items()},
+        },
+    ]
+    if image_size is not None:
+        steps.append(
+            {
+                "step": "crop",
+                "rule": (
+                    "if reduction is above 1: top, left and edge are round(number / reduction), rows = min(edge, height), "
+                    "columns = min(edge, width), top = min(top, height - rows) and left = min(left, width - columns), "
+                    "with the sides of the reduced image"
+                ),
+            }
+        )
+    steps.append(
+        {
+            "step": "convert",
+            "mode": mode,
+            "sixteen_bit_grey": {"modes": list(_SIXTEEN_BIT), "value": "(value + 128) // 257"},
+            "transparent": "over white: Image.alpha_composite in RGBA",
+            "others": "Image.convert(mode), CMYK and palettes among them",
+        }
+    )
+    return steps if image_size is None else [*steps, resize_step(image_size, image_size)]
+
+
+def resize_step(height: int, width: int) -> dict[str, Any]:
+    """How `resized` resizes, see `reading_steps`."""
+    return {
+        "step": "resize",
+        "height": height,
+        "width": width,
+        "filter": "bilinear",
+        "antialias": True,
+        "dtype": "uint8",
+        "same_as": "Pillow's Image.resize with Image.Resampling.BILINEAR, to one level of 255",
+    }
 
 
 def resized(image: Tensor, region: Region, size: int) -> Tensor:

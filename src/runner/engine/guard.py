@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -16,11 +16,14 @@ _ROOM = 1024  # flags on the device before they have to be read
 class Guard:
     """Keeps an optimizer from taking a step with gradients that are not finite.
 
-    A fused optimizer is told by a flag on the device, which its kernel obeys, so nothing waits; for any other the flag is read
-    at every step. Under `raise` and `rollback` the flag stays up once it is up: the weights remain those before the first
-    such step until somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what
-    they were before the step. Where the loss is scaled, its scaler leaves out steps whose gradients overflow, which belongs
-    to scaling; the guard then watches the loss.
+    A fused optimizer is told by a flag on the device, which its kernel obeys, so nothing waits. Muon and RMSprop have no such
+    kernel: on a GPU they take the step, and it is undone there if the flag is up. For any other optimizer the flag is read at
+    every step, and on the CPU, where nothing is waited for, for these as well.
+
+    Under `raise` and `rollback` the flag stays up once it is up: the weights remain those before the first such step until
+    somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before
+    the step. Where the loss is scaled, its scaler leaves out steps whose gradients overflow, which belongs to scaling; the
+    guard then watches the loss.
 
     Attributes:
         policy: what is to happen.
@@ -45,6 +48,9 @@ class Guard:
         self._alike = len(kinds) == 1
         self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
         self.by_kernel = not scaled and _obeys_flag(optimizer)
+        undoes = not scaled and not self.by_kernel and _reading_waits(device) and _can_be_undone(optimizer)
+        self._undone = [p for group in optimizer.param_groups if not group.get("fused") for p in group["params"]]
+        self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
         self._found = torch.zeros((), device=device)
         self._one = torch.ones((), device=device)
         self._flags = torch.zeros(_ROOM, device=device)
@@ -55,14 +61,16 @@ class Guard:
             (module, name)
             for module in (model.modules() if policy == "skip" else ())
             for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.is_floating_point()
+            if buffer is not None
         ]
         self._kept = [buffer.clone() for buffer in self._now()]
 
     @property
     def waits(self) -> bool:
         """Whether every step waits for the device."""
-        return not self.scaled and not self.by_kernel
+        if self.scaled:  # torch's GradScaler asks, unless the optimizer's kernel does
+            return not getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        return not self.by_kernel and self._before is None
 
     @property
     def left_out(self) -> Tensor | None:
@@ -88,14 +96,36 @@ class Guard:
             self._found.copy_(torch.where(loss.detach().isfinite(), self._found, self._one))
 
     def allows_step(self) -> bool:
-        """Whether the optimizer is to be called; a kernel that obeys the flag always is, and may then do nothing."""
+        """Whether the optimizer is to be called; where nothing waits it always is, and `undo` has to follow."""
         if self.scaled:
             return True
         self._look()
-        if not self.by_kernel:
+        if self._before is not None:
+            self._before = {key: tensor.clone() for key, tensor in self._changed_by_a_step()}
+        elif not self.by_kernel:
             return not bool(self._found)
         self._optimizer.found_inf = self._found  # type: ignore[attr-defined]
         return True
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Undo the step that was taken if the flag is up, where no kernel obeys it."""
+        if not self._before:
+            return
+        left_out = self._found > 0
+        for key, tensor in self._changed_by_a_step():
+            kept = self._before.get(key)
+            # Moments that the first step made begin as zeros.
+            torch.where(left_out, torch.zeros_like(tensor) if kept is None else kept, tensor, out=tensor)
+        self._before = {}
+
+    def _changed_by_a_step(self) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
+        """Weights and moments on the device that no kernel looks after, by weight and name."""
+        for parameter in self._undone:
+            yield (parameter, ""), parameter.detach()
+            for name, value in self._optimizer.state[parameter].items():
+                if isinstance(value, Tensor) and value.device == parameter.device:
+                    yield (parameter, name), value
 
     def stepped(self) -> None:
         """Note the outcome of a step."""
@@ -155,6 +185,26 @@ def _obeys_flag(optimizer: torch.optim.Optimizer) -> bool:
     """Whether every update is made by a kernel that does nothing when `found_inf` says so."""
     known = type(optimizer).__module__.startswith("torch.optim") and "step" not in vars(optimizer)
     return known and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _reading_waits(device: torch.device) -> bool:
+    """Whether the host waits for a device when it reads a number there."""
+    return device.type != "cpu"
+
+
+def _can_be_undone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether weights and moments are all that a step changes, and moments begin as zeros.
+
+    Adam's is not: its count of steps lies in the host's memory unless it is fused, as the other part of Muon has to be.
+    """
+    ours = type(optimizer).__module__.startswith(("torch.optim", "runner.optim"))
+    groups = optimizer.param_groups
+    return (
+        ours
+        and type(optimizer).__name__ in ("Muon", "RMSprop")
+        and not any(group.get("differentiable") for group in groups)
+        and all(group.get("fused") for group in groups if group.get("algorithm") == "adamw")
+    )
 
 
 def _by_kind(gradients: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -63,7 +63,7 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
     The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
     then finite check, unscale, clip, optimizer step, scaler update, averaging; counters and the next learning rate are the
     loop's.
-    Nothing here waits for the device.
+    Nothing here waits for the device, unless `Guard.waits` says that the optimizer makes it.
 
     Args:
         state: what training changes.
@@ -117,6 +117,8 @@ def update_weights(state: TrainState, parts: StepParts) -> None:
             parts.take_step()
         else:
             optimizer.step()
+        if guard is not None:
+            guard.undo()
         if state.averaged is not None:
             state.averaged.update(state.position.global_step + 1, guard.left_out if guard is not None else None)
     if guard is not None:

@@ -155,7 +155,10 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf = getattr(self, "found_inf", None)
         for part in self._parts.values():
+            if found_inf is not None:  # a flag on the device, which the fused kernel of AdamW obeys
+                part.found_inf = found_inf  # type: ignore[attr-defined]
             part.step()
         return loss
 

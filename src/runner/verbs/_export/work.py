@@ -23,6 +23,7 @@ from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.export import Export
+from runner.data.files import reading_steps
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.runtime.device import configure_torch
@@ -222,6 +223,7 @@ def _record(
             "data": config.data.dataset,
             "sample_eval": config.transform.sample_eval,
             "eval": config.transform.eval,
+            "steps": _steps(settled, data),
             "scale": 1 / 255,
             "mean": config.data.normalize.mean,
             "std": config.data.normalize.std,
@@ -235,6 +237,25 @@ def _record(
         "comparison": [dataclasses.asdict(each) for each in found],
         "versions": versions(),
     }
+
+
+def _steps(settled: Settled[Export], data: FromCheckpoint) -> list[dict[str, Any]]:
+    """All that becomes of an image file until the exported model is given it, in order."""
+    config = settled.config
+    shape = (data.channels, *data.image_size)
+    steps = reading_steps(config.data, config.transform.sample_eval or [], shape) if data.channels in (1, 3) else []
+    if config.transform.eval:
+        steps.append({"step": "transform of batches", "transforms": config.transform.eval})
+    steps.append(
+        {"step": "layout", "axes": "channels, height, width", "order": "RGB" if data.channels == 3 else "grey"}
+    )
+    if config.include_preprocessing:
+        return [*steps, {"step": "dtype", "dtype": "uint8", "values": "0 to 255"}]
+    mean, std = config.data.normalize.mean, config.data.normalize.std
+    return [
+        *steps,
+        {"step": "normalise", "dtype": "float32", "value": "(pixel / 255 - mean) / std", "mean": mean, "std": std},
+    ]
 
 
 def _sha256(path: Path) -> str:
