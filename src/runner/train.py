@@ -21,7 +21,7 @@ from runner.assembly.describe import describe
 from runner.assembly.metrics import build_callbacks, fresh_metrics
 from runner.assembly.optimizer import table_of_groups
 from runner.assembly.rate import settle_rate
-from runner.assembly.saving import Saving, build_loggers, record, repeated
+from runner.assembly.saving import Saving, build_loggers, finish_saving, record, repeated
 from runner.assembly.setup import Setup, is_inside, open_directory, open_job, read_best, settle, why_occupied
 from runner.assembly.sources import own_sources
 from runner.assembly.start import begun
@@ -384,20 +384,3 @@ def train(
     except Exception as error:  # a picture must not cost a finished run
         console.warn(f"no learning curves were drawn: {error}")
     return state.best.value if state.best else None
-
-
-def finish_saving(saving: Saving, checkpointing: Checkpointing, failed: BaseException | None, console: Console) -> None:
-    """Wait for what the background writes, and keep the best state if a failure came before it was written.
-
-    Raises:
-        UserError: if it cannot be written, unless something else failed first, which is what is to be told.
-    """
-    best = checkpointing.leave()
-    try:
-        saving.wait()
-        if failed is not None and best is not None:
-            saving.keep_best(best)
-    except (UserError, Diverged) as error:
-        if failed is None or isinstance(failed, Preempted | Interrupted):
-            raise
-        console.warn(f"and then: {error}")

@@ -143,3 +143,11 @@ def test_moments_are_laid_out_as_their_weights_are() -> None:
     load_optimizer(resumed, state)
     assert resumed.state[other.weight]["exp_avg"].stride() == other.weight.stride()
     torch.testing.assert_close(step(other, resumed), expected)
+
+
+def test_a_model_that_asks_for_the_version_of_its_state_dict_gets_its_weights_back() -> None:
+    from torchvision.models import mnasnet0_5
+
+    models = [mnasnet0_5(num_classes=3, dropout=0.0) for _ in range(2)]
+    load_weights(models[0], dict(models[1].state_dict()))
+    assert torch.equal(models[0].classifier[1].weight, models[1].classifier[1].weight)

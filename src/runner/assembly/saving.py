@@ -12,10 +12,13 @@ from runner.checkpoint.background import Background, Snapshot
 from runner.checkpoint.find import Found
 from runner.checkpoint.keeper import Keeper
 from runner.checkpoint.space import require_space, scarce, size_of
+from runner.config.errors import UserError
 from runner.config.targets import build
-from runner.engine.errors import Diverged
+from runner.engine.callbacks import Checkpointing
+from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
+from runner.tracking.console import Console
 from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.outbox import Outbox
@@ -220,3 +223,20 @@ def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
     summary["last"] = {name.removeprefix("val/"): value for name, value in state.last_metrics.items()}
     summary["monitor"] = monitor
     summary["global_step"] = state.position.global_step
+
+
+def finish_saving(saving: Saving, checkpointing: Checkpointing, failed: BaseException | None, console: Console) -> None:
+    """Wait for what the background writes, and keep the best state if a failure came before it was written.
+
+    Raises:
+        UserError: if it cannot be written, unless something else failed first, which is what is to be told.
+    """
+    best = checkpointing.leave()
+    try:
+        saving.wait()
+        if failed is not None and best is not None:
+            saving.keep_best(best)
+    except (UserError, Diverged) as error:
+        if failed is None or isinstance(failed, Preempted | Interrupted):
+            raise
+        console.warn(f"and then: {error}")

@@ -11,11 +11,11 @@ from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.changes import changes_refused
 from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.output_folders import holds_sweep
 from runner.config.reading import read_overrides
 from runner.config.resolve import checked, merged
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
-from runner.config.sweep_folder import holds_sweep
 from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
 
 

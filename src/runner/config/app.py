@@ -9,7 +9,6 @@ import io
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,9 @@ from runner.config import overrides
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.hydra_nodes import unasked
 from runner.config.keys import flatten
+from runner.config.output_folders import not_folders, why_occupied
 from runner.config.secrets import mask_sweep
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
-from runner.config.sweep_folder import why_occupied
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -186,7 +185,7 @@ def launch(
         if known.problems or unknown:
             raise ConfigError([*known.problems, *unknown])
         return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
-    if not (sweeps or known.problems or known.unknown or _not_folders(known.accepted)):
+    if not (sweeps or known.problems or known.unknown or not_folders(known.accepted)):
         status = _run_one(task, request, known.accepted)
         if status is not None:
             return Outcome(status)
@@ -242,7 +241,7 @@ def _compose(
     also: Callable[[Composition], list[Problem]],
 ) -> tuple[Composition, bool]:
     """Compose once to find every problem before anything starts; also tells whether a preset asks for a sweep."""
-    problems = [*known.problems, *_not_folders(known.accepted)]
+    problems = [*known.problems, *not_folders(known.accepted)]
     if sources.primary(request.primary) is None:
         names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
         close = nearest(request.primary, names)
@@ -295,32 +294,6 @@ def _search_also(folders: Sequence[Path]) -> None:
         path.append("command-line", f"file://{folder}")
     path.append(schema.provider, schema.path)
     loader.repository.initialize_sources(path)
-
-
-def _not_folders(words: Sequence[str]) -> list[Problem]:
-    """Folders that cannot be made because a file is in the way; Hydra makes them before any job starts."""
-    problems = []
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir"):
-            path = Path(value.strip("'\""))
-            if reason := _not_makeable(path):
-                message, allowed = f"cannot be {path}: {reason}", "a folder, or one that can be made"
-                problems.append(Problem(key, message, allowed, origin=f"the override {word}"))
-    return problems
-
-
-def _not_makeable(path: Path) -> str:
-    """Why a folder cannot be made, found out by making another one in its place; an empty string if it can."""
-    try:
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
-        if not there.is_dir():
-            return f"{there} is a file"
-        if there != path:
-            Path(tempfile.mkdtemp(prefix=".runner_", dir=there)).rmdir()
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    return ""
 
 
 def _as_problem(error: Exception) -> Problem:

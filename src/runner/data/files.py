@@ -175,7 +175,7 @@ def files_loader(
         )
     try:
         files = ImageFiles(
-            paths, shape, size, channels, share, transforms, dataset.get("max_pixels") or data.max_pixels
+            paths, shape, size, channels, share, transforms, data.dataset.get("max_pixels") or data.max_pixels
         )
     except ValueError as error:
         raise UserError(f"data.dataset: {error}") from error

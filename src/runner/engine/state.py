@@ -257,7 +257,9 @@ def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     ]
     if complaints:
         raise ValueError("the checkpoint's tensors are not those of this model: " + "; ".join(complaints))
-    model.load_state_dict(weights)
+    # A checkpoint keeps tensors alone. Some models, such as MNASNet, refuse a state dict without the versions it carries.
+    own.update(weights)
+    model.load_state_dict(own)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

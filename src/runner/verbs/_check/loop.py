@@ -22,7 +22,7 @@ from runner.engine.freezing import Thaw
 from runner.engine.loop import Limits, Loop
 from runner.engine.state import Meter, TrainState
 from runner.engine.step import StepParts
-from runner.verbs._check.by_heart import MOST_STEPS, SHARE, by_heart, few_samples, learn
+from runner.verbs._check.by_heart import SHARE, by_heart, few_samples, learn
 from runner.verbs._check.subject import Subject
 from runner.verbs._check.verdict import Verdict, check, failed, listed, out_of_time, passed, skipped, warned
 
@@ -44,7 +44,7 @@ def overfit(subject: Subject) -> Verdict:
     if course.learned or (course.right == 1.0 and losses[-1] < 0.5 * losses[0]) or (right and losses[0] < 1e-3):
         return passed(evidence)
     fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
-    if len(losses) < MOST_STEPS:
+    if course.late:
         return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     if not right and losses[-1] < 0.1 * losses[0]:
         return failed(f"{evidence}: the loss falls, and the answers stay wrong", f"a loss of the right answers: {fix}")
@@ -63,13 +63,14 @@ def zero_input(subject: Subject) -> Verdict:
     steps, real = len(course.losses), course.losses[-1]
     if not math.isfinite(real):
         return skipped("the loss is not finite")
-    empty = learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, SHARE * subject.left)).losses
+    without = learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, SHARE * subject.left))
+    empty = without.losses
     evidence = (
         f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
     )
     if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
-    if len(empty) < steps or (not course.learned and steps < MOST_STEPS):
+    if without.late or course.late:
         return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
 

@@ -140,7 +140,8 @@ def dead_units(subject: Subject) -> Verdict:
 @check
 def activation_scale(subject: Subject) -> Verdict:
     """Activations that vanish or explode on the way through the depth of the model."""
-    scales = subject.once(watch).scales[:-1]  # the last layer gives the outputs, which may well start near 0
+    watched = subject.once(watch)
+    scales = watched.scales[:-1]  # the last layer gives the outputs, which may well start near 0
     if len(scales) < 2:
         return skipped("fewer than three layers")
     wrong = next((name for name, scale in scales if not math.isfinite(scale)), None)
@@ -149,9 +150,11 @@ def activation_scale(subject: Subject) -> Verdict:
         return failed(f"the output of {wrong} is not finite", fix)
     low, high = min(scales, key=lambda each: each[1]), max(scales, key=lambda each: each[1])
     evidence = (
-        f"samples deviate by {high[1]:.3g} after {high[0]}, by {low[1]:.3g} after {low[0]}, of {len(scales)} layers"
+        f"samples deviate by {high[1]:.3g} after {high[0]}, by {low[1]:.3g} after {low[0]}, of {len(scales)} layers, "
+        f"by {watched.reaches:.3g} before the last"
     )
-    share = low[1] / high[1] if high[1] else 0.0
+    # A layer in between may give next to nothing: a norm scales it up again, or a shortcut goes past it.
+    share = watched.reaches / high[1] if high[1] else 0.0
     if share < _TINY or high[1] > 1 / _TINY:
         return failed(evidence, fix)
     return warned(evidence, fix) if share < _SMALL or high[1] > 1 / _SMALL else passed(evidence)
@@ -168,7 +171,10 @@ def gradient_scale(subject: Subject) -> Verdict:
     if wrong is not None:
         return failed(f"the gradient of {wrong} is not finite", fix)
     zero = [name for name, (gradient, _) in gradients.items() if gradient == 0]
-    if zero and any(value == 0 for _, value in gradients.values()):
+    starts_at_zero = any(
+        not bool(parameter.any()) for name, parameter in subject.model.named_parameters() if not name.endswith("bias")
+    )
+    if zero and starts_at_zero:
         return skipped("a weight starts at zero, which lets no gradient through before the first step")
     if zero:
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {listed(zero)}", fix)

@@ -19,11 +19,12 @@ _RECTIFIERS = ("relu", "relu_", "hardtanh", "hardtanh_", "clamp_min", "clamp_min
 
 @dataclass
 class Watched:
-    """What was seen of a forward and a backward pass over a batch, in training mode.
+    """What was seen of a forward and a backward pass over a batch, in training mode but without dropout.
 
     Attributes:
         calls: how often each module was called.
         scales: (name, deviation of its outputs from sample to sample) of each module with weights of its own, as called.
+        reaches: deviation, from sample to sample, of what the last of these modules is given.
         follows: (module, norm) where a norm takes what the module gives, and nothing comes in between.
         units: (name, units, of which never fired) of each rectifier.
         loss: of the batch.
@@ -33,6 +34,7 @@ class Watched:
 
     calls: Counter[str] = field(default_factory=Counter)
     scales: list[tuple[str, float]] = field(default_factory=list)
+    reaches: float = float("nan")
     follows: list[tuple[str, str]] = field(default_factory=list)
     units: list[tuple[str, int, int]] = field(default_factory=list)
     loss: float = float("nan")
@@ -65,6 +67,9 @@ def watch(subject: Subject) -> Watched:
     batch, parts = subject.batch, subject.training.parts
     model = subject.model
     inside: list[str] = []
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.eval()  # its noise differs from sample to sample like a signal
     with _hooks(model, found, inside):
         with _Rectifiers(found.units, inside):
             logits = model(batch.images)
@@ -80,6 +85,11 @@ def watch(subject: Subject) -> Watched:
             gradient, value = (float(size) for size in sizes)
             found.gradients[name] = (gradient, value)
     return found
+
+
+def _deviation(values: Tensor) -> float:
+    """From sample to sample, on average."""
+    return float(values.detach().float().std(0).mean())
 
 
 @contextlib.contextmanager
@@ -109,7 +119,8 @@ def _hooks(model: nn.Module, found: Watched, inside: list[str]) -> Iterator[None
                 made[id(output)] = (name, output._version, output)
                 weight = getattr(module, "weight", None)
                 if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
-                    found.scales.append((name, float(output.detach().float().std(0).mean())))
+                    found.scales.append((name, _deviation(output)))
+                    found.reaches = _deviation(inputs[0]) if inputs and isinstance(inputs[0], Tensor) else found.reaches
 
         return hook
 

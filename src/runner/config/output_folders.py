@@ -1,9 +1,10 @@
-"""The folder of a sweep: a new one, or the one that the same command made before."""
+"""The folders that runs and sweeps write into: whether they can be made, and whether something else lies there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
@@ -78,3 +79,29 @@ def _that_matter(words: Iterable[str]) -> list[str]:
     return sorted(
         word for word in plain if not word.startswith("hydra") or word.startswith(("hydra.sweeper", "hydra/sweeper"))
     )
+
+
+def not_folders(words: Sequence[str]) -> list[Problem]:
+    """Folders on the command line that cannot be made; Hydra makes them before any job starts."""
+    problems = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            path = Path(value.strip("'\""))
+            if reason := _not_makeable(path):
+                message, allowed = f"cannot be {path}: {reason}", "a folder, or one that can be made"
+                problems.append(Problem(key, message, allowed, origin=f"the override {word}"))
+    return problems
+
+
+def _not_makeable(path: Path) -> str:
+    """Why a folder cannot be made, found by making another one in its place; an empty string if it can."""
+    try:
+        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not there.is_dir():
+            return f"{there} is a file"
+        if there != path:
+            Path(tempfile.mkdtemp(prefix=".runner_", dir=there)).rmdir()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
