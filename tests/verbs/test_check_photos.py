@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+import check_held_out
 import check_photo_zoo
 import check_photos
 from check_zoo import Case
@@ -64,6 +65,15 @@ def test_each_fault_is_found_by_the_check_for_it(check: Callable[..., Any], case
     assert found["status"] == case.status, found
     assert case.evidence in found["evidence"]
     assert found["fix"]
+
+
+@pytest.mark.parametrize("case", check_held_out.CASES, ids=lambda case: case.fault.replace(" ", "-"))
+def test_faults_that_no_check_was_written_for_are_found(check: Callable[..., Any], case: Case) -> None:
+    words = [*case.words]
+    if not any(word.startswith("data.dataset") for word in words):
+        words.insert(0, "data.dataset={_target_: check_held_out.dataset}")
+    found = check(*words, f"only=[{case.check}]")[case.check]
+    assert found["status"] in ("warn", "fail"), found
 
 
 @pytest.mark.parametrize("name", check_photo_zoo.HEALTHY)
