@@ -72,7 +72,7 @@ def _moved(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
             right = (scaled + scaled.roll(1, 3)) / 2
             images += [right, (scaled + scaled.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
         for image in (*images, *(each.flip(-1) for each in images)):
-            step = 1 if scale == 1.0 else 2
+            step = 1 if scale <= 1.0 else 2
             for top in _places(size[0], height)[::step]:
                 for left in _places(size[1], width)[::step]:
                     window = image[:, :, top : top + height, left : left + width]
