@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+import check_held_out
 import check_photo_zoo
 from check_zoo import Case
 
@@ -65,6 +66,15 @@ def test_each_fault_is_found_by_the_check_for_it(check: Callable[..., Any], case
     assert found["fix"]
 
 
+@pytest.mark.parametrize("case", check_held_out.CASES, ids=lambda case: case.fault.replace(" ", "-"))
+def test_faults_that_no_check_was_written_for_are_found(check: Callable[..., Any], case: Case) -> None:
+    words = [*case.words]
+    if not any(word.startswith("data.dataset") for word in words):
+        words.insert(0, "data.dataset={_target_: check_held_out.dataset}")
+    found = check(*words, f"only=[{case.check}]")[case.check]
+    assert found["status"] in ("warn", "fail"), found
+
+
 @pytest.mark.parametrize("name", check_photo_zoo.HEALTHY)
 def test_healthy_trainings_raise_nothing(check: Callable[..., Any], name: str) -> None:
     checks = check(*check_photo_zoo.HEALTHY[name])
@@ -85,7 +95,7 @@ def test_files_that_give_the_label_away_are_found(check: Callable[..., Any], tmp
 
 
 def test_there_are_many_faults_and_every_new_check_has_one() -> None:
-    named = {case.check for case in check_photo_zoo.CASES} | {"file-shortcut"}
+    named = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES} | {"file-shortcut"}
     groups = ("batches", "splits", "shortcuts", "reach", "objective", "settings", "steps")
     assert named >= {each.name for each in work.CHECKS if each.group in groups}
     assert len(check_photo_zoo.CASES) >= 100

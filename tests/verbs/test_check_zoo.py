@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
+import check_held_out
 import check_photo_zoo
 import check_zoo
 
@@ -164,8 +165,8 @@ def test_a_short_training_rolls_back_as_the_run_does(check: Callable[..., Any]) 
 def test_there_are_faults_enough_and_every_check_has_one() -> None:
     assert len({case.fault for case in check_zoo.CASES}) >= 25
     beside = {"beats-baselines"}  # takes a checkpoint
-    on_photos = {case.check for case in check_photo_zoo.CASES} | {"file-shortcut"}
-    assert {case.check for case in check_zoo.CASES} | on_photos == {each.name for each in CHECKS} - beside
+    on_photos = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES} | {"build", "file-shortcut"}
+    assert {case.check for case in check_zoo.CASES} | on_photos == {"build", *(each.name for each in CHECKS)} - beside
 
 
 def test_a_run_is_compared_with_baselines(check: Callable[..., Any], run: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@ from runner.verbs._check.subject import Subject
 from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, skipped, warned
 
 _FEW = 0.005  # share of a split above which images that occur twice are no accident
+_NEARLY = 0.01  # share of a split above which pictures that are nearly alike are no accident
 _MOSTLY = 0.5  # share of copies that no collection of pictures has
 _EXPECTED = 10  # samples of a class that a split should have by the shares of train, where none is no accident
 
@@ -223,7 +224,7 @@ def near_duplicates(subject: Subject) -> Verdict:
             )
     count, of, name, example = worst
     evidence = f"{', '.join(counts) or 'none'} are nearly the same picture as one of train"
-    if count > max(1, _FEW * of):
+    if count > max(2, _NEARLY * of):
         return warned(f"{evidence}, {example}", f"keep pictures of the same thing in one split; look at {name}")
     return passed(evidence)
 

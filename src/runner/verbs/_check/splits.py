@@ -14,6 +14,7 @@ from runner.verbs._check.verdict import Verdict, check, failed, listed, passed, 
 _APART = 0.72  # chance that an image of one split has more of something than one of the other; 0.5 is alike
 _DEVIATIONS = 6.0  # of what that chance is by accident
 _FEWEST = 24
+_BLOCKS = 4  # parts of a training split
 _LEAST, _MOST = 60, 1000  # samples that a linear model is fitted to and scored on
 
 
@@ -108,7 +109,7 @@ def split_targets(subject: Subject) -> Verdict:
         return skipped(f"fewer than {_LEAST} training images of one shape could be looked at")
     images, targets = ours
     half = torch.arange(len(targets)) % 2 == 0
-    known = min(accuracy(images[half], targets[half], images[~half], targets[~half]), 1.0)
+    known = accuracy(images[half], targets[half], images[~half], targets[~half])
     told, bad = [f"{known:.0%} of train"], []
     for seen in subject.held_out:
         theirs = _described(seen)
@@ -136,6 +137,39 @@ def _described(seen: Look) -> tuple[Tensor, Tensor] | None:
     if not len(targets) or targets.ndim != 1 or targets.is_floating_point():
         return None
     return features(seen.small[good][:_MOST]), targets[:_MOST].long()
+
+
+@check
+def target_blocks(subject: Subject) -> Verdict:
+    """Training samples in one part of the data set whose targets do not go with their images, while those of others do."""
+    if not subject.classes:
+        return skipped("there are no classes")
+    known = _described(subject.train)
+    if known is None or len(known[1]) < _BLOCKS * _LEAST or len(torch.unique(known[1])) < 2:
+        return skipped(f"fewer than {_BLOCKS * _LEAST} training images of one shape could be looked at")
+    images, targets = known
+    order = subject.train.indices[subject.train.rows][subject.train.finite[subject.train.rows]][
+        : len(targets)
+    ].argsort()
+    images, targets = images[order], targets[order]
+    block = torch.arange(len(targets)) * _BLOCKS // len(targets)
+    scores, chances = [], []
+    for number in range(_BLOCKS):
+        # Fitted to its own other half: wrong targets elsewhere do no harm, and no block has to be like another.
+        inside = (block == number).nonzero().flatten()
+        first, second = inside[::2], inside[1::2]
+        right = accuracy(images[first], targets[first], images[second], targets[second])
+        back = accuracy(images[second], targets[second], images[first], targets[first])
+        scores.append((right + back) / 2)
+        chances.append(float(torch.bincount(targets[inside].clamp_min(0)).max()) / len(inside))
+    evidence = "a linear model is right for " + ", ".join(f"{each:.0%}" for each in scores)
+    evidence += f" of {_BLOCKS} parts of train in the order of the data set"
+    gain = [score - chance for score, chance in zip(scores, chances, strict=True)]
+    if max(chances) < 0.6 and max(gain) > 0.25 and min(gain) < 0.2 * max(gain):
+        return warned(
+            evidence, "look at how images and targets of this part were put together, and where it comes from"
+        )
+    return passed(evidence)
 
 
 @check
