@@ -16,6 +16,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 import check_held_out
 import check_photo_zoo
+import check_photos
 from check_zoo import Case
 
 from runner.verbs._check import work
