@@ -69,7 +69,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
     try:
         return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise UserError(f"{_KEY}: {path} cannot be read: {error}") from error
 
 

@@ -35,7 +35,6 @@ def _forbid_extras(section: type) -> None:
 
 
 _IN_STEPS = {
-    "epochs": "max_steps",
     "evaluate.every_epochs": "evaluate.every_steps",
     "checkpoint.every_epochs": "checkpoint.every_steps",
 }  # for people who want a part of an epoch

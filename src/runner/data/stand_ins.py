@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
+from runner.config.reading import read_regular
 from runner.data.indices import Indices, Whole
 from runner.data.keyed import mix
 
 DRAWS = 16
 """Stand-ins that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
+_LARGEST_LIST = 2**28  # bytes; a line has about 200
 _OWN_STREAM = 2
 
 T = TypeVar("T")
@@ -163,7 +165,10 @@ class Skipped:
         """
         self._path, self._tell = path, tell
         if path is not None and path.is_file():
-            text = path.read_text(encoding="utf-8", errors="replace")
+            try:
+                text = read_regular(path, _LARGEST_LIST).decode("utf-8", "replace")
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror or error}; move it away") from error
             for line in text.splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
                     entry = json.loads(line)
