@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -85,6 +86,8 @@ def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) ->
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the command line asks for."""
+    for stopped in (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
+        signal.signal(stopped, signal.SIG_DFL)  # `nohup` and background jobs ignore some, and so would every run
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all if none is given"

@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # One thread a process: the tests run in as many processes as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A process that `nohup` or a shell's background job starts ignores some signals, and so would every run of the tests.
+for _name in ("SIGHUP", "SIGQUIT", "SIGXCPU"):
+    signal.signal(getattr(signal, _name), signal.SIG_DFL)
 
 FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 

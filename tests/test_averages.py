@@ -215,7 +215,7 @@ def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
 def begun(compose: Callable[..., Any]) -> tuple[Any, Train]:
     """A training whose average has begun, and its config."""
     composition = compose(*SMALL, "model=mlp", "~model.hidden", "~model.dropout", "model._target_=my_parts.Normed", "swa=0.5",
-                          "data.batch_size=42", "evaluate.batch_size=7", "threads=1")  # fmt: skip
+                          "data.batch_size=42", "data.drop_last=true", "evaluate.batch_size=7", "threads=1")  # fmt: skip
     config = checked(composition.values, composition, Train)
     training = build_training(config, composition.values)
     assert training.splits.train.samples == 43

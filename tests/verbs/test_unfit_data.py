@@ -340,7 +340,6 @@ NO_VAL = (*on("twins"), "data.split.val=0")
     [
         (("callbacks=early_stopping",), "callbacks.early_stopping: waits for evaluations, but there is no validation split"),
         (("scheduler=plateau",), "scheduler: waits for evaluations, but there is no validation split"),
-        (("swa=0.5",), "swa: "),
     ],
 )  # fmt: skip
 def test_what_follows_evaluations_needs_a_validation_split(

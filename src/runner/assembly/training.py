@@ -224,14 +224,12 @@ def check_evaluated(config: Train, training: Training) -> None:
     """
     if training.splits.val is not None:
         return
-    waiting = [(f"callbacks.{name}", "waits for") for name, node in config.callbacks.items() if stops_early(node)]
+    waiting = [f"callbacks.{name}" for name, node in config.callbacks.items() if stops_early(node)]
     if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
-        waiting.append(("scheduler", "waits for"))
-    if config.swa is not None:
-        waiting.append(("swa", "computes BatchNorm's statistics at"))
-    for key, what in waiting:
+        waiting.append("scheduler")
+    for key in waiting:
         raise UserError(
-            f"{key}: {what} evaluations, but there is no validation split\n"
+            f"{key}: waits for evaluations, but there is no validation split\n"
             f"    allowed: data.split.val=0.1, a data set with a validation split, or no {key}"
         )
 

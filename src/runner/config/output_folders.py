@@ -97,7 +97,7 @@ def not_folders(words: Sequence[str]) -> list[Problem]:
 def _not_makeable(path: Path) -> str:
     """Why a folder cannot be made, found by making another one in its place; an empty string if it can."""
     try:
-        there = next(each for each in (path, *path.absolute().parents) if each.exists())
+        there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             return f"{there} is a file"
         if there != path:
