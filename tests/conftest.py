@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A process that `nohup` or a shell's background job starts ignores some signals, and so would every run of the tests.
 for _name in ("SIGHUP", "SIGQUIT", "SIGXCPU"):
     signal.signal(getattr(signal, _name), signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 

@@ -266,12 +266,18 @@ def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
     cases: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         (dataset(**FAKE, size=10**12), "data.dataset: its 'train' split has 1,000,000,000,000 samples"),
         (dataset(**FAKE, size=-1), "data.dataset: the length of its 'train' split is not known"),
-        (dataset(_target_="torch.utils.data.TensorDataset"), "data.dataset: the length of its 'train' split is not known"),
+        (
+            dataset(_target_="torch.utils.data.TensorDataset"),
+            "data.dataset: the length of its 'train' split is not known",
+        ),
         (dataset(_target_="torchvision.datasets.ImageFolder", root="/nowhere"), "data.dataset: "),
         (transforms("eval", "torch.nn.Conv2d", **CONV), "transform.eval: cannot take images of (1, 3, 8, 8)"),
         (transforms("train", "torch.nn.Conv2d", **CONV), "transform.train: cannot take images of (1, 3, 8, 8)"),
         (transforms("eval", "torchvision.transforms.ToTensor"), "transform.eval: cannot take images"),
-        (transforms("sample_eval", "torch.nn.Conv2d", **CONV), "transform.sample_train, transform.sample_eval: cannot take"),
+        (
+            transforms("sample_eval", "torch.nn.Conv2d", **CONV),
+            "transform.sample_train, transform.sample_eval: cannot take",
+        ),
         (lambda config: config["model"].update(hidden="x"), "from: odd.pt"),
     ]
     for change, words in cases:

@@ -61,7 +61,7 @@ def gone(pids: list[int]) -> bool:
     [
         ("SIGKILL", r"worker process 1 \(pid \d+\) was killed by SIGKILL \(the system kills .* memory\)"),
         ("SIGBUS", r"worker process 1 \(pid \d+\) was killed by SIGBUS \(.*/dev/shm is full\)"),
-        ("SIGHUP", r"worker process 1 \(pid \d+\) was killed by SIGHUP\n"),
+        ("SIGVTALRM", r"worker process 1 \(pid \d+\) was killed by SIGVTALRM\n"),
         ("exits", r"worker process 1 \(pid \d+\) ended with status 5"),
     ],
 )

@@ -285,7 +285,7 @@ def test_a_truncated_or_foreign_file_is_named(tmp_path, case):
 
 
 def test_a_missing_image_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"gone\.png: .*No such file"):
+    with pytest.raises(UserError, match=r"gone\.png: no such file"):
         read_image(tmp_path / "gone.png", 8)
 
 

@@ -179,13 +179,18 @@ def test_images_that_are_in_two_splits_are_told(shape: tuple[int, ...]):
     pixels = torch.arange(40, dtype=torch.uint8).view(-1, 1, 1, 1).expand(40, *shape).clone()
     if shape != (1, 1, 1):
         pixels[:, 0, 0, 1] = 9
-    train, test = arrays(pixels[:30]), arrays(pixels[30:])
-    parts = {"train": (train, torch.arange(20)), "val": (train, torch.arange(20, 30)), "test": (test, torch.arange(10))}
-    assert leaks(parts, None) == []
-    test.images[4] = train.images[7]
-    test.images[5] = train.images[25]
-    test.images[6] = train.images[26]
-    told = leaks(parts, None)
+
+    def split() -> dict[str, tuple[ImageArrays, torch.Tensor]]:
+        train, test = arrays(pixels[:30]), arrays(pixels[30:])
+        return {
+            "train": (train, torch.arange(20)),
+            "val": (train, torch.arange(20, 30)),
+            "test": (test, torch.arange(10)),
+        }
+
+    assert leaks(split(), None) == []
+    pixels[34], pixels[35], pixels[36] = pixels[7], pixels[25], pixels[26]
+    told = leaks(split(), None)
     assert [text.split(":")[0] for text in told] == [
         "1 image is in 'test' and, pixel for pixel, in 'train', such as sample 4 as sample 7",
         "2 images are in 'test' and, pixel for pixel, in 'val', such as sample 5 as sample 25",

@@ -187,7 +187,7 @@ def test_the_steps_give_the_pixels_that_a_model_of_any_shape_is_given(
     steps = reading_steps(Data({"_target_": "elsewhere.images"}), [], shape)
     reader = Reader({"preprocessing": {"steps": [*steps, {"step": "layout", "axes": "channels, height, width"}]}})
     size = shape[1] if shape[1] == shape[2] else None
-    files = ImageFiles(paths, shape, size, 1 if shape[0] == 1 else 3, 1.0, [])
+    files = ImageFiles(paths, shape, size, 1 if shape[0] == 1 else 3, 1.0, [], 10**6)
     for index, path in enumerate(paths):
         apart = np.abs(files[index][0].numpy().astype(int) - reader(path).astype(int))
         assert apart.max() <= 1, path

@@ -1,11 +1,50 @@
-"""The signals that ask a run to stop: one list, for the run, its worker processes and what is made before training."""
+"""The signals that ask a run to stop, and a time limit that a signal keeps."""
 
 from __future__ import annotations
 
+import _weakrefset
+import contextlib
 import signal
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 STOPPING = tuple(
     getattr(signal, name)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")
     if hasattr(signal, name)  # Windows has few of them
 )
+_SOON_S = 0.01
+_AGAIN_S = 1.0
+
+
+@contextlib.contextmanager
+def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterator[None]:
+    """Raise what `error` makes in the code inside after that many seconds, whatever it waits for.
+
+    Only for the main thread, and on systems that have `signal.setitimer`. One call into compiled code is not interrupted.
+    """
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        if _in_destructor(frame):
+            signal.setitimer(signal.ITIMER_REAL, _SOON_S, _AGAIN_S)
+            return
+        raise error()
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        # It repeats, as Python drops an exception in a destructor, and not every destructor shows in the frames.
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), _AGAIN_S)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename in (weakref.__file__, _weakrefset.__file__):
+            return True
+        frame = frame.f_back
+    return False

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
+
+from runner.config.signals import raising_after
 
 _ADVICE = {
     "SIGKILL": "the system kills processes that take too much memory",
@@ -81,17 +84,8 @@ def limited(seconds: float | None) -> Iterator[None]:
         yield
         return
 
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise TimedOut(f"nothing came for {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    try:
-        # Again every second: what a signal handler raises is lost inside a destructor.
-        signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    with raising_after(seconds, lambda: TimedOut(f"nothing came for {seconds:g} s")):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
 
 
 def told(iterators: Sequence[Any], error: Exception) -> str:
@@ -132,6 +126,10 @@ def end(iterator: Any) -> None:
 
     torch alone would wait for 5 seconds for each worker that is frozen, and as long again after a SIGTERM.
     """
+    if sys.is_finalizing():  # a thread that is started now never runs, and start() would wait for it without end
+        kill(iterator)
+        iterator._shutdown_workers()
+        return
     impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
     impatience.daemon = True
     impatience.start()

@@ -7,6 +7,8 @@ import signal
 import threading
 from collections.abc import Iterator
 
+from runner.config.signals import raising_after
+
 
 class OutOfTime(BaseException):
     """The budget ran out. No `Exception`, so that a data set or a model that catches those does not catch this one."""
@@ -22,13 +24,5 @@ def stop_after(seconds: float) -> Iterator[None]:
         yield
         return
 
-    def stop(*_: object) -> None:
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
+    with raising_after(seconds, OutOfTime):
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
