@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.assembly.start import Started, start_from
+from runner.assembly.start import Started, _without_prefix, start_from
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
@@ -80,6 +80,10 @@ def test_what_all_names_begin_with_is_left_out(prefix: str, start: Callable[...,
     source, model = Net(), Net()
     start(model, {prefix + name: tensor for name, tensor in source.state_dict().items()}, "raise")
     assert torch.equal(model.body[0].weight, source.body[0].weight)
+
+
+def test_no_names_have_no_common_start() -> None:
+    assert _without_prefix({}, Net().state_dict()) == {}
 
 
 def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., Started]) -> None:

@@ -104,3 +104,10 @@ def test_a_path_to_nothing_is_answered_with_the_nearest(tmp_path: Path) -> None:
         read_weights(str(tmp_path / "weigths.pth"), tmp_path)
     with pytest.raises(UserError, match="init_from: no run with a checkpoint"):
         read_weights("last", tmp_path / "digits")
+
+
+def test_a_safetensors_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "empty.safetensors"
+    save_file({}, path, metadata={"kind": "nothing"})
+    with pytest.raises(UserError, match="has no tensors"):
+        read_weights(str(path), tmp_path)

@@ -117,7 +117,7 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
     """Names without the parts that all of them begin with and the model's do not, such as `module.` and `_orig_mod.`."""
-    while not any(name in own for name in tensors):
+    while tensors and not any(name in own for name in tensors):
         first = {name.partition(".")[0] for name in tensors}
         if len(first) > 1 or not all("." in name for name in tensors):
             break

@@ -68,9 +68,12 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        return dict(load_file(path))
+        tensors = dict(load_file(path))
     except (SafetensorError, OSError, MemoryError) as error:
         raise UserError(f"{_KEY}: {path} cannot be read: {error}") from error
+    if not tensors:
+        raise UserError(f"{_KEY}: {path} has no tensors\n    allowed: a file with the weights of a model")
+    return tensors
 
 
 def _state_dict(path: Path) -> dict[str, Tensor]:
