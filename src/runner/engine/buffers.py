@@ -22,25 +22,25 @@ class KeptBuffers:
     def __init__(self, *modules: object) -> None:
         inner = dict.fromkeys(each for module in modules if isinstance(module, nn.Module) for each in module.modules())
         self._buffers = [(module, dict(module._buffers)) for module in inner]
-        self._values = [
-            (buffer, buffer.detach().clone())
-            for _, buffers in self._buffers
-            for buffer in buffers.values()
-            if buffer is not None and _is_written_to(buffer)
-        ]
+        found = (buffer for _, buffers in self._buffers for buffer in buffers.values() if buffer is not None)
+        self._written = [buffer.detach() for buffer in found if _is_written_to(buffer)]
+        self._values = [buffer.clone() for buffer in self._written]
 
     def restore(self) -> None:
         """Put them back."""
         with torch.no_grad():
-            for buffer, value in self._values:
-                buffer.copy_(value)
+            if self._written:
+                torch._foreach_copy_(self._written, self._values)
         for module, buffers in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            if buffers or module._buffers:
+                module._buffers.clear()
+                module._buffers.update(buffers)
 
 
 def _is_written_to(buffer: Tensor) -> bool:
     """Whether it can be changed in place: an expanded tensor, whose elements share memory, cannot."""
+    if buffer.is_contiguous():
+        return True
     pairs = zip(buffer.stride(), buffer.shape, strict=True) if buffer.layout is torch.strided else ()
     return all(stride for stride, size in pairs if size > 1)
 
