@@ -26,8 +26,8 @@ CPU = torch.device("cpu")
 class Numbered(Dataset[Any]):
     """Images that tell which they are; what is to go wrong happens at sample 40, and in a worker alone."""
 
-    def __init__(self, wrong: str = "") -> None:
-        self.wrong = wrong
+    def __init__(self, wrong: str = "", side: int = 2) -> None:
+        self.wrong, self.side = wrong, side
 
     def __len__(self) -> int:
         return 80
@@ -38,13 +38,15 @@ class Numbered(Dataset[Any]):
                 time.sleep(1000)
             elif self.wrong == "exits":
                 os._exit(5)
+            elif self.wrong == "calls exit":
+                sys.exit()
             elif self.wrong:
                 os.kill(os.getpid(), getattr(signal, self.wrong))
-        return torch.full((1, 2, 2), index, dtype=torch.uint8), index
+        return torch.full((1, self.side, self.side), index, dtype=torch.uint8), index
 
 
-def loader(wrong: str = "", workers: int = 2, **options: Any) -> WorkerLoader:
-    return WorkerLoader(Numbered(wrong), Whole(80), 8, 0, False, CPU, workers=workers, **options)
+def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
+    return WorkerLoader(Numbered(wrong, side), Whole(80), 8, 0, False, CPU, workers=workers, **options)
 
 
 def gone(pids: list[int]) -> bool:
@@ -63,6 +65,7 @@ def gone(pids: list[int]) -> bool:
         ("SIGBUS", r"worker process 1 \(pid \d+\) was killed by SIGBUS \(.*/dev/shm is full\)"),
         ("SIGVTALRM", r"worker process 1 \(pid \d+\) was killed by SIGVTALRM\n"),
         ("exits", r"worker process 1 \(pid \d+\) ended with status 5"),
+        ("calls exit", r"worker process 1 \(pid \d+\) ended with status 0 \(.*exit\(\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:ERROR. Unexpected")

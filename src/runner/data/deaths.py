@@ -95,13 +95,16 @@ def told(iterators: Sequence[Any], error: Exception) -> str:
         iterators: those of all loaders.
         error: what was raised where a batch was waited for.
     """
+    # Once an iterator ends its workers, they may have ended with status 0.
+    busy = [iterator for iterator in iterators if not getattr(iterator, "_shutdown", True)]
+    unasked = {worker for iterator in busy for worker in iterator._workers}
     workers = [pair for iterator in iterators for pair in enumerate(getattr(iterator, "_workers", ()))]
     # A broken connection is seen a moment before the system says that the process at its other end is gone.
     broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in str(error)
     deadline = time.monotonic() + (_MOMENT_S if broken else 0)
     while True:
         for number, worker in workers:
-            if worker.exitcode:
+            if worker.exitcode or (worker.exitcode == 0 and worker in unasked):
                 return _sentence(number, worker.pid, worker.exitcode)
         if time.monotonic() >= deadline:
             return ""
@@ -109,7 +112,9 @@ def told(iterators: Sequence[Any], error: Exception) -> str:
 
 
 def _sentence(number: int, pid: int, exitcode: int) -> str:
-    if exitcode > 0:
+    if exitcode == 0:
+        how = "ended with status 0 (the data set or a transform may have called exit())"
+    elif exitcode > 0:
         how = f"ended with status {exitcode}"
     else:
         name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")
