@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -80,6 +81,20 @@ def test_a_worker_that_dies_is_named_with_its_signal(wrong: str, words: str, per
         assert first.targets.tolist() == list(range(8))
         assert "data.num_workers=0" in str(caught.value)
         assert gone(pids), "the others are ended too"
+
+
+def test_a_limit_on_file_sizes_that_shared_memory_exceeds_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # which workers inherit
+    try:
+        with (
+            contextlib.closing(loader(side=64)) as made,
+            pytest.raises(DataFailed, match=r"data\.num_workers: .*ulimit -f") as caught,
+        ):
+            list(made.batches(0, 0, 10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "data.num_workers=0" in str(caught.value)
 
 
 def test_a_worker_that_dies_while_the_main_process_computes_is_told_when_the_next_batch_is_wanted() -> None:
