@@ -37,7 +37,7 @@ from runner.config.durations import seconds
 from runner.config.errors import DataFailed, UserError, called_exit, too_many_files
 from runner.config.resolve import writes_where_told
 from runner.engine.callbacks import Checkpointing, Log, Progress
-from runner.engine.errors import Diverged, Interrupted, Preempted
+from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.freezing import Thaw
 from runner.engine.loop import Loop
@@ -100,7 +100,7 @@ def run(cfg: DictConfig) -> float | None:
             console = Console(directory.log_file, None if progress == "auto" else progress)
             value = train(setup, composition, directory, console, summary, signals, built)
         summary["status"] = "finished"
-    except UserError as error:
+    except (UserError, BadMetric) as error:
         status = FAILED if isinstance(error, DataFailed) else USAGE
         summary |= {"status": "failed", "error": str(error)}
         complain(directory, f"{error}{way_on(directory, error)}")

@@ -140,6 +140,19 @@ def test_user_code_that_calls_exit_fails_the_other_verbs(
     assert "leaving.py:15 called exit()" in result.err
 
 
+def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "class Noted:\n    def on_log(self, loop, metrics):\n        metrics['note'] = 'good'\n"
+    (workdir / "noted.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    result = run("train", *SMALL, "threads=1", "logger=none", "+callbacks.n._target_=noted.Noted")
+    assert result.status == 2, result.err
+    assert "Noted, on_log: metric 'note' is a str" in result.err
+    assert "Traceback" not in result.err
+    assert result.summary["status"] == "failed"
+
+
 def test_a_mistake_found_once_the_data_is_there_is_a_sentence_and_a_failed_run(run: Callable[..., Any]) -> None:
     result = run("train", *SMALL, "threads=1", "logger=none", "data.batch_size=500", "data.drop_last=true")
     assert result.status == 2
