@@ -34,10 +34,10 @@ from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.changes import changes_result
 from runner.config.durations import seconds
-from runner.config.errors import DataFailed, UserError, too_many_files
+from runner.config.errors import DataFailed, UserError, called_exit, too_many_files
 from runner.config.resolve import writes_where_told
 from runner.engine.callbacks import Checkpointing, Log, Progress
-from runner.engine.errors import Diverged, Interrupted, Preempted
+from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.freezing import Thaw
 from runner.engine.loop import Loop
@@ -100,7 +100,7 @@ def run(cfg: DictConfig) -> float | None:
             console = Console(directory.log_file, None if progress == "auto" else progress)
             value = train(setup, composition, directory, console, summary, signals, built)
         summary["status"] = "finished"
-    except UserError as error:
+    except (UserError, BadMetric) as error:
         status = FAILED if isinstance(error, DataFailed) else USAGE
         summary |= {"status": "failed", "error": str(error)}
         complain(directory, f"{error}{way_on(directory, error)}")
@@ -117,6 +117,10 @@ def run(cfg: DictConfig) -> float | None:
         advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
         complain(directory, f"diverged: {error}; {advice}")
         raised = error if debugged else None
+    except SystemExit as stop:  # its status may be 0, and the run is not finished
+        status = FAILED
+        summary |= {"status": "failed", "error": called_exit(stop)}
+        complain(directory, called_exit(stop))
     except Exception as error:
         status = FAILED
         summary |= {"status": "failed", "error": f"{type(error).__name__}: {error}"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,8 +27,8 @@ CPU = torch.device("cpu")
 class Numbered(Dataset[Any]):
     """Images that tell which they are; what is to go wrong happens at sample 40, and in a worker alone."""
 
-    def __init__(self, wrong: str = "") -> None:
-        self.wrong = wrong
+    def __init__(self, wrong: str = "", side: int = 2) -> None:
+        self.wrong, self.side = wrong, side
 
     def __len__(self) -> int:
         return 80
@@ -38,13 +39,15 @@ class Numbered(Dataset[Any]):
                 time.sleep(1000)
             elif self.wrong == "exits":
                 os._exit(5)
+            elif self.wrong == "calls exit":
+                sys.exit()
             elif self.wrong:
                 os.kill(os.getpid(), getattr(signal, self.wrong))
-        return torch.full((1, 2, 2), index, dtype=torch.uint8), index
+        return torch.full((1, self.side, self.side), index, dtype=torch.uint8), index
 
 
-def loader(wrong: str = "", workers: int = 2, **options: Any) -> WorkerLoader:
-    return WorkerLoader(Numbered(wrong), Whole(80), 8, 0, False, CPU, workers=workers, **options)
+def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
+    return WorkerLoader(Numbered(wrong, side), Whole(80), 8, 0, False, CPU, workers=workers, **options)
 
 
 def gone(pids: list[int]) -> bool:
@@ -63,6 +66,7 @@ def gone(pids: list[int]) -> bool:
         ("SIGBUS", r"worker process 1 \(pid \d+\) was killed by SIGBUS \(.*/dev/shm is full\)"),
         ("SIGVTALRM", r"worker process 1 \(pid \d+\) was killed by SIGVTALRM\n"),
         ("exits", r"worker process 1 \(pid \d+\) ended with status 5"),
+        ("calls exit", r"worker process 1 \(pid \d+\) ended with status 0 \(.*exit\(\)"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:ERROR. Unexpected")
@@ -77,6 +81,20 @@ def test_a_worker_that_dies_is_named_with_its_signal(wrong: str, words: str, per
         assert first.targets.tolist() == list(range(8))
         assert "data.num_workers=0" in str(caught.value)
         assert gone(pids), "the others are ended too"
+
+
+def test_a_limit_on_file_sizes_that_shared_memory_exceeds_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # which workers inherit
+    try:
+        with (
+            contextlib.closing(loader(side=64)) as made,
+            pytest.raises(DataFailed, match=r"data\.num_workers: .*ulimit -f") as caught,
+        ):
+            list(made.batches(0, 0, 10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "data.num_workers=0" in str(caught.value)
 
 
 def test_a_worker_that_dies_while_the_main_process_computes_is_told_when_the_next_batch_is_wanted() -> None:

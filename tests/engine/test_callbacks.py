@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.engine.callbacks import Checkpointing, EarlyStopping, LearningRateMonitor, Log
-from runner.engine.errors import Diverged
+from runner.engine.errors import BadMetric, Diverged
 from runner.engine.loop import Loop
 
 
@@ -218,6 +219,40 @@ def test_learning_rates_are_logged_beside_the_loss(bench: Callable[..., Any]) ->
     records = Records()
     one.loop(LearningRateMonitor(), Log(3, [records]), state=state).run()
     assert (records.train[0][2]["lr_0"], records.train[0][2]["lr_1"]) == (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("note", "good", "'note' is a str, not a number"),
+        ("parts", torch.zeros(3), r"'parts' is a Tensor of shape \(3,\), not a number"),
+        ("nothing", None, "'nothing' is a NoneType, not a number"),
+        ("global_step", -1, "cannot be named 'global_step'"),
+        (7, 1.0, "cannot be named 7"),
+    ],
+)
+@pytest.mark.parametrize("event", ["on_log", "on_evaluation"])
+def test_a_metric_that_cannot_be_logged_is_named_with_its_callback(
+    bench: Callable[..., Any], event: str, name: Any, value: Any, reason: str
+) -> None:
+    class Adds:
+        pass
+
+    setattr(Adds, event, lambda self, loop, metrics: metrics.update({name: value}))
+    records = Records()
+    with pytest.raises(BadMetric, match=f"Adds, {event}: .*{reason}"):
+        bench(10).loop(Adds(), Log(2, [records])).run()
+    assert (records.train if event == "on_log" else records.val) == []
+
+
+def test_numbers_of_every_kind_are_logged(bench: Callable[..., Any]) -> None:
+    class Adds:
+        def on_log(self, loop: Loop, metrics: dict[str, Any]) -> None:
+            metrics |= {"integer": 2, "tensor": torch.tensor(0.5), "numpy": np.float32(0.25), "infinite": float("inf")}
+
+    records = Records()
+    bench(10).loop(Adds(), Log(2, [records])).run()
+    assert set(records.train[0][2]) >= {"integer", "tensor", "numpy", "infinite"}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

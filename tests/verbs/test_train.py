@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,73 @@ def test_a_run_that_fails_says_so_and_ends_with_its_directory(
     assert result.summary["error"] == "OSError: the coffee is out"
     assert "Traceback" in result.err, "a bug in someone's code shows where it is"
     assert "the coffee is out" in (result.directory / "run.log").read_text()
+
+
+EXITING = """
+import sys
+from torch import nn
+
+class Leaving:
+    def on_step(self, loop):
+        exit(0)
+
+class Quitting(nn.Module):
+    def __init__(self, **given):
+        super().__init__()
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, images):
+        sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("+callbacks.b._target_=leaving.Leaving",), "leaving.py:7 called exit(0)"),
+        (("model._target_=leaving.Quitting",), "leaving.py:15 called exit()"),
+    ],
+)
+def test_user_code_that_calls_exit_fails_the_run(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: str
+) -> None:
+    (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # exit() closes it
+    monkeypatch.delitem(sys.modules, "leaving", raising=False)
+    result = run("train", *SMALL, "threads=1", "logger=none", *words)
+    assert result.status == 1, result.err
+    assert told in result.err
+    assert "Traceback" not in result.err
+    assert result.summary["status"] == "failed"
+    assert told in result.summary["error"]
+    assert told in (result.directory / "run.log").read_text()
+
+
+def test_user_code_that_calls_exit_fails_the_other_verbs(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "leaving.py").write_text(EXITING, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(sys.modules, "leaving", raising=False)
+    result = run(
+        "find-lr", *(word for word in SMALL if word != "epochs=2"), "threads=1", "model._target_=leaving.Quitting"
+    )
+    assert result.status == 1, result.err
+    assert "leaving.py:15 called exit()" in result.err
+
+
+def test_a_metric_of_a_callback_that_is_not_a_number_is_a_mistake(
+    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "class Noted:\n    def on_log(self, loop, metrics):\n        metrics['note'] = 'good'\n"
+    (workdir / "noted.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    result = run("train", *SMALL, "threads=1", "logger=none", "+callbacks.n._target_=noted.Noted")
+    assert result.status == 2, result.err
+    assert "Noted, on_log: metric 'note' is a str" in result.err
+    assert "Traceback" not in result.err
+    assert result.summary["status"] == "failed"
 
 
 def test_a_mistake_found_once_the_data_is_there_is_a_sentence_and_a_failed_run(run: Callable[..., Any]) -> None:

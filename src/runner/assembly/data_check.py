@@ -63,7 +63,7 @@ def name_not_finite(loss: float, splits: Splits, name: str, tell: Callable[[str]
         tell(f"the loss on '{name}' is {loss}: {found}")
 
 
-def way_on(directory: RunDirectory | None, error: UserError) -> str:
+def way_on(directory: RunDirectory | None, error: Exception) -> str:
     """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
     if directory is None or not isinstance(error, DataFailed) or not (directory.checkpoints / "last.pt").is_file():
         return ""

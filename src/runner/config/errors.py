@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -87,6 +88,23 @@ def too_many_files(error: BaseException) -> str:
             )
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def called_exit(stop: SystemExit) -> str:
+    """The sentence for user code that called exit(), or an empty string if this program raised the error itself."""
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(stop.__traceback__)
+    ]
+    # exit() and quit() are Python functions, so they have a frame of their own.
+    module, file, line = next(found for found in reversed(frames) if found[0] != "_sitebuiltins")
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        return ""
+    given = "" if stop.code is None else repr(stop.code)
+    return (
+        f"{file}:{line} called exit({given}) while the program was at work\n"
+        "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import sys
 import threading
@@ -16,6 +18,10 @@ from runner.config.signals import raising_after
 _ADVICE = {
     "SIGKILL": "the system kills processes that take too much memory",
     "SIGBUS": "as happens when the shared memory in /dev/shm is full",
+}
+_NO_ROOM = {
+    errno.EFBIG: "the limit on file sizes (ulimit -f) holds for it as well",
+    errno.ENOSPC: "/dev/shm is full",
 }
 _PATIENCE_S = 2.0
 _END_S = 5.0
@@ -95,21 +101,43 @@ def told(iterators: Sequence[Any], error: Exception) -> str:
         iterators: those of all loaders.
         error: what was raised where a batch was waited for.
     """
+    if full := _no_shared_memory(error):
+        return full
+    # Once an iterator ends its workers, they may have ended with status 0.
+    busy = [iterator for iterator in iterators if not getattr(iterator, "_shutdown", True)]
+    unasked = {worker for iterator in busy for worker in iterator._workers}
     workers = [pair for iterator in iterators for pair in enumerate(getattr(iterator, "_workers", ()))]
     # A broken connection is seen a moment before the system says that the process at its other end is gone.
     broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in str(error)
     deadline = time.monotonic() + (_MOMENT_S if broken else 0)
     while True:
         for number, worker in workers:
-            if worker.exitcode:
+            if worker.exitcode or (worker.exitcode == 0 and worker in unasked):
                 return _sentence(number, worker.pid, worker.exitcode)
         if time.monotonic() >= deadline:
             return ""
         time.sleep(0.01)
 
 
+def _no_shared_memory(error: Exception) -> str:
+    """The sentence for a worker that could not put a batch into shared memory, or an empty string."""
+    text = str(error)
+    if _FROM_A_WORKER not in text or "</torch_" not in text:  # how torch names its shared memory
+        return ""
+    for number, reason in _NO_ROOM.items():
+        if os.strerror(number) in text:
+            return (
+                f"data.num_workers: a worker process cannot put a batch into shared memory: {reason}\n"
+                "    allowed: a larger limit, a smaller data.batch_size, or data.num_workers=0, which reads in the main "
+                "process"
+            )
+    return ""
+
+
 def _sentence(number: int, pid: int, exitcode: int) -> str:
-    if exitcode > 0:
+    if exitcode == 0:
+        how = "ended with status 0 (the data set or a transform may have called exit())"
+    elif exitcode > 0:
         how = f"ended with status {exitcode}"
     else:
         name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")

@@ -156,7 +156,7 @@ class Log:
         speed = {"samples_per_s": rate, "data_wait": (loop.waited_s - self._waited_s) / seconds}
         self._begin(loop, now)
         metrics = {"loss": loss}
-        loop.emit("on_log", metrics)
+        loop.collect("on_log", metrics)
         self._send(loop, "train", metrics | speed | self.gauges(rate))
         loop.state.meter.reset()
 

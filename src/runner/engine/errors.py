@@ -17,6 +17,10 @@ class NotFinite(Exception):
         self.step = step
 
 
+class BadMetric(Exception):
+    """A callback reports a metric that cannot be logged."""
+
+
 class Preempted(Exception):
     """The run was asked to stop by a signal; its state has been saved."""
 

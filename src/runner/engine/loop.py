@@ -27,7 +27,7 @@ from typing import Any
 
 from runner.engine.averaging import loss_beside
 from runner.engine.diagnosis import diagnose
-from runner.engine.errors import Diverged, Interrupted, NotFinite, Preempted
+from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
 from runner.engine.generators import untouched_generators
 from runner.engine.plan import Plan, Timeline
@@ -36,6 +36,7 @@ from runner.engine.step import StepParts, train_step
 
 _STEPS_BETWEEN_COLLECTIONS = 500
 _MOST_ROLLBACKS = 10
+_RESERVED = ("global_step", "epoch", "split")  # the other columns of a log
 _TOLD = 3  # steps that were left out whose cause is looked for
 
 
@@ -136,6 +137,17 @@ class Loop:
         """Call a method of every callback that has it, in the order of the list."""
         for method in self._methods(name):
             method(self, *args)
+
+    def collect(self, name: str, metrics: dict[str, float]) -> None:
+        """Call a method of every callback that takes metrics and may add to them.
+
+        Raises:
+            BadMetric: if one of them adds a value that is not a number, or uses a reserved name.
+        """
+        for method in self._methods(name):
+            method(self, metrics)
+            if problem := _problem_in(metrics):
+                raise BadMetric(f"callback {type(getattr(method, '__self__', method)).__name__}, {name}: {problem}")
 
     @property
     def total_steps(self) -> int:
@@ -339,7 +351,7 @@ class Loop:
             self.improved = True
         state.schedule.observe(value)
         state.set_learning_rate()
-        self.emit("on_evaluation", metrics)
+        self.collect("on_evaluation", metrics)
 
 
 @contextlib.contextmanager
@@ -354,3 +366,18 @@ def collecting_between_steps() -> Iterator[None]:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
+
+
+def _problem_in(metrics: dict[str, Any]) -> str:
+    """What is wrong with the first metric that cannot be logged, or an empty string."""
+    for name, value in metrics.items():
+        if not isinstance(name, str) or name.removeprefix("val/") in _RESERVED:
+            return f"the metric cannot be named {name!r}\n    allowed: text other than {', '.join(_RESERVED)}"
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError
+            float(value)
+        except (TypeError, ValueError, RuntimeError):
+            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            return f"metric {name!r} is a {type(value).__name__}{shape}, not a number\n    allowed: a float"
+    return ""

@@ -11,7 +11,7 @@ from typing import TypeVar
 from omegaconf import DictConfig
 
 from runner.config.app import Composition, current
-from runner.config.errors import UserError, too_many_files
+from runner.config.errors import UserError, called_exit, too_many_files
 from runner.config.secrets import mask_text
 from runner.runtime.determinism import operations_named
 from runner.tracking.formats import clean
@@ -35,6 +35,11 @@ def guarded(work: Callable[[Composition], T], cfg: DictConfig) -> T:
             traceback.print_exc()
         print(f"error: {mask_text(clean(str(error)))}", file=sys.stderr)
         raise SystemExit(USAGE) from None
+    except SystemExit as stop:
+        if not (told := called_exit(stop)):
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        raise SystemExit(FAILED) from None
     except Exception as error:
         if told := too_many_files(error):
             print(f"error: {told}", file=sys.stderr)
