@@ -71,9 +71,11 @@ class AppendedFile:
         if self._comparable and not is_at(self.path, self._descriptor):
             with writing(self.path):
                 lost = content(self._descriptor)
-            self.close()
             write_atomically(self.path, lost)
-            self._descriptor = self._open()
+            # Only now, as what could not be written again is still to be flushed and closed by its owner.
+            opened = self._open()
+            self.close()
+            self._descriptor = opened
             self._report("was deleted or replaced during the run; it was written again, with all that was logged in it")
         elif (size := os.fstat(self._descriptor).st_size) < self._size:
             self._size = size
