@@ -60,6 +60,32 @@ def test_a_file_that_is_cut_short_is_reported_once_and_written_on(tmp_path):
     assert "cut short" in said[0]
 
 
+@pytest.mark.parametrize("left", [0, 1, 24, 25, 34, 60])
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+@pytest.mark.parametrize("at", [30, 20], ids=["same columns", "new column"])
+def test_a_logger_whose_file_is_cut_in_mid_line_goes_on_with_whole_lines(tmp_path, name, at, left):
+    said: list[str] = []
+    logger = LOGGERS[name](warn=said.append)
+    logger.open(tmp_path, None)
+    _log(logger, *((30,) if at == 30 else (10, 15)))
+    [path] = tmp_path.glob("metrics*")
+    before = path.read_bytes()
+    cut = min(left, len(before) - 1)
+    os.truncate(path, cut)
+    _log(logger, 40, 50)
+    logger.close()
+    whole = before[:cut].count(b"\n") - (name == "csv")
+    assert _steps(tmp_path, name) == [*([30] if at == 30 else [10, 15])[: max(0, whole)], 40, 50]
+    if name == "csv":
+        rows = [row.split(",") for row in path.read_text().splitlines()]
+        assert rows[0] == ["global_step", "epoch", "loss", "lr"]
+        assert {len(row) for row in rows} == {4}
+    else:
+        assert all(json.loads(line)["loss"] > 0 for line in path.read_text().splitlines())
+    assert len(said) == 1
+    assert "cut short" in said[0]
+
+
 def test_a_file_that_another_writer_adds_to_is_left_as_it_is(tmp_path):
     said: list[str] = []
     file = AppendedFile(tmp_path / "log", said.append)

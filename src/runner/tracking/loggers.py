@@ -124,7 +124,7 @@ class Csv:
             if _csv([columns, *kept]) != data:
                 write_atomically(path, _csv([columns, *kept]))
             self._columns[path] = columns
-            self._files[path] = AppendedFile(path, self._warn)
+            self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -160,7 +160,7 @@ class Csv:
         if path in self._files:
             self._files.pop(path).close()
         self._columns[path] = columns
-        self._files[path] = AppendedFile(path, self._warn)
+        self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
         return columns
 
 
