@@ -96,6 +96,8 @@ def run(cfg: DictConfig) -> float | None:
             opened = directory or open_directory(setup, composition)
             opened.lock()
             directory = opened
+            if setup.again is not None and not is_inside(setup.found, directory.path):
+                directory.forget()  # before the console opens run.log, or it would take that for a deletion by others
             progress = setup.config.log.progress
             console = Console(directory.log_file, None if progress == "auto" else progress)
             value = train(setup, composition, directory, console, summary, signals, built)
@@ -186,8 +188,6 @@ def train(
     """
     config, values = setup.config, setup.values
     continued = is_inside(setup.found, directory.path)
-    if setup.again is not None and not continued:
-        directory.forget()
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
     summary |= begun(config, setup.found)
     directory.write_overrides(composition.words)  # first, as a summary without them belongs to an unknown command

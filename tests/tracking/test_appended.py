@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,32 @@ def test_a_file_that_is_cut_short_is_reported_once_and_written_on(tmp_path):
     assert "cut short" in said[0]
 
 
+@pytest.mark.parametrize("left", [0, 1, 24, 25, 34, 60])
+@pytest.mark.parametrize("name", ["jsonl", "csv"])
+@pytest.mark.parametrize("at", [30, 20], ids=["same columns", "new column"])
+def test_a_logger_whose_file_is_cut_in_mid_line_goes_on_with_whole_lines(tmp_path, name, at, left):
+    said: list[str] = []
+    logger = LOGGERS[name](warn=said.append)
+    logger.open(tmp_path, None)
+    _log(logger, *((30,) if at == 30 else (10, 15)))
+    [path] = tmp_path.glob("metrics*")
+    before = path.read_bytes()
+    cut = min(left, len(before) - 1)
+    os.truncate(path, cut)
+    _log(logger, 40, 50)
+    logger.close()
+    whole = before[:cut].count(b"\n") - (name == "csv")
+    assert _steps(tmp_path, name) == [*([30] if at == 30 else [10, 15])[: max(0, whole)], 40, 50]
+    if name == "csv":
+        rows = [row.split(",") for row in path.read_text().splitlines()]
+        assert rows[0] == ["global_step", "epoch", "loss", "lr"]
+        assert {len(row) for row in rows} == {4}
+    else:
+        assert all(json.loads(line)["loss"] > 0 for line in path.read_text().splitlines())
+    assert len(said) == 1
+    assert "cut short" in said[0]
+
+
 def test_a_file_that_another_writer_adds_to_is_left_as_it_is(tmp_path):
     said: list[str] = []
     file = AppendedFile(tmp_path / "log", said.append)
@@ -86,6 +113,49 @@ def test_a_directory_that_is_gone_is_a_sentence(tmp_path):
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(UserError, match="no such file"):
         file.write(b"one\n")
+
+
+def test_a_folder_in_place_of_a_file_is_a_sentence_and_the_file_can_still_be_flushed_and_closed(tmp_path):
+    file = AppendedFile(tmp_path / "log", lambda text: None)
+    file.write(b"one\n")
+    (tmp_path / "log").unlink()
+    (tmp_path / "log").mkdir()
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"cannot write {tmp_path / 'log'}: "):
+            file.write(b"two\n")
+    file.sync()
+    file.close()
+
+
+@pytest.mark.parametrize("at", [20, 30], ids=["same columns", "new column"])
+@pytest.mark.parametrize("name", ["jsonl", "csv", "tensorboard"])
+def test_a_logger_whose_file_became_something_else_reports_it_and_can_be_closed(tmp_path, name, at):
+    logger = LOGGERS[name]()
+    logger.open(tmp_path, None)
+    _log(logger, 10)
+    shutil.rmtree(tmp_path / "tensorboard", ignore_errors=True)
+    (tmp_path / "tensorboard").touch()
+    for path in tmp_path.glob("metrics*"):
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(UserError, match="a file stands where a folder is needed, or the reverse"):
+        _log(logger, at)
+    logger.flush()
+    logger.close()
+
+
+def test_run_log_in_whose_place_a_folder_stands_is_warned_about_once_and_the_run_goes_on(tmp_path, capsys):
+    console = Console(tmp_path / "run.log", progress=False)
+    console.line("one")
+    (tmp_path / "run.log").unlink()
+    (tmp_path / "run.log").mkdir()
+    console.line("two")
+    console.line("three")
+    out = capsys.readouterr().out
+    assert out.count("run.log cannot be written any more") == 1
+    assert out.splitlines()[-1] == "three"
+    [closing] = [found for found in weakref.finalize._registry if found.peek() and found.peek()[0] is console]
+    closing()
 
 
 def test_run_log_comes_back_and_says_so_in_itself(tmp_path, capsys):

@@ -166,3 +166,22 @@ def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
         summary = begin_run(tmp_path, name) / "summary.json"
         os.utime(summary, (1000 + min(count, 1), 1000 + min(count, 1)))
     assert unfinished(tmp_path, WORDS)[0].path.name == "2026-09-09_10-00-00_1"
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs_and_no_warning(run):
+    words = (
+        "data=synthetic", "data.dataset.samples=16", "data.image_size=8", "data.batch_size=8", "model=mlp", "max_steps=1",
+        "threads=1", "log.progress=false", "log.curves=false", "logger=csv", "evaluate.test=false", "resume=auto",
+    )  # fmt: skip
+    first = run("train", *words)
+    assert first.status == 0, first.err
+    for path in (first.directory / "checkpoints").iterdir():
+        path.unlink()
+    (first.directory / "summary.json").write_text(json.dumps(first.summary | {"status": "running"}))
+    (first.directory / "run.log").write_text("of the killed run\n")
+    second = run("train", *words)
+    assert (second.status, second.directory) == (0, first.directory), second.err
+    log = (second.directory / "run.log").read_text()
+    assert "step 1/1" in log
+    assert "of the killed run" not in log
+    assert "deleted or replaced" not in log + second.out + second.err

@@ -32,18 +32,20 @@ class AppendedFile:
     """A file that lines are added to. Each write reaches the operating system at once.
 
     Before a write it looks whether the file is still there. One that was deleted or replaced is written again, with all
-    that it held, as the open file still has it. That is reported once.
+    that it held, as the open file still has it. One that was cut short goes on after its last whole line. That is
+    reported once.
 
     Args:
         path: the file; created if it does not exist.
         warn: called with a sentence.
+        header: the line that the file starts with; written again if it is cut off.
 
     Raises:
         UserError: the file cannot be opened.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self.path, self._warn, self._reported = path, warn, False
+    def __init__(self, path: Path, warn: Callable[[str], None], header: bytes = b"") -> None:
+        self.path, self._warn, self._header, self._reported = path, warn, header, False
         self._size = 0
         self._descriptor = self._open()
         # On a file system whose inode numbers change between two looks, no comparison means anything.
@@ -63,20 +65,31 @@ class AppendedFile:
             self._size += len(data)
 
     def check(self) -> None:
-        """Write the file again if it is gone, and report if it was cut short.
+        """Write the file again if it is gone or was cut in the middle of a line.
 
         Raises:
             UserError: it cannot be written.
         """
-        if self._comparable and not is_at(self.path, self._descriptor):
-            with writing(self.path):
-                lost = content(self._descriptor)
+        gone = self._comparable and not is_at(self.path, self._descriptor)
+        if not gone and os.fstat(self._descriptor).st_size >= self._size:
+            return
+        with writing(self.path):
+            left = content(self._descriptor)
+        # The rest of a line that was cut in the middle is dropped: half a number reads like another number.
+        whole = left[: left.rfind(b"\n") + 1]
+        if not whole.startswith(self._header):
+            whole = self._header + whole
+        if gone or whole != left:
+            write_atomically(self.path, whole)
+            # Only now, as what could not be written again is still to be flushed and closed by its owner.
+            opened = self._open()
             self.close()
-            write_atomically(self.path, lost)
-            self._descriptor = self._open()
+            self._descriptor = opened
+        else:
+            self._size = len(left)
+        if gone:
             self._report("was deleted or replaced during the run; it was written again, with all that was logged in it")
-        elif (size := os.fstat(self._descriptor).st_size) < self._size:
-            self._size = size
+        else:
             self._report("was cut short by another program during the run; what was cut off is lost")
 
     def sync(self) -> None:

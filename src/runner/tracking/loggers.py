@@ -124,7 +124,7 @@ class Csv:
             if _csv([columns, *kept]) != data:
                 write_atomically(path, _csv([columns, *kept]))
             self._columns[path] = columns
-            self._files[path] = AppendedFile(path, self._warn)
+            self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -156,10 +156,11 @@ class Csv:
             self._files[path].check()
             with writing(path), path.open(encoding="utf-8", newline="") as file:
                 rows = list(csv.reader(file))[1:]
-            self._files.pop(path).close()
         write_atomically(path, _csv([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]))
+        if path in self._files:
+            self._files.pop(path).close()
         self._columns[path] = columns
-        self._files[path] = AppendedFile(path, self._warn)
+        self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
         return columns
 
 
@@ -240,8 +241,9 @@ class TensorBoard:
         with contextlib.suppress(OSError):
             events.file.flush()
         records = content(events.file.fileno())
+        made = self._make(directory)  # raises before the old file is closed, which `flush` may still be called for
         _close(events.file)
-        events.begin(self._make(directory), 0 if self._first_step is None else self._first_step)
+        events.begin(made, 0 if self._first_step is None else self._first_step)
         events.file.write(records)
         self._flush(events)
         if not self._reported:
