@@ -14,7 +14,7 @@ import yaml
 from runner.config import stored
 from runner.config.errors import Problem
 from runner.config.keys import flatten
-from runner.config.secrets import is_masked, is_secret, mask_text, mask_values, mask_word, unmasked
+from runner.config.secrets import is_masked, is_secret, mask_sweep, mask_text, mask_values, mask_word, unmasked
 
 SECRETS = (
     "password", "passwd", "pwd", "pass", "passphrase", "secret", "client_secret", "secret_value", "token", "hf_token",
@@ -98,6 +98,33 @@ def test_a_stored_config_takes_its_secrets_from_the_call(compose: Callable[..., 
     sources = compose().sources
     assert stored.overlay(kept, composed, [], {}, sources) == composed
     assert stored.differences(kept, composed) == []
+
+
+@pytest.mark.parametrize("separator", ["=", "_"])
+def test_what_hydra_stores_of_a_sweep_over_a_secret_is_masked_as_a_whole(tmp_path: Path, separator: str) -> None:
+    words = [
+        "+callbacks.x._target_=a.B",
+        "++callbacks.x.api_key=hunter2A,hunter2B",
+        "++callbacks.x.key=hunter2",
+        "seed=1,2",
+    ]
+    stored_words = {
+        "overrides": {"task": words, "hydra": ["hydra.sweeper.params={callbacks.x.api_key:'hunter2A,hunter2B'}"]},
+        "sweeper": {"params": {"callbacks.x.api_key": "hunter2A,hunter2B", "seed": "1,2"}},
+        "job": {
+            "override_dirname": ",".join(sorted(words)).replace("=", separator),
+            "config": {"override_dirname": {"kv_sep": separator, "item_sep": ",", "exclude_keys": []}},
+        },
+    }
+    path = tmp_path / "multirun.yaml"
+    path.write_text(yaml.safe_dump({"hydra": stored_words}))
+    mask_sweep(path)
+    assert "hunter2" not in path.read_text()
+    kept = yaml.safe_load(path.read_text())["hydra"]
+    assert kept["job"]["override_dirname"] == (
+        "++callbacks.x.api_key=***,++callbacks.x.key=***,+callbacks.x._target_=a.B,seed=1,2".replace("=", separator)
+    )
+    assert kept["sweeper"]["params"] == {"callbacks.x.api_key": "***", "seed": "1,2"}
 
 
 def test_a_message_about_a_secret_does_not_show_it() -> None:

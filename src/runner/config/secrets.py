@@ -73,7 +73,7 @@ def mask_values(value: Any, secret: bool = False) -> Any:
     """A copy of nested plain containers with the texts and whole numbers under secret names masked, and URLs' passwords."""
     if isinstance(value, dict):
         return {
-            key: item if str(key).startswith("_") else mask_values(item, secret or is_secret(str(key)))
+            key: item if str(key).startswith("_") else mask_values(item, secret or any(map(is_secret, str(key).split("."))))
             for key, item in value.items()
         }
     if isinstance(value, list):
@@ -90,10 +90,14 @@ def mask_sweep(path: Path) -> None:
     with contextlib.suppress(OSError, yaml.YAMLError):
         stored = yaml.safe_load(path.read_bytes())
         masked = mask_values(stored)
+        job = masked["hydra"]["job"]
+        dirname, separator = job["override_dirname"], job["config"]["override_dirname"]["kv_sep"]
+        # The words are searched for, as commas inside them look like those between them; long ones may hold short ones.
+        for word in sorted(masked["hydra"]["overrides"]["task"], key=len, reverse=True):
+            dirname = dirname.replace(word.replace("=", separator), mask_word(word).replace("=", separator))
+        job["override_dirname"] = dirname
         for kind, words in masked["hydra"]["overrides"].items():
             masked["hydra"]["overrides"][kind] = mask_words(words)
-        job = masked["hydra"]["job"]
-        job["override_dirname"] = mask_word(job["override_dirname"])
         if masked != stored:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
