@@ -20,10 +20,11 @@ SECRETS = (
     "password", "passwd", "pwd", "pass", "passphrase", "secret", "client_secret", "secret_value", "token", "hf_token",
     "access_token", "key", "api_key", "apiKey", "api-key", "APIKEY", "access_key", "private_key", "AWS_SECRET_ACCESS_KEY",
     "auth", "basic_auth", "authorization", "credentials", "password2", "signature",
+    "cookie", "cookies", "Set-Cookie", "session", "session_id",
 )  # fmt: skip
 INNOCENT = (
     "keys", "monkey", "keyboard", "hotkey", "image_key", "sort_key", "key_dim", "tokens", "tokenizer", "class_token",
-    "num_tokens", "pad_token", "author", "passes", "password_file", "lr", "design", "compass",
+    "num_tokens", "pad_token", "author", "passes", "password_file", "lr", "design", "compass", "session_length",
 )  # fmt: skip
 
 
@@ -72,6 +73,8 @@ def test_passwords_in_urls_and_flags_are_masked(before: str, after: str) -> None
         ("login failed for x(api_key='abc', n=1)", "login failed for x(api_key=***, n=1)"),
         ("{'password': 'abc', 'n': 1}", "{'password': ***, 'n': 1}"),
         ("logger.x.api_key: is not an argument", "logger.x.api_key: is not an argument"),
+        ("{Authorization:'Bearer abc', n: 1}", "{Authorization:***, n: 1}"),
+        ("sent Authorization: Bearer abc.def-g", "sent Authorization: Bearer ***"),
         ("sorted(names, key=len)", "sorted(names, key=len)"),
         ("epoch 1/30  step 12/600  loss 0.412", "epoch 1/30  step 12/600  loss 0.412"),
     ],
@@ -125,6 +128,27 @@ def test_what_hydra_stores_of_a_sweep_over_a_secret_is_masked_as_a_whole(tmp_pat
         "++callbacks.x.api_key=***,++callbacks.x.key=***,+callbacks.x._target_=a.B,seed=1,2".replace("=", separator)
     )
     assert kept["sweeper"]["params"] == {"callbacks.x.api_key": "***", "seed": "1,2"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        """{Authorization:"Bearer hunter2","X-Api-Key":hunter2,cookie:"session=hunter2"}""",
+        """{Authorization: 'Bearer hunter2', n: 1}""",
+        """{Authorization:Bearer hunter2,n:1}""",
+        """{Authorization:Bearer hunter2""",
+        """{Authorization:"Bearer hun\\"ter hunter2",n:1}""",
+        """{n:1,Set-Cookie:a=b; id=hunter2}""",
+        """{Authorization:"Bearer hunter2""",
+    ],
+)
+def test_an_override_that_cannot_be_read_does_not_show_secrets(headers: str) -> None:
+    word = f"callbacks.x.headers={headers}"
+    assert "hunter2" not in mask_word(word)
+    told = "\n".join(Problem(word, "has a value that cannot be read").lines())
+    assert "hunter2" not in told
+    assert told.startswith("callbacks.x.headers={")
+    assert "has a value that cannot be read" in told
 
 
 def test_a_message_about_a_secret_does_not_show_it() -> None:
