@@ -14,16 +14,17 @@ import yaml
 from runner.config import stored
 from runner.config.errors import Problem
 from runner.config.keys import flatten
-from runner.config.secrets import is_masked, is_secret, mask_text, mask_values, mask_word, unmasked
+from runner.config.secrets import is_masked, is_secret, mask_sweep, mask_text, mask_values, mask_word, unmasked
 
 SECRETS = (
     "password", "passwd", "pwd", "pass", "passphrase", "secret", "client_secret", "secret_value", "token", "hf_token",
     "access_token", "key", "api_key", "apiKey", "api-key", "APIKEY", "access_key", "private_key", "AWS_SECRET_ACCESS_KEY",
     "auth", "basic_auth", "authorization", "credentials", "password2", "signature",
+    "cookie", "cookies", "Set-Cookie", "session", "session_id",
 )  # fmt: skip
 INNOCENT = (
     "keys", "monkey", "keyboard", "hotkey", "image_key", "sort_key", "key_dim", "tokens", "tokenizer", "class_token",
-    "num_tokens", "pad_token", "author", "passes", "password_file", "lr", "design", "compass",
+    "num_tokens", "pad_token", "author", "passes", "password_file", "lr", "design", "compass", "session_length",
 )  # fmt: skip
 
 
@@ -72,6 +73,8 @@ def test_passwords_in_urls_and_flags_are_masked(before: str, after: str) -> None
         ("login failed for x(api_key='abc', n=1)", "login failed for x(api_key=***, n=1)"),
         ("{'password': 'abc', 'n': 1}", "{'password': ***, 'n': 1}"),
         ("logger.x.api_key: is not an argument", "logger.x.api_key: is not an argument"),
+        ("{Authorization:'Bearer abc', n: 1}", "{Authorization:***, n: 1}"),
+        ("sent Authorization: Bearer abc.def-g", "sent Authorization: Bearer ***"),
         ("sorted(names, key=len)", "sorted(names, key=len)"),
         ("epoch 1/30  step 12/600  loss 0.412", "epoch 1/30  step 12/600  loss 0.412"),
     ],
@@ -98,6 +101,54 @@ def test_a_stored_config_takes_its_secrets_from_the_call(compose: Callable[..., 
     sources = compose().sources
     assert stored.overlay(kept, composed, [], {}, sources) == composed
     assert stored.differences(kept, composed) == []
+
+
+@pytest.mark.parametrize("separator", ["=", "_"])
+def test_what_hydra_stores_of_a_sweep_over_a_secret_is_masked_as_a_whole(tmp_path: Path, separator: str) -> None:
+    words = [
+        "+callbacks.x._target_=a.B",
+        "++callbacks.x.api_key=hunter2A,hunter2B",
+        "++callbacks.x.key=hunter2",
+        "seed=1,2",
+    ]
+    stored_words = {
+        "overrides": {"task": words, "hydra": ["hydra.sweeper.params={callbacks.x.api_key:'hunter2A,hunter2B'}"]},
+        "sweeper": {"params": {"callbacks.x.api_key": "hunter2A,hunter2B", "seed": "1,2"}},
+        "job": {
+            "override_dirname": ",".join(sorted(words)).replace("=", separator),
+            "config": {"override_dirname": {"kv_sep": separator, "item_sep": ",", "exclude_keys": []}},
+        },
+    }
+    path = tmp_path / "multirun.yaml"
+    path.write_text(yaml.safe_dump({"hydra": stored_words}))
+    mask_sweep(path)
+    assert "hunter2" not in path.read_text()
+    kept = yaml.safe_load(path.read_text())["hydra"]
+    assert kept["job"]["override_dirname"] == (
+        "++callbacks.x.api_key=***,++callbacks.x.key=***,+callbacks.x._target_=a.B,seed=1,2".replace("=", separator)
+    )
+    assert kept["sweeper"]["params"] == {"callbacks.x.api_key": "***", "seed": "1,2"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        """{Authorization:"Bearer hunter2","X-Api-Key":hunter2,cookie:"session=hunter2"}""",
+        """{Authorization: 'Bearer hunter2', n: 1}""",
+        """{Authorization:Bearer hunter2,n:1}""",
+        """{Authorization:Bearer hunter2""",
+        """{Authorization:"Bearer hun\\"ter hunter2",n:1}""",
+        """{n:1,Set-Cookie:a=b; id=hunter2}""",
+        """{Authorization:"Bearer hunter2""",
+    ],
+)
+def test_an_override_that_cannot_be_read_does_not_show_secrets(headers: str) -> None:
+    word = f"callbacks.x.headers={headers}"
+    assert "hunter2" not in mask_word(word)
+    told = "\n".join(Problem(word, "has a value that cannot be read").lines())
+    assert "hunter2" not in told
+    assert told.startswith("callbacks.x.headers={")
+    assert "has a value that cannot be read" in told
 
 
 def test_a_message_about_a_secret_does_not_show_it() -> None:

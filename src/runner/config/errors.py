@@ -43,7 +43,7 @@ class Problem:
     def lines(self) -> list[str]:
         """The problem as lines of text, the key first."""
         secret = is_secret(self.key.rpartition(".")[2])
-        head = f"{self.key}: {_REJECTED.sub(MASK, self.message) if secret else self.message}"
+        head = f"{mask_word(self.key)}: {_REJECTED.sub(MASK, self.message) if secret else self.message}"
         if self.nearest:
             head += f"; did you mean '{self.nearest}'?"
         lines = [head]

@@ -31,6 +31,8 @@ PATTERNS = (
     r"(?:.+_)?apikey",
     r"(?:.+_)?(?:sig|signature)",
     r"pass",
+    r"(?:.+_)?cookies?",
+    r"session(?:_?id)?",
 )
 """Names of arguments whose values are secret."""
 
@@ -40,7 +42,14 @@ _PARTS = re.compile(r"[.@/ ]")
 _PASSWORD_IN_URL = re.compile(r"""(?<=://)([^/\s:@'"]*):([^/\s'"]+)@""")
 _USER_IN_URL = re.compile(r"""(?<=http://|ttps://)([^/\s:@'"]+)@""")
 _QUERY = re.compile(r"""(?<=[?&#;])([\w.\-]+)=([^&#;\s'"]+)""")
-_PAIR = re.compile(r"""([\w.\-]+)(['"]?\s*[=:]\s*)('[^']*'|"[^"]*"|[^\s,;&'"{}\[\]()]+)""")
+_BEARER = re.compile(r"\b([Bb]earer)\s+(?!tokens?\b|auth)[\w.~+/=\-]+")
+_NAME = re.compile(r"""([\w.\-]+)(['"]?\s*[=:]\s*)""")
+_QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+_VALUE = re.compile(rf"""{_QUOTED}|[^\s,;&'"{{}}\[\]()]+""")
+# A value after a colon in an override may have spaces, and be a list or a dictionary; one without its end is masked as a whole.
+_NESTED_VALUE = re.compile(
+    rf"{_QUOTED}|\[(?:[^\[\]]|\[[^\[\]]*\])*\]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|['\"\[{{].*|[^,{{}}\[\]]+", re.DOTALL
+)
 _MASKED = re.compile(r"(?:^|[=:/])\*\*\*(?:$|[@&])")
 
 
@@ -73,7 +82,9 @@ def mask_values(value: Any, secret: bool = False) -> Any:
     """A copy of nested plain containers with the texts and whole numbers under secret names masked, and URLs' passwords."""
     if isinstance(value, dict):
         return {
-            key: item if str(key).startswith("_") else mask_values(item, secret or is_secret(str(key)))
+            key: item
+            if str(key).startswith("_")
+            else mask_values(item, secret or any(map(is_secret, str(key).split("."))))
             for key, item in value.items()
         }
     if isinstance(value, list):
@@ -90,10 +101,14 @@ def mask_sweep(path: Path) -> None:
     with contextlib.suppress(OSError, yaml.YAMLError):
         stored = yaml.safe_load(path.read_bytes())
         masked = mask_values(stored)
+        job = masked["hydra"]["job"]
+        dirname, separator = job["override_dirname"], job["config"]["override_dirname"]["kv_sep"]
+        # The words are searched for, as commas inside them look like those between them; long ones may hold short ones.
+        for word in sorted(masked["hydra"]["overrides"]["task"], key=len, reverse=True):
+            dirname = dirname.replace(word.replace("=", separator), mask_word(word).replace("=", separator))
+        job["override_dirname"] = dirname
         for kind, words in masked["hydra"]["overrides"].items():
             masked["hydra"]["overrides"][kind] = mask_words(words)
-        job = masked["hydra"]["job"]
-        job["override_dirname"] = mask_word(job["override_dirname"])
         if masked != stored:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
@@ -126,10 +141,15 @@ def _urls_masked(text: str) -> str:
 
 
 def _pairs_masked(text: str, in_override: bool) -> str:
-    def masked(found: re.Match[str]) -> str:
+    parts, done = [], 0
+    for found in _NAME.finditer(text) if "=" in text or ":" in text else ():
         name, mark = found[1].rpartition(".")[2], found[2]
+        if found.start() < done or not is_secret(name):
+            continue
+        value = (_NESTED_VALUE if in_override and ":" in mark else _VALUE).match(text, found.end())
         # In prose, `name: ...` is the start of a message, and `key=` is an argument in a line of code.
         certain = in_override or mark[0] in "'\"" or ("=" in mark and name != "key")
-        return f"{found[1]}{mark}{MASK}" if certain and is_secret(name) else found[0]
-
-    return _PAIR.sub(masked, text) if "=" in text or ":" in text else text
+        if value and (certain or (mark == ":" and value[0][0] in "'\"")):
+            parts += [text[done : found.end()], MASK]
+            done = value.end()
+    return _BEARER.sub(rf"\1 {MASK}", "".join([*parts, text[done:]]))
