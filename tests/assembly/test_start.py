@@ -117,6 +117,33 @@ def test_what_does_not_fit_outside_the_head_is_refused_unless_skipped(
     assert len(start(model, tensors, "skip").misfits) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int8, torch.int64])
+@pytest.mark.parametrize("name", ["body.0.weight", "head.bias"])
+def test_values_of_another_kind_are_refused(name: str, dtype: torch.dtype, start: Callable[..., Started]) -> None:
+    tensors, model = dict(Net().state_dict()), Net()
+    tensors[name] = tensors[name].to(dtype)
+    before = weights_sha256(model.state_dict())
+    for mismatch in ("head", "raise", "skip"):
+        with pytest.raises(UserError, match=rf"init_from: the tensor {name} of .* is {dtype}, .* is torch.float32\n"):
+            start(model, tensors, mismatch)
+    assert weights_sha256(model.state_dict()) == before
+
+
+def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[..., Started]) -> None:
+    model, source = Net(), Net()
+    for net, mask in ((model, torch.ones(3, dtype=torch.bool)), (source, torch.ones(3))):
+        net.register_buffer("mask", mask)
+    with pytest.raises(UserError, match=r"the tensor mask of .* is torch.float32, and the model's is torch.bool"):
+        start(model, source.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_floats_of_another_precision_are_taken(dtype: torch.dtype, start: Callable[..., Started]) -> None:
+    source, model = Net(), Net()
+    start(model, {name: tensor.to(dtype) for name, tensor in source.state_dict().items()}, "raise")
+    assert torch.equal(model.body[0].weight, source.body[0].weight.to(dtype).float())
+
+
 def test_raise_refuses_a_head_that_does_not_fit(start: Callable[..., Started]) -> None:
     with pytest.raises(
         UserError, match=r"2 of another shape \(head.weight 5x4 for 3x4, .*\n +allowed: init_mismatch=head"

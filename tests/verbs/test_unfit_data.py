@@ -126,6 +126,12 @@ def nan_pixels(place=0):
     return sets
 
 
+def nan_train(place):
+    broken = images(dtype=torch.float32) / 255
+    broken[place] = float("nan")
+    return Listed(broken, labels())
+
+
 def val_images(channels=1, size=4):
     return pair(Listed(images(channels=channels, size=size), labels()))
 
@@ -267,6 +273,8 @@ REFUSED = {
     "normalised beside uint8": (on("float_val", low=-0.5), "images of 'val' are float32 with values from -0.5 to 0.5"),
     "uint8 beside 0 to 255": (on("float_val", factor=255, train="float"), "of 'train' are float32 with values from 0 to 255"),
     "nan in the first image of val": (on("nan_pixels"), "data.dataset: sample 0 of 'val' has pixels that are not finite"),
+    "nan in train while measuring": (on("nan_train", place=30), "sample 30 of 'train' has values that are not finite"),
+    "nan in train while measuring, transformed": (on("nan_train", f"transform.sample_eval=[{HALVE}]", place=30), "sample 30 of"),
     # reading
     "raises": (on("raises"), "data.dataset: sample 30 of 'train' cannot be read: KeyError: 'lost.png' (unfit_sets.py:"),
     "raises at once": (on("raises", at=0), "data.dataset: sample 0 of 'train' cannot be read: KeyError: 'lost.png'"),

@@ -171,16 +171,90 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> list
             raise UserError(
                 f"model: gives {got} for one image\n    allowed: a tensor of shape (1, {outputs}), one output a class or number"
             )
-        try:
-            value = loss(logits, task.targets(target))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise refusal(error) or UserError(
-                f"loss: {first_line(error)}\n    allowed: a loss that fits the task and its targets"
-            ) from error
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UserError("loss: gives more than one value\n    allowed: a scalar, the mean over the samples")
+        _loss_of(task, loss, logits, target)
+        evaluated = splits.train_for_eval
+        if min(evaluated.loader.batch_size, evaluated.samples) > 1:
+            _loss_of(task, loss, torch.cat([logits, logits]), torch.cat([target, target]))
         _probe_training(task, loss, splits, logits)
+    _probe_gradient(task, model, loss, splits, bool(single))
     return single
+
+
+def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor:
+    """The loss of a batch.
+
+    Raises:
+        UserError: if the loss fails, or gives anything but a tensor without dimensions.
+    """
+    try:
+        value = loss(logits, task.targets(target))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise refusal(error) or UserError(
+            f"loss: {first_line(error)}\n    allowed: a loss that fits the task and its targets"
+        ) from error
+    if not isinstance(value, Tensor) or value.ndim > 0:
+        kind = "None" if value is None else f"a {type(value).__name__}"
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{kind}, which is no tensor"
+        count = f"{len(target)} sample{'s' if len(target) > 1 else ''}"
+        raise UserError(f"loss: gives {got}, for {count}\n    allowed: a tensor of shape (), the mean over the samples")
+    return value
+
+
+def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, splits: Splits, single: bool) -> None:
+    """Compute the loss of two samples as training does, where a batch has two, to see that it has a gradient.
+
+    Args:
+        task: the task.
+        model: the model.
+        loss: the loss.
+        splits: the data.
+        single: whether BatchNorm layers cannot take one sample.
+
+    Raises:
+        UserError: if the model does not give one row for each sample, or the loss has no gradient or several values.
+    """
+    copies = min(2, splits.train.loader.batch_size, splits.train.samples)
+    if copies == 1 and single:
+        return  # see `check_batches_of_one`
+    images, target = as_given(splits, copies), splits.example[1]
+    target = target.expand(copies, *target.shape[1:])
+    with _training(model, loss):
+        try:
+            if splits.train.mix is not None:
+                places = torch.zeros(copies, dtype=torch.int64, device=images.device)
+                images, target = splits.train.mix(images, target, places, 0)
+            logits = model(images)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return  # some models take only larger batches
+        if isinstance(logits, Tensor) and (logits.ndim == 0 or len(logits) != copies):
+            raise UserError(
+                f"model: gives {tuple(logits.shape)} in training for a batch of {copies}\n"
+                f"    allowed: one row for each image, ({copies}, {task.outputs(splits.classes)})"
+            )
+        value = _loss_of(task, loss, logits, target)
+        if value.requires_grad or not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+    detached = isinstance(logits, Tensor) and not logits.requires_grad
+    key, what = ("model", "its outputs have") if detached else ("loss", "its value has")
+    raise UserError(
+        f"{key}: {what} no gradient, so nothing can be trained\n"
+        f"    allowed: a {key} without detach(), no_grad() or item() on the way from the weights to the loss"
+    )
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
+    """Training mode with gradients; afterwards model, loss and random generators are as before."""
+    # Some models keep their last outputs as attributes, and a tensor with a graph cannot be copied for an average.
+    kept = [(module, dict(vars(module))) for module in {*model.modules(), *loss.modules()}]
+    try:
+        with untouched(model, loss), torch.inference_mode(False), torch.enable_grad():
+            model.train()
+            yield
+    finally:
+        for module, attributes in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextlib.contextmanager

@@ -97,7 +97,8 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         classes: names of the classes of the data.
 
     Raises:
-        UserError: if the file cannot be read, or what does not fit is more than `init_mismatch` allows.
+        UserError: if the file cannot be read, what does not fit is more than `init_mismatch` allows, or a tensor holds
+            another kind of values than the model's.
     """
     assert config.init_from is not None
     given = read_weights(config.init_from, Path(config.output_root) / config.name)
@@ -109,10 +110,30 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     refused = [each for each in misfits if not _allowed(config.init_mismatch, each)]
     if refused or not fitting:
         raise UserError(_complaint(config.init_mismatch, given.path, refused or misfits))
+    for name, tensor in fitting.items():
+        _check_kind(name, tensor, own[name], given.path)
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
     return Started(given.path, weights_sha256(given.tensors), len(fitting), given.kind, misfits, given.warnings)
+
+
+def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
+    # A whole state dict that was made half precision has its counters as floats.
+    is_counter = name.endswith("num_batches_tracked") and given.is_floating_point()
+    if _kind(given) != _kind(wanted) and not is_counter:
+        raise UserError(
+            f"init_from: the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}\n"
+            f"    allowed: {_kind(wanted)} values of any precision"
+        )
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_complex():
+        return "complex"
+    if tensor.dtype == torch.bool:
+        return "boolean"
+    return "floating-point" if tensor.is_floating_point() else "integer"
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:

@@ -344,8 +344,7 @@ def _measure(
             dataset.images[indices[start : start + 4096]] for start in range(0, len(indices), 4096)
         )
     else:
-        step = max(1, len(indices) // _MEASURED)
-        chunks = _read_one_by_one(dataset, indices[::step].tolist(), transforms, skips)
+        chunks = _read_one_by_one(dataset, _measured(indices), transforms, skips)
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for chunk in chunks:
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
@@ -354,8 +353,30 @@ def _measure(
         squares = squares + pixels.square().sum(dim=(0, 2, 3))
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
+    if not bool((mean + std).isfinite().all()):
+        raise _not_finite(dataset, indices, transforms, skips)
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
+
+
+def _not_finite(dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], skips: bool) -> UserError:
+    """The error that names a sample whose values make the statistics infinite or not a number."""
+    settings = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
+    for index in _measured(indices):
+        for image in _read_one_by_one(dataset, [index], transforms, skips):
+            if not bool(image.isfinite().all()):
+                return UserError(
+                    f"data.dataset: sample {index} of 'train' has values that are not finite, and data.normalize is "
+                    f"measured on them\n    allowed: this sample corrected or removed, {settings}"
+                )
+    return UserError(
+        "data.normalize: the mean or the standard deviation of 'train' is not finite, as its values are too large\n"
+        f"    allowed: smaller values, {settings}"
+    )
+
+
+def _measured(indices: Indices) -> list[int]:
+    return indices[:: max(1, len(indices) // _MEASURED)].tolist()
 
 
 def _read_one_by_one(

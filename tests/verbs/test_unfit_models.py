@@ -1,0 +1,108 @@
+"""Models and losses of the user's that cannot be trained are refused before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PARTS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self, in_channels, image_size, num_classes, kind=""):
+        super().__init__()
+        self.kind = kind
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(image_size[0] * image_size[1], 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, num_classes)
+        if kind == "frozen":
+            self.requires_grad_(False)
+
+    def forward(self, images):
+        if self.kind == "large" and self.training and len(images) < 4:
+            raise RuntimeError("needs four images")
+        logits = self.head(self.body(images))
+        if self.kind == "detached" or (self.kind == "detached while evaluating" and not self.training):
+            return logits.detach()
+        if self.kind == "dropping" and len(images) > 1 and self.training:
+            return logits[:-1]
+        if self.kind == "keeping":
+            self.last = logits
+        return logits
+
+
+class Loss(nn.Module):
+    def __init__(self, kind="", **unused):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, logits, targets):
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        if self.kind == "one element":
+            return losses.mean()[None]
+        if self.kind == "samples":
+            return losses
+        if self.kind == "squeezed":
+            return losses.squeeze()
+        if self.kind == "detached":
+            return losses.mean().detach()
+        if self.kind == "none":
+            return None
+        return float(losses.mean()) if self.kind == "float" else losses.mean()
+"""
+WORDS = (
+    "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "data=digits", "data.num_workers=0",
+    "epochs=1", "max_steps=2", "data.batch_size=8", "transform=none", "evaluate.test=false", "trust=[unfit_parts]",
+    "model=mlp", "~model.hidden", "~model.dropout", "model._target_=unfit_parts.Net",
+    "loss._target_=unfit_parts.Loss",
+)  # fmt: skip
+
+
+@pytest.fixture
+def start(workdir: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> Callable[..., Any]:
+    (workdir / "unfit_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(str(workdir))
+    return lambda *words: run("train", *WORDS, *words)
+
+
+REFUSED = {
+    "detached outputs": (("+model.kind=detached",), "model: its outputs have no gradient"),
+    "detached loss": (("+loss.kind=detached",), "loss: its value has no gradient"),
+    "sample dropped": (("+model.kind=dropping",), "model: gives (1, 10) in training for a batch of 2"),
+    "loss of each sample": (("+loss.kind=samples",), "loss: gives a tensor of shape (1,), for 1 sample"),
+    "loss of each sample, squeezed": (("+loss.kind=squeezed",), "loss: gives a tensor of shape (2,), for 2 samples"),
+    "squeezed, batches of one": (("+loss.kind=squeezed", "data.batch_size=1"), "loss: gives a tensor of shape (2,)"),
+    "loss with one element": (("+loss.kind=one element",), "loss: gives a tensor of shape (1,), for 1 sample"),
+    "no loss": (("+loss.kind=none",), "loss: gives None, which is no tensor"),
+    "loss as a float": (("+loss.kind=float",), "loss: gives a float, which is no tensor"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Callable[..., Any]) -> None:
+    words, message = REFUSED[name]
+    result = start(*words)
+    assert message in result.err, result.err[-3000:] + result.out
+    assert result.status == 2
+    assert "    allowed: " in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("+model.kind=detached while evaluating",),
+        ("+model.kind=large",),
+        ("+model.kind=keeping", "ema=0.9"),
+    ],
+    ids=str,
+)
+def test_what_can_be_trained_is_not_refused(words: tuple[str, ...], start: Callable[..., Any]) -> None:
+    result = start(*words)
+    assert result.status == 0, result.err
