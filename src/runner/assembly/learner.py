@@ -246,7 +246,8 @@ def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, splits: Split
 def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
     """Training mode with gradients; afterwards model, loss and random generators are as before."""
     # Some models keep their last outputs as attributes, and a tensor with a graph cannot be copied for an average.
-    kept = [(module, dict(vars(module))) for module in {*model.modules(), *loss.modules()}]
+    modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
+    kept = [(module, dict(vars(module))) for module in modules]
     try:
         with untouched(model, loss), torch.inference_mode(False), torch.enable_grad():
             model.train()
