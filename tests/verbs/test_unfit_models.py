@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from runner.assembly.learner import _training
 
 PARTS = """
 import torch
@@ -34,6 +38,10 @@ class Net(nn.Module):
         if self.kind == "keeping":
             self.last = logits
         return logits
+
+
+def mean_loss(logits, targets, **unused):
+    return F.cross_entropy(logits, targets)
 
 
 class Loss(nn.Module):
@@ -78,6 +86,7 @@ REFUSED = {
     "loss of each sample, squeezed": (("+loss.kind=squeezed",), "loss: gives a tensor of shape (2,), for 2 samples"),
     "squeezed, batches of one": (("+loss.kind=squeezed", "data.batch_size=1"), "loss: gives a tensor of shape (2,)"),
     "loss with one element": (("+loss.kind=one element",), "loss: gives a tensor of shape (1,), for 1 sample"),
+    "loss as a function": (("loss._target_=unfit_parts.mean_loss", "+loss._partial_=true"), "loss: is a partial"),
     "no loss": (("+loss.kind=none",), "loss: gives None, which is no tensor"),
     "loss as a float": (("+loss.kind=float",), "loss: gives a float, which is no tensor"),
 }
@@ -106,3 +115,28 @@ def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Cal
 def test_what_can_be_trained_is_not_refused(words: tuple[str, ...], start: Callable[..., Any]) -> None:
     result = start(*words)
     assert result.status == 0, result.err
+
+
+def test_the_check_leaves_model_and_generators_as_they_were() -> None:
+    (model, loss), drawn = (_Watched(), nn.CrossEntropyLoss()), torch.get_rng_state()
+    model[1].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with _training(model, loss):
+        assert model[1].training
+        assert model(torch.randn(2, 4)).requires_grad
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (model.training, model[1].training, model.calls) == (True, False, 0)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+class _Watched(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs: torch.Tensor = super().forward(images)
+        return outputs
