@@ -86,6 +86,7 @@ REFUSED = {
     "loss of each sample, squeezed": (("+loss.kind=squeezed",), "loss: gives a tensor of shape (2,), for 2 samples"),
     "squeezed, batches of one": (("+loss.kind=squeezed", "data.batch_size=1"), "loss: gives a tensor of shape (2,)"),
     "loss with one element": (("+loss.kind=one element",), "loss: gives a tensor of shape (1,), for 1 sample"),
+    "loss as a function": (("loss._target_=unfit_parts.mean_loss", "+loss._partial_=true"), "loss: is a partial"),
     "no loss": (("+loss.kind=none",), "loss: gives None, which is no tensor"),
     "loss as a float": (("+loss.kind=float",), "loss: gives a float, which is no tensor"),
 }

@@ -61,6 +61,10 @@ def build_learner(
     check_targets(task, splits)
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
     loss: nn.Module = build("loss", config.loss, facts=facts)
+    if not isinstance(loss, nn.Module):
+        raise UserError(
+            f"loss: is a {type(loss).__name__}\n    allowed: a torch.nn.Module that takes logits and targets"
+        )
     return task, model, loss
 
 
@@ -246,8 +250,7 @@ def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, splits: Split
 def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
     """Training mode with gradients; afterwards model, loss and random generators are as before."""
     # Some models keep their last outputs as attributes, and a tensor with a graph cannot be copied for an average.
-    modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
-    kept = [(module, dict(vars(module))) for module in modules]
+    kept = [(module, dict(vars(module))) for module in (*model.modules(), *loss.modules())]
     try:
         with untouched(model, loss), torch.inference_mode(False), torch.enable_grad():
             model.train()
