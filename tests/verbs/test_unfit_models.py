@@ -109,7 +109,6 @@ def test_what_cannot_be_trained_is_refused_before_training(name: str, start: Cal
         ("+model.kind=detached while evaluating",),
         ("+model.kind=large",),
         ("+model.kind=keeping", "ema=0.9"),
-        ("loss._target_=unfit_parts.mean_loss", "+loss._partial_=true"),
     ],
     ids=str,
 )
