@@ -67,6 +67,12 @@ def test_each_fault_is_found_by_the_check_for_it(check: Callable[..., Any], case
     assert found["fix"]
 
 
+def test_a_loss_without_a_gradient_is_found_where_it_is_built(check: Callable[..., Any]) -> None:
+    checks = check("loss={_target_: check_photo_parts.Loss, fault: detached}", "only=[loss-minimum]")
+    assert checks["build"]["status"] == "fail"
+    assert "no gradient" in checks["build"]["evidence"]
+
+
 @pytest.mark.parametrize("case", check_held_out.CASES, ids=lambda case: case.fault.replace(" ", "-"))
 def test_faults_that_no_check_was_written_for_are_found(check: Callable[..., Any], case: Case) -> None:
     words = [*case.words]
