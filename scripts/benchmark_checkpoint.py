@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torchvision import models
 
-from runner.checkpoint.background import Background, Snapshot
-from runner.checkpoint.keeper import Keeper
+from runner.checkpoint.async_writer import Background, Snapshot
+from runner.checkpoint.disk_space import size_of
+from runner.checkpoint.manager import Keeper
 from runner.checkpoint.resume import contents
-from runner.checkpoint.space import size_of
 from runner.engine.state import Meter, TrainState
 from runner.optim.schedules import Constant
 
@@ -100,7 +100,7 @@ def measure(
 def behind(
     state: TrainState, keeper: Keeper, background: Background, snapshot: Snapshot, contents: dict[str, Any]
 ) -> tuple[float, float]:
-    """Save as `runner.assembly.saving` does, then take a step: seconds of the first, and that the update waited for it."""
+    """Save as `runner.build.saving` does, then take a step: seconds of the first, and that the update waited for it."""
     waited = 0.0
 
     def wait(*_: Any) -> None:

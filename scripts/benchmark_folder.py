@@ -39,7 +39,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data.assembly import Splits, assemble
+from runner.data.build import Splits, assemble
 from runner.runtime.device import configure_torch
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -91,7 +91,7 @@ def peer(root: Path, kind: str, size: int, workers: int) -> DataLoader[Any]:
 def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None = None) -> Splits:
     """The same through the program's own configuration."""
     data = Data(
-        dataset={"_target_": "runner.data.folders.image_folder"},
+        dataset={"_target_": "runner.data.sources.folders.image_folder"},
         root=str(root),
         batch_size=BATCH,
         image_size=size,
@@ -101,8 +101,8 @@ def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None 
         cache=None if cache_dir is None else "disk",
         cache_dir=None if cache_dir is None else str(cache_dir),
     )
-    crops = [{"_target_": "runner.data.crops.RandomResizedCrop", "size": size}] if kind == "random" else []
-    transform = Transform(sample_train=crops, train=[{"_target_": "runner.data.augment.RandomFlip"}])
+    crops = [{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": size}] if kind == "random" else []
+    transform = Transform(sample_train=crops, train=[{"_target_": "runner.data.transforms.augment.RandomFlip"}])
     return assemble(data, transform, 0, CPU, BATCH, channels_last=False)
 
 

@@ -39,7 +39,7 @@ import runner.cli
 import runner.verbs.train
 
 def stop_after_first_step():
-    import runner.assembly.training as build
+    import runner.build.run as build
     import runner.train as train
     assemble, seconds = build.assemble, []
 

@@ -26,18 +26,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from runner.data.augment import (
+from runner.data.sample_rng import Draws
+from runner.data.transforms.augment import (
     Pipeline,
     RandomBrightnessContrast,
     RandomErasing,
     RandomFlip,
     RandomShift,
 )
-from runner.data.colour import ColorJitter
-from runner.data.keyed import Draws
-from runner.data.mixing import CutMix, Mixing, Mixup, OneOf
-from runner.data.policies import RandAugment, TrivialAugment
-from runner.data.resized_crop import RandomResizedCrop
+from runner.data.transforms.auto_augment import RandAugment, TrivialAugment
+from runner.data.transforms.color_jitter import ColorJitter
+from runner.data.transforms.mixing import CutMix, Mixing, Mixup, OneOf
+from runner.data.transforms.resized_crop import RandomResizedCrop
 
 CPU = torch.device("cpu")
 MEAN, STD = [0.4914, 0.4822, 0.4465], [0.247, 0.2435, 0.2616]

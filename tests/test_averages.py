@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.assembly.averaging import evaluate_both
-from runner.assembly.training import build_training
+from runner.build.run import build_training
+from runner.build.weight_average import evaluate_both
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
 from runner.checkpoint.weights import weights_of

@@ -105,7 +105,7 @@ def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
 ) -> None:
     reads = Reads(monkeypatch)
     # On a GPU, reading the guard's flag waits; here it would do so without being one of the operations that count.
-    monkeypatch.setattr("runner.engine.guard._reading_waits", lambda device: True)
+    monkeypatch.setattr("runner.engine.nonfinite._reading_waits", lambda device: True)
     watching.Watch.count = staticmethod(lambda: len(reads.found))
     with reads:
         train(*RUN, *words, "callbacks.watch={_target_: watching.Watch}")

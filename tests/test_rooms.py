@@ -15,8 +15,8 @@ ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking
 MAY_IMPORT = {
     **{room: {room, "config"} for room in ROOMS},
     "config": {"config"},
-    "assembly": {"assembly", "config", *ROOMS},
-    "train": {"assembly", "config", *ROOMS},
+    "build": {"build", "config", *ROOMS},
+    "train": {"build", "config", *ROOMS},
 }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from runner.runtime import peaks
-from runner.runtime.gauges import Gauges
-from runner.runtime.peaks import Ceiling
+from runner.runtime import peak_flops
+from runner.runtime.hardware_metrics import Gauges
+from runner.runtime.peak_flops import Ceiling
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=60", "data.image_size=8", "data.batch_size=8", "epochs=1", "model=small_cnn",
@@ -20,8 +20,8 @@ SMALL = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = peaks.measured_peak
-    monkeypatch.setattr(peaks, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
+    original = peak_flops.measured_peak
+    monkeypatch.setattr(peak_flops, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
 
 
 def training_lines(result: Any) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ def test_a_gpu_of_known_peak_has_its_utilization_logged_without_being_asked(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ceiling = Ceiling(1e9, "float32", False, "data sheet of a GPU")
-    monkeypatch.setattr("runner.runtime.gauges.known_peak", lambda device, kind: ceiling)
+    monkeypatch.setattr("runner.runtime.hardware_metrics.known_peak", lambda device, kind: ceiling)
     result = train(*SMALL)
     assert "data sheet of a GPU" in result.out
     assert all(line["mfu"] > 0 for line in training_lines(result))
@@ -75,13 +75,15 @@ def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no formula\nand more")
 
-    monkeypatch.setattr("runner.assembly.training.count_flops", refuse)
+    monkeypatch.setattr("runner.build.run.count_flops", refuse)
     words = ("train", "threads=1", "logger=none", *SMALL)
     asked = run(*words, "log.utilization=true")
     assert asked.status == 2
     assert "log.utilization: the operations of this model cannot be counted: no formula" in asked.err
     assert "allowed: log.utilization=false" in asked.err
-    monkeypatch.setattr("runner.runtime.gauges.known_peak", lambda device, kind: Ceiling(1e9, "float32", False, ""))
+    monkeypatch.setattr(
+        "runner.runtime.hardware_metrics.known_peak", lambda device, kind: Ceiling(1e9, "float32", False, "")
+    )
     warned = run(*words)
     assert warned.status == 0
     assert "warning: log.utilization=auto has no effect" in warned.out

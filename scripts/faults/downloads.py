@@ -32,7 +32,7 @@ PLACES = (
 )
 TARGETS: dict[str, Node] = {
     "torchvision's MNIST": {"_target_": "torchvision.datasets.MNIST", "root": "OUTSIDE", "download": True},
-    "the program's KMNIST": {"_target_": "runner.data.torchvision_sets.kmnist", "root": "OUTSIDE", "download": True},
+    "the program's KMNIST": {"_target_": "runner.data.sources.torchvision_sets.kmnist", "root": "OUTSIDE", "download": True},
     "pretrained weights": {"_target_": "torchvision.models.resnet18", "pretrained": True},
     "weights by name": {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"},
     "weights of a backbone by default": {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large"},

@@ -164,7 +164,7 @@ def _cached_elsewhere(arena: Arena) -> list[str]:
     pictures(arena.stranger / "pictures")
     images = {
         "root": str(arena.stranger / "pictures"), "image_size": 8, "cache": "disk",
-        "cache_dir": str(arena.outside / "cache"), "dataset": {"_target_": "runner.data.folders.image_folder"},
+        "cache_dir": str(arena.outside / "cache"), "dataset": {"_target_": "runner.data.sources.folders.image_folder"},
     }  # fmt: skip
     return arena.sent(with_config(arena.contents, lambda config: config["data"].update(images)))
 
@@ -278,7 +278,7 @@ CASES = [
     Case("ckpt_path in the config", _setting("/etc/passwd", "ckpt_path"), HARMLESS, HARMLESS),
     Case("a data set's name that climbs", _setting("../../../outside/x", "data", "name"), HARMLESS, HARMLESS),
     Case("a data set to be fetched into a folder elsewhere", _setting(
-        {"_target_": "runner.data.torchvision_sets.kmnist", "root": None, "download": True}, "data", "dataset")),
+        {"_target_": "runner.data.sources.torchvision_sets.kmnist", "root": None, "download": True}, "data", "dataset")),
     Case("a cache of images in a folder elsewhere", _cached_elsewhere),
     Case("a million threads", _setting(10**6, "threads")),
     Case("a million worker processes", _setting(10**6, "data", "num_workers")),

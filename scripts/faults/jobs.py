@@ -38,7 +38,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "frozen at first": ("freeze=[stages.0]", "unfreeze_at=2ep", "swa=0.5", "evaluate.every_steps=9", "epochs=4"),
     "all together": (
         *_STRONG, "accumulate=3", "amp=fp16", "data.residency=disk", "data.num_workers=2", "evaluate.every_steps=4",
-        "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.mixing.Mixup}", "epochs=5",
+        "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.transforms.mixing.Mixup}", "epochs=5",
     ),
 }  # fmt: skip
 # Each life of these takes many times as long as one of the others.

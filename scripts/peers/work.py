@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from peers.cases import CASES, MOMENTUM, NOISE, WEIGHT_DECAY, Case, Job
 from runner.config.schema.sections import Split
-from runner.data.arrays import ImageArrays
-from runner.data.digits import digits
 from runner.data.indices import Indices
+from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.digits import digits
+from runner.data.sources.synthetic import synthetic
+from runner.data.sources.torchvision_sets import fashion_mnist
 from runner.data.splits import carve
-from runner.data.synthetic import synthetic
-from runner.data.torchvision_sets import fashion_mnist
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN

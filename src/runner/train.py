@@ -14,19 +14,19 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.assembly.averaging import evaluate_both, load_best
-from runner.assembly.batch_size import memory_for_evaluation, memory_for_training
-from runner.assembly.data_check import compare_data, name_not_finite, way_on
-from runner.assembly.describe import describe
-from runner.assembly.metrics import build_callbacks, fresh_metrics
-from runner.assembly.optimizer import table_of_groups
-from runner.assembly.rate import settle_rate
-from runner.assembly.saving import Saving, build_loggers, finish_saving, record, repeated
-from runner.assembly.setup import Setup, is_inside, open_directory, open_job, read_best, settle, why_occupied
-from runner.assembly.sources import own_sources
-from runner.assembly.start import begun
-from runner.assembly.training import build_training, look_ahead, training_flops
-from runner.assembly.watch import watch_modules
+from runner.build.auto_lr import settle_rate
+from runner.build.batch_size import memory_for_evaluation, memory_for_training
+from runner.build.data_check import compare_data, name_not_finite, way_on
+from runner.build.debug_hooks import watch_modules
+from runner.build.describe import describe
+from runner.build.init_from import begun
+from runner.build.metrics import build_callbacks, fresh_metrics
+from runner.build.optimizer import table_of_groups
+from runner.build.run import build_training, look_ahead, training_flops
+from runner.build.saving import Saving, build_loggers, finish_saving, record, repeated
+from runner.build.setup import Setup, is_inside, open_directory, open_job, read_best, settle, why_occupied
+from runner.build.sources import own_sources
+from runner.build.weight_average import evaluate_both, load_best
 from runner.checkpoint import file as checkpoint_file
 from runner.checkpoint import resume
 from runner.checkpoint.digest import weights_sha256
@@ -41,21 +41,21 @@ from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
 from runner.engine.freezing import Thaw
 from runner.engine.loop import Loop
-from runner.engine.splitting import TellPieces
+from runner.engine.oom_retry import TellPieces
 from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
 from runner.runtime.determinism import operations_named
-from runner.runtime.gauges import choose_gauges
+from runner.runtime.hardware_metrics import choose_gauges
 from runner.runtime.memory import reset_peak_memory
-from runner.runtime.peaks import kind_of
+from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.left_out import LeftOut
-from runner.tracking.outbox import Outbox
+from runner.tracking.metrics_buffer import Outbox
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory
+from runner.tracking.skipped_steps import LeftOut
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 

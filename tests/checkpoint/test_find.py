@@ -12,7 +12,7 @@ import pytest
 
 from runner.checkpoint.file import DamagedCheckpoint, read
 from runner.checkpoint.find import load, newest_run
-from runner.checkpoint.keeper import Keeper
+from runner.checkpoint.manager import Keeper
 from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]

@@ -270,7 +270,7 @@ ROWS = [
     Mistake(
         "refused by a nested component",
         ("train", "data.shift=0", "transform.train.0.share=9"),
-        ("transform.train.0: runner.data.augment.RandomShift refuses", "got 9"),
+        ("transform.train.0: runner.data.transforms.augment.RandomShift refuses", "got 9"),
     ),
     Mistake(
         "patch size", ("train", "model=vit_tiny", "~model.width", "model.patch_size=3"), ("patch_size must divide",)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from runner.config.errors import UserError
-from runner.data.pictures import read_image
+from runner.data.sources.image_io import read_image
 
 
 def call(*words: str) -> subprocess.CompletedProcess[str]:

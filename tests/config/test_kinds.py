@@ -25,7 +25,7 @@ PLACES = (
 )
 DOWNLOADS = {
     "torchvision.datasets.MNIST": "data.dataset",
-    "runner.data.torchvision_sets.kmnist": "data.dataset",
+    "runner.data.sources.torchvision_sets.kmnist": "data.dataset",
     "torchvision.models.resnet18": "model",
     "torchvision.models.segmentation.fcn_resnet50": "model",
     "runner.models.torchvision_zoo.classifier": "model",
@@ -67,7 +67,7 @@ def test_a_target_that_downloads_or_writes_is_built_in_its_own_section_alone(tar
 
 def test_the_users_word_counts_in_its_own_section_alone(compose: Compose) -> None:
     line = compose("data=mnist")
-    node = {"_target_": "runner.data.torchvision_sets.mnist", "root": "evil", "download": True}
+    node = {"_target_": "runner.data.sources.torchvision_sets.mnist", "root": "evil", "download": True}
     with pytest.raises(ConfigError, match=r"loss\._target_"):
         merged(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
     own = {"_target_": "strange_package.Net"}

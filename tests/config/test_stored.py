@@ -327,7 +327,7 @@ def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, original
 
 def test_a_file_cannot_have_data_fetched(original, compose) -> None:
     original["data"]["download"] = True
-    original["data"]["dataset"] = {"_target_": "runner.data.torchvision_sets.mnist", "download": True}
+    original["data"]["dataset"] = {"_target_": "runner.data.sources.torchvision_sets.mnist", "download": True}
     text = stored.dump(original)
     values, differences = merged(text, "c.pt", compose())
     assert (values["data"]["download"], values["data"]["dataset"]["download"]) == (False, False)

@@ -250,8 +250,8 @@ os.system subprocess.run subprocess.Popen builtins.eval builtins.exec builtins._
 shutil.rmtree pickle.loads importlib.import_module functools.partial
 runner.config.targets.importlib.import_module runner.config.targets.build runner.config.targets.resolve
 runner.tracking.files.write_json runner.tracking.files.os.system runner.checkpoint.file.write runner.cli.main
-runner.verbs.train.main runner.data.folders.os.remove runner.data.assembly.os.system runner.data.assembly.build
-runner.data.torchvision_sets.tarfile.open runner.data.loaders.signal.signal runner.optim.losses.torch.load
+runner.verbs.train.main runner.data.sources.folders.os.remove runner.data.build.os.system runner.data.build.build
+runner.data.sources.torchvision_sets.tarfile.open runner.data.loaders.signal.signal runner.optim.losses.torch.load
 runner.models.mlp._private runner.models runner.models.checks.no_such_thing
 torch.load torch.save torch.hub.load torch.os.system torch.jit.load torch.compile torch.ops.load_library
 torch.serialization.os.system torch.utils.cpp_extension.load torch.package.PackageImporter torch.nn.functional.relu
@@ -265,8 +265,9 @@ os torch nothing_at_all.Net
 """
 USUAL = """
 runner.models.mlp.MLP runner.models.small_cnn.SmallCNN runner.models.torchvision_zoo.classifier
-runner.data.digits.digits runner.data.synthetic.synthetic runner.data.augment.RandomShift
-runner.data.mixing.Mixup runner.data.colour.ColorJitter runner.data.resized_crop.RandomResizedCrop
+runner.data.sources.digits.digits runner.data.sources.synthetic.synthetic runner.data.transforms.augment.RandomShift
+runner.data.transforms.mixing.Mixup runner.data.transforms.color_jitter.ColorJitter
+runner.data.transforms.resized_crop.RandomResizedCrop
 runner.optim.muon.Muon runner.optim.losses.CrossEntropy runner.optim.schedules.OneCycle
 runner.engine.tasks.Classification runner.engine.callbacks.EarlyStopping runner.tracking.loggers.TensorBoard
 torch.nn.Linear torch.nn.Sequential torch.nn.CrossEntropyLoss torch.optim.SGD torch.optim.AdamW
@@ -333,7 +334,7 @@ def test_a_strangers_module_is_not_even_imported(trust, workdir, monkeypatch):
 
 
 def test_an_instance_is_nothing_to_build_from_a_file():
-    assert refusal("runner.data.folders.EXTENSIONS", [])
+    assert refusal("runner.data.sources.folders.EXTENSIONS", [])
     assert refusal("torch.float32", [])
     assert isinstance(resolve("torch.float32"), torch.dtype)
 
@@ -350,7 +351,7 @@ def test_an_instance_is_nothing_to_build_from_a_file():
         "torch.nn.ParameterDict",
         "torchvision.datasets.LSUN",
         "torchvision.datasets.LSUNClass",
-        "runner.data.assembly.assemble",
+        "runner.data.build.assemble",
         "runner.data.workers.WorkerLoader",
     ],
 )

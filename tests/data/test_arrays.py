@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from runner.data.arrays import ImageArrays
+from runner.data.sources.arrays import ImageArrays
 
 
 def _arrays(count: int = 6) -> ImageArrays:

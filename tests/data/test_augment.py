@@ -13,11 +13,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.config.errors import UserError
-from runner.data import augment
-from runner.data.augment import Pipeline, RandomBrightnessContrast, RandomErasing, RandomFlip, RandomShift, chosen_from
-from runner.data.colour import ColorJitter
-from runner.data.keyed import Draws
-from runner.data.resized_crop import RandomResizedCrop
+from runner.data.sample_rng import Draws
+from runner.data.transforms import augment
+from runner.data.transforms.augment import (
+    Pipeline,
+    RandomBrightnessContrast,
+    RandomErasing,
+    RandomFlip,
+    RandomShift,
+    chosen_from,
+)
+from runner.data.transforms.color_jitter import ColorJitter
+from runner.data.transforms.resized_crop import RandomResizedCrop
 
 CPU = torch.device("cpu")
 TRANSFORMS: dict[str, Callable[[], Callable[[Tensor, Draws], Tensor]]] = {

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
-from runner.data.assembly import Splits, assemble
+from runner.data.build import Splits, assemble
 from runner.data.cache import Cache, Opened
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Header, Unusable
 from runner.data.loaders import MemoryLoader
@@ -480,14 +480,17 @@ def photos(tmp_path: Path) -> Path:
 
 
 AUGMENTED = Transform(
-    train=[{"_target_": "runner.data.augment.RandomShift"}, {"_target_": "runner.data.augment.RandomFlip"}]
+    train=[
+        {"_target_": "runner.data.transforms.augment.RandomShift"},
+        {"_target_": "runner.data.transforms.augment.RandomFlip"},
+    ]
 )
-NOISY = Transform(sample_train=[{"_target_": "runner.data.crops.RandomResizedCrop", "size": None}])
+NOISY = Transform(sample_train=[{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": None}])
 
 
 def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> Splits:
     settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
-    node = {"_target_": "runner.data.folders.image_folder"}
+    node = {"_target_": "runner.data.sources.folders.image_folder"}
     data = Data(dataset=node, root=str(root), **(settings | keys))
     return assemble(data, transform or Transform(), 3, CPU, 4, channels_last=False)
 
@@ -553,7 +556,7 @@ def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Pat
 
 def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
     def read_once(residency: Any = "auto") -> Splits:
-        node = {"_target_": "runner.data.folders.image_folder"}
+        node = {"_target_": "runner.data.sources.folders.image_folder"}
         data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0)
         data.residency = residency
         return assemble(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
@@ -583,7 +586,7 @@ def test_a_changed_file_is_decoded_again(photos: Path) -> None:
 
 @pytest.mark.parametrize("key", ["sample_train", "sample_eval"])
 def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other(photos: Path, key: str) -> None:
-    crops = Transform(**{key: [{"_target_": "runner.data.crops.RandomResizedCrop", "size": 16}]})
+    crops = Transform(**{key: [{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": 16}]})
     with pytest.raises(UserError, match=rf"transform.{key}.0 cuts from whole images\n.*allowed: data.cache=null"):
         put_together(photos, crops, cache="disk")
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from runner.data.crops import RandomResizedCrop
-from runner.data.folders import ImageFolder
-from runner.data.keyed import seed_generators
 from runner.data.loaders import Batch
-from runner.data.pictures import read_image
+from runner.data.sample_rng import seed_generators
+from runner.data.sources.folders import ImageFolder
+from runner.data.sources.image_io import read_image
+from runner.data.transforms.crops import RandomResizedCrop
 from runner.data.workers import WorkerLoader
 
 

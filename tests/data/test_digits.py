@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from runner.data import digits as module
-from runner.data.digits import digits
+from runner.data.sources import digits as module
+from runner.data.sources.digits import digits
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_only_the_training_split_is_given():
 
 def test_reading_imports_neither_scikit_learn_nor_torchvision():
     code = (
-        "import sys; from runner.data.digits import digits; digits();"
+        "import sys; from runner.data.sources.digits import digits; digits();"
         "assert not {'sklearn', 'scipy', 'torchvision'} & set(sys.modules), 'a slow import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

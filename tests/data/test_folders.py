@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from runner.config.errors import UserError
-from runner.data.folders import ImageFolder, image_folder
-from runner.data.pictures import read_image
+from runner.data.sources.folders import ImageFolder, image_folder
+from runner.data.sources.image_io import read_image
 from runner.data.workers import WorkerLoader
 
 

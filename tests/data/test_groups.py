@@ -15,10 +15,10 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.arrays import ImageArrays
-from runner.data.folders import image_folder
 from runner.data.groups import groups_of
 from runner.data.leakage import leaks
+from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.folders import image_folder
 from runner.data.splits import carve
 
 

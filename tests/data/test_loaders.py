@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.data.loaders import Batch, MemoryLoader
 from runner.data.samples import as_target, as_tensor
-from runner.data.synthetic import synthetic
+from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -368,7 +368,7 @@ def test_an_array_that_must_not_be_written_to_is_copied() -> None:
 
 LEFT_RUNNING = """
 import torch
-from runner.data.synthetic import synthetic
+from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
 arrays = synthetic(samples=40, image_size=6)["train"]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.arrays import ImageArrays
-from runner.data.augment import Pipeline, RandomShift
 from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.marks import PREPARE, WAIT, Reading, marked, reading
+from runner.data.sources.arrays import ImageArrays
+from runner.data.transforms.augment import Pipeline, RandomShift
 from runner.data.workers import WorkerLoader
 
 CPU = torch.device("cpu")

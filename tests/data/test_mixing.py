@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.keyed import Draws
-from runner.data.mixing import BatchMix, CutMix, Mixing, Mixup, OneOf
+from runner.data.sample_rng import Draws
+from runner.data.transforms.mixing import BatchMix, CutMix, Mixing, Mixup, OneOf
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -226,7 +226,7 @@ def test_every_loss_trains_on_blended_classes(train: Callable[..., Any], loss: s
     ("words", "message"),
     [
         (("data.batch_size=1",), "transform.mix: blends samples of a batch, but data.batch_size=1"),
-        (("transform.mix.choices=[]",), "transform.mix: runner.data.mixing.OneOf refuses"),
+        (("transform.mix.choices=[]",), "transform.mix: runner.data.transforms.mixing.OneOf refuses"),
         (("transform.mix.choices.0.alpha=x",), "transform.mix.choices.0.alpha: cannot be x"),
         (("transform=none", "transform.mix={alpha: 1}"), "transform.mix: names nothing to build"),
         (("transform=none", "transform.mix={_target_: builtins.dict}"), "transform.mix: builtins.dict gives something"),

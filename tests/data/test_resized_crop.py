@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.data.keyed import Draws
-from runner.data.resized_crop import RandomResizedCrop
+from runner.data.sample_rng import Draws
+from runner.data.transforms.resized_crop import RandomResizedCrop
 
 
 class Scripted(Draws):

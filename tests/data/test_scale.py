@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.data.order import EpochOrder
+from runner.data.sampler import EpochOrder
 
 BILLION = 10**9
 MIDDLE = 15_000_000  # batches into the epoch, most of a billion samples

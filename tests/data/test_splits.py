@@ -9,7 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.arrays import ImageArrays
+from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import carve, split_indices, targets_of
 
 FRACTION = st.one_of(st.just(0.0), st.floats(0.0, 0.6, allow_nan=False), st.sampled_from([0.1, 0.15, 0.25, 1 / 3, 0.5]))

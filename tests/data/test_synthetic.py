@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.data.synthetic import synthetic
+from runner.data.sources.synthetic import synthetic
 
 
 def test_same_arguments_give_the_same_bits():

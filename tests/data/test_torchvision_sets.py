@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.config.errors import UserError
-from runner.data import torchvision_sets as sets
+from runner.data.sources import torchvision_sets as sets
 
 IMAGES = torch.arange(12 * 5 * 4).remainder(256).to(torch.uint8).reshape(12, 5, 4)
 LABELS = torch.arange(12).remainder(10).to(torch.uint8)
@@ -79,7 +79,7 @@ def test_result_and_class_names_equal_those_of_torchvision(tmp_path, name):
 def test_reading_idx_files_does_not_import_torchvision(tmp_path):
     _write_family(tmp_path)
     code = (
-        f"import sys; from runner.data.torchvision_sets import mnist; mnist({str(tmp_path)!r}, False);"
+        f"import sys; from runner.data.sources.torchvision_sets import mnist; mnist({str(tmp_path)!r}, False);"
         "assert 'torchvision' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,32 +11,38 @@ import torch
 from torch import Tensor
 
 from runner.config.schema.sections import Data, Transform
-from runner.data import augment, colour, mixing, policies, resized_crop
-from runner.data.assembly import Splits, assemble
-from runner.data.augment import Pipeline
+from runner.data.build import Splits, assemble
+from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
+from runner.data.transforms.augment import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 CPU = torch.device("cpu")
 TRAIN: dict[str, dict[str, Any]] = {
-    "runner.data.augment.RandomShift": {"share": 0.3},
-    "runner.data.augment.RandomFlip": {},
-    "runner.data.augment.RandomBrightnessContrast": {},
-    "runner.data.augment.RandomErasing": {"p": 0.8, "share": 0.5},
-    "runner.data.colour.ColorJitter": {"hue": 0.2},
-    "runner.data.resized_crop.RandomResizedCrop": {},
-    "runner.data.policies.RandAugment": {"num_ops": 3, "magnitude": 15},
-    "runner.data.policies.TrivialAugment": {},
+    "runner.data.transforms.augment.RandomShift": {"share": 0.3},
+    "runner.data.transforms.augment.RandomFlip": {},
+    "runner.data.transforms.augment.RandomBrightnessContrast": {},
+    "runner.data.transforms.augment.RandomErasing": {"p": 0.8, "share": 0.5},
+    "runner.data.transforms.color_jitter.ColorJitter": {"hue": 0.2},
+    "runner.data.transforms.resized_crop.RandomResizedCrop": {},
+    "runner.data.transforms.auto_augment.RandAugment": {"num_ops": 3, "magnitude": 15},
+    "runner.data.transforms.auto_augment.TrivialAugment": {},
 }
 MIX: dict[str, dict[str, Any]] = {
-    "runner.data.mixing.Mixup": {"alpha": 0.5},
-    "runner.data.mixing.CutMix": {},
-    "runner.data.mixing.OneOf": {
-        "choices": [{"_target_": "runner.data.mixing.Mixup"}, {"_target_": "runner.data.mixing.CutMix"}]
+    "runner.data.transforms.mixing.Mixup": {"alpha": 0.5},
+    "runner.data.transforms.mixing.CutMix": {},
+    "runner.data.transforms.mixing.OneOf": {
+        "choices": [
+            {"_target_": "runner.data.transforms.mixing.Mixup"},
+            {"_target_": "runner.data.transforms.mixing.CutMix"},
+        ]
     },
 }
-FURTHER = [("runner.data.augment.RandomShift", {"share": 0.3, "padding": padding}) for padding in ("edge", "reflect")]
-FURTHER += [("runner.data.augment.RandomFlip", {"alternate": True})]
+FURTHER = [
+    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": padding})
+    for padding in ("edge", "reflect")
+]
+FURTHER += [("runner.data.transforms.augment.RandomFlip", {"alternate": True})]
 CASES = [*TRAIN.items(), *FURTHER]
 cases = pytest.mark.parametrize(
     ("target", "arguments"), CASES, ids=[f"{target.rsplit('.')[-1]}-{words}" for target, words in CASES]
@@ -52,7 +58,7 @@ def built(target: str, arguments: dict[str, Any]) -> Any:
 def test_no_transform_is_left_out() -> None:
     there = {
         f"{module.__name__}.{name}"
-        for module in (augment, colour, resized_crop, policies, mixing)
+        for module in (augment, color_jitter, resized_crop, auto_augment, mixing)
         for name, made in vars(module).items()
         if inspect.isclass(made)
         and made.__module__ == module.__name__
@@ -108,7 +114,7 @@ def batches(splits: Splits) -> list[tuple[Tensor, ...]]:
 def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str, Any], channels_last: bool) -> None:
     node = {"_target_": target, **arguments}
     transform = Transform(mix=node) if target in MIX else Transform(train=[node])
-    dataset = {"_target_": "runner.data.synthetic.synthetic", "samples": 75, "image_size": 8, "classes": 5}
+    dataset = {"_target_": "runner.data.sources.synthetic.synthetic", "samples": 75, "image_size": 8, "classes": 5}
     found = []
     for keys in ({"residency": "ram"}, {"residency": "disk", "num_workers": 2 if channels_last else 0}):
         data = Data(dataset=dataset, batch_size=16, pin_memory=False, **keys)  # type: ignore[arg-type]
@@ -122,7 +128,7 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
 def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Callable[..., Any]) -> None:
     words = ("data=synthetic", "data.dataset.samples=40", "data.image_size=8", "data.batch_size=16", "data.hflip=0.5")
     node = compose(*words, "transform=augmix").values["transform"]
-    dataset = {"_target_": "runner.data.synthetic.synthetic", "samples": 40, "image_size": 8, "classes": 5}
+    dataset = {"_target_": "runner.data.sources.synthetic.synthetic", "samples": 40, "image_size": 8, "classes": 5}
     plain = Transform(**node | {"sample_train": []})
     found = []
     for workers, transform in ((0, Transform(**node)), (2, Transform(**node)), (0, plain)):

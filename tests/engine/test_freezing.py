@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.engine.averaging import Averaged
 from runner.engine.freezing import Freezing, Frozen, Thaw
 from runner.engine.state import Position
+from runner.engine.weight_average import Averaged
 
 
 class Net(nn.Module):

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from runner.engine.averaging import Averaged
 from runner.engine.errors import Preempted
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.generators import untouched_generators
-from runner.engine.guard import Guard
+from runner.engine.nonfinite import Guard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
 from runner.engine.step import train_step
+from runner.engine.weight_average import Averaged
 
 
 def network() -> nn.Module:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.assembly.training import build_training
+from runner.build.run import build_training
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import checked

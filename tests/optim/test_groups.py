@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.assembly.optimizer import build_optimizer, table_of_groups
+from runner.build.optimizer import build_optimizer, table_of_groups
 from runner.config.errors import UserError
 from runner.config.resolve import checked
 from runner.config.schema import Train

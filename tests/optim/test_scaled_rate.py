@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.assembly.optimizer import build_optimizer
+from runner.build.optimizer import build_optimizer
 from runner.config.resolve import checked
 from runner.config.schema import Train
 

@@ -14,7 +14,6 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
-from runner.assembly import training
 from runner.config.errors import UserError
 from runner.runtime import determinism, device
 from runner.runtime.determinism import caller_in_backward, operation, operations_named, refusal
@@ -214,7 +213,7 @@ def test_the_workspace_of_cublas_is_set_before_the_device_is_touched(
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         return torch.device("cpu"), "as set"
 
-    monkeypatch.setattr(training, "choose_device", choose)
+    monkeypatch.setattr(run, "choose_device", choose)
     assert run("train", *FEW).status == 0
     assert run("train", *FEW, f"deterministic={str(mode).lower()}").status == 0
     assert seen == [None, ":4096:8"]

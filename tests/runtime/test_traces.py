@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.assembly.averaging import _feed
-from runner.assembly.learner import probe
-from runner.assembly.training import Training, build_training, training_flops
+from runner.build.model import probe
+from runner.build.run import Training, build_training, training_flops
+from runner.build.weight_average import _feed
 from runner.config.resolve import checked
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
@@ -22,7 +22,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.range_test import exponential, range_test
 from runner.engine.state import Position
 from runner.runtime.blocks import _Probe as Trial
-from runner.verbs._inspecting.watch import pass_through as watched
+from runner.verbs.inspect.watch import pass_through as watched
 
 
 class Assigning(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from check_zoo import Case
 from torch import Tensor, nn
 
-from runner.data.arrays import ImageArrays
+from runner.data.sources.arrays import ImageArrays
 
 SIDE, TRAIN = 48, 300
 

@@ -164,13 +164,14 @@ HEALTHY = {
     "numbers": NUMBERS,
     "batches of 64": ("data.batch_size=64",),
     "accumulated": ("accumulate=4",),
-    "crops and colour": ("transform.train=[{_target_: runner.data.resized_crop.RandomResizedCrop, scale: [0.25, 1.0]}, "
-                         "{_target_: runner.data.augment.RandomFlip}, {_target_: runner.data.colour.ColorJitter, brightness: 0.4, "
-                         "contrast: 0.4, saturation: 0.4, hue: 0.0}]",),
-    "small crops": ("transform.train=[{_target_: runner.data.resized_crop.RandomResizedCrop, scale: [0.08, 1.0]}]",),
-    "RandAugment": ("transform.train=[{_target_: runner.data.policies.RandAugment}]",),
-    "erasing": ("transform.train=[{_target_: runner.data.augment.RandomErasing, p: 0.5, share: 0.25}]",),
-    "mixup": ("transform.mix={_target_: runner.data.mixing.Mixup, alpha: 0.2, p: 1.0}",),
+    "crops and colour": ("transform.train=[{_target_: runner.data.transforms.resized_crop.RandomResizedCrop, scale: [0.25, 1.0]}, "
+                         "{_target_: runner.data.transforms.augment.RandomFlip}, "
+                         "{_target_: runner.data.transforms.color_jitter.ColorJitter, brightness: 0.4, contrast: 0.4, "
+                         "saturation: 0.4, hue: 0.0}]",),
+    "small crops": ("transform.train=[{_target_: runner.data.transforms.resized_crop.RandomResizedCrop, scale: [0.08, 1.0]}]",),
+    "RandAugment": ("transform.train=[{_target_: runner.data.transforms.auto_augment.RandAugment}]",),
+    "erasing": ("transform.train=[{_target_: runner.data.transforms.augment.RandomErasing, p: 0.5, share: 0.25}]",),
+    "mixup": ("transform.mix={_target_: runner.data.transforms.mixing.Mixup, alpha: 0.2, p: 1.0}",),
     "images of floats": ("data.dataset={_target_: check_photos.dataset, fault: floats}",),
     "64 pixels": ("data.dataset={_target_: check_photos.dataset, side: 64}",),
     "binary cross-entropy": ("loss={_target_: runner.optim.losses.BinaryCrossEntropy}",),

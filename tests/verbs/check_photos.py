@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.arrays import ImageArrays
+from runner.data.sources.arrays import ImageArrays
 
 SIDE, CLASSES, TRAIN, TEST = 32, 4, 320, 120
 NAMES = ("ball", "box", "cross", "ring")

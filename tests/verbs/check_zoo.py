@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from runner.data.arrays import ImageArrays
-from runner.data.synthetic import synthetic
+from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.synthetic import synthetic
 
 CLASSES = 4
 
@@ -309,7 +309,7 @@ CASES = [
     _data("unreadable", "readable", "fail", "OSError: the file is truncated"),
     Case("wrong normalisation", ("data.normalize.mean=[127,127,127]", "data.normalize.std=[60,60,60]"),
          "normalization", "fail", "mean [127, 127, 127]"),
-    Case("augmentation on validation", ("transform.eval=[{_target_: runner.data.augment.RandomFlip}]",),
+    Case("augmentation on validation", ("transform.eval=[{_target_: runner.data.transforms.augment.RandomFlip}]",),
          "evaluation-transform", "fail", "differ when they are read again"),
     Case("empty augmentation", ("transform.train=[{_target_: check_zoo.Blank}]",),
          "augmentation", "fail", "with augmentation"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from photo_folder import photo
 from torch import Tensor, nn
 
-from runner.data.arrays import ImageArrays
+from runner.data.sources.arrays import ImageArrays
 
 KINDS = 4
 

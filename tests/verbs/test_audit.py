@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from runner.checkpoint import file
-from runner.verbs._audit import sides
-from runner.verbs.audit import spelled_out
+from runner.verbs.audit import instrumented_run, spelled_out
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
@@ -101,7 +100,8 @@ def test_what_does_not_repeat_after_forward_or_before_it_is_named(
         ),
         (
             (
-                "transform.train=[{_target_: runner.data.augment.RandomFlip}, {_target_: audit_faults.OwnGeneratorOfBatches}]",
+                "transform.train=[{_target_: runner.data.transforms.augment.RandomFlip}, "
+                "{_target_: audit_faults.OwnGeneratorOfBatches}]",
             ),
             "OwnGeneratorOfBatches (transform.train.1)",
         ),
@@ -163,7 +163,7 @@ def test_modules_of_a_compiled_model_are_not_looked_into(
     audit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = audit(*QUICK)
-    monkeypatch.setattr(sides.Side, "compiled", True)
+    monkeypatch.setattr(instrumented_run.Side, "compiled", True)
     found = audit(*QUICK)
     assert found["same"]
     assert found["notes"] == ["activations are left out: a compiled model cannot be looked into"]
@@ -173,10 +173,10 @@ def test_modules_of_a_compiled_model_are_not_looked_into(
 def test_two_sides_that_do_not_fit_into_the_memory_are_a_sentence(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(side: sides.Side) -> None:
+    def no_room(side: instrumented_run.Side) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(sides.Side, "step", no_room)
+    monkeypatch.setattr(instrumented_run.Side, "step", no_room)
     result = run(*QUICK)
     assert result.status == 2
     assert "data.batch_size: two trainings side by side need more memory than the device has" in result.err

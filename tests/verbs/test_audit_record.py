@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from runner.verbs._audit.record import Difference, Entry, Recorder, amount, differences, same
+from runner.verbs.audit.record import Difference, Entry, Recorder, amount, differences, same
 
 
 def entry(value: object, budget: int = 1000) -> Entry:

@@ -20,7 +20,7 @@ import os, signal, time
 from pathlib import Path
 
 from runner.config.errors import UserError
-from runner.data.synthetic import synthetic
+from runner.data.sources.synthetic import synthetic
 from torch.utils.data import Dataset, get_worker_info
 
 

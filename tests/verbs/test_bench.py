@@ -108,7 +108,7 @@ def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def bench(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=5")`."""
-    monkeypatch.setattr("runner.verbs._bench.report.bars", lambda *_: None)
+    monkeypatch.setattr("runner.verbs.bench.report.bars", lambda *_: None)
 
     def call(*words: str) -> dict[str, Any]:
         result = run("bench", *TINY, *NET, *words, "json=true")
@@ -162,7 +162,7 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
 
 
 def test_if_nothing_pays_it_says_so(run: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.verbs._bench.report.bars", lambda *_: None)
+    monkeypatch.setattr("runner.verbs.bench.report.bars", lambda *_: None)
     result = run("bench", *TINY, *NET, "model.with_channels_last_ms=4", "toggles=[channels_last]")
     assert result.status == 0, result.err
     assert result.out.strip().splitlines()[-2] == "recommended: nothing to change"
@@ -253,7 +253,7 @@ def test_switches_of_torch_are_set_for_each_candidate_and_put_back(
 def test_without_room_for_all_candidates_each_is_built_for_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs._bench.toggles.room_for", lambda *_: False)
+    monkeypatch.setattr("runner.verbs.bench.toggles.room_for", lambda *_: False)
     found = bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=25", "tolerance=1.0")
     assert found["by_name"]["amp=bf16"]["ratio"]["median"] > 1.5
     assert found["by_name"]["amp=bf16"]["same_bits"] is True

@@ -12,7 +12,7 @@ import pytest
 from runner.config.app import Composition, current, launch
 from runner.config.resolve import checked
 from runner.config.schema.bench import Bench
-from runner.verbs._bench.candidates import Candidate, Facts, candidates, data_candidates, setting, together
+from runner.verbs.bench.candidates import Candidate, Facts, candidates, data_candidates, setting, together
 
 CPU = Facts(
     device="cpu",

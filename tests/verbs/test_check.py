@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runner.verbs._check.work import CHECKS
 from runner.verbs.check import spelled_out
+from runner.verbs.check.work import CHECKS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
@@ -122,7 +122,7 @@ def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any]
 
 def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.checkpoint.digest import weights_sha256
-    from runner.verbs._check import work
+    from runner.verbs.check import work
 
     seen: set[str] = set()
     real = work.made

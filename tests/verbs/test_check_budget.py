@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runner.verbs._check.deadline import OutOfTime, stop_after
-from runner.verbs._check.look import drawn
+from runner.verbs.check.deadline import OutOfTime, stop_after
+from runner.verbs.check.split_stats import drawn
 
 CLASSES, EACH = 5, 80
 

@@ -19,7 +19,7 @@ import check_photo_zoo
 import check_photos
 from check_zoo import Case
 
-from runner.verbs._check import work
+from runner.verbs.check import work
 
 BASE = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.split.val=0.2"),
@@ -92,7 +92,7 @@ def test_healthy_trainings_raise_nothing(check: Callable[..., Any], name: str) -
 @pytest.mark.parametrize("fault", ["", "format", "mode", "size", "bytes"])
 def test_files_that_give_the_label_away_are_found(check: Callable[..., Any], tmp_path: Path, fault: str) -> None:
     root = check_photos.folder(tmp_path / "photos", fault)
-    data = f"data.dataset={{_target_: runner.data.folders.image_folder, root: '{root}', image_size: 32}}"
+    data = f"data.dataset={{_target_: runner.data.sources.folders.image_folder, root: '{root}', image_size: 32}}"
     checks = check(data, "data.split.test=0.2", "only=[data,labels,batches,splits,shortcuts]")
     assert checks["build"]["status"] == "pass", checks["build"]
     found = {name for name, each in checks.items() if each["status"] in ("warn", "fail")}

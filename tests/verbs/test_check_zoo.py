@@ -18,8 +18,8 @@ import check_held_out
 import check_photo_zoo
 import check_zoo
 
-from runner.verbs._check import work
-from runner.verbs._check.work import CHECKS
+from runner.verbs.check import work
+from runner.verbs.check.work import CHECKS
 
 HEALTHY = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_zoo.shapes}", "data.split.val=0.2"),

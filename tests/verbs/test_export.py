@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from runner.checkpoint.file import read, write
 from runner.config.app import Composition
 from runner.config.schema.export import Export
-from runner.data.digits import digits
+from runner.data.sources.digits import digits
 from runner.verbs import _checkpoint
 
 CALL = ("export", "threads=1")
@@ -28,7 +28,7 @@ with_packages = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.verbs._export.compare._SECONDS", 0.0)
+    monkeypatch.setattr("runner.verbs.export.compare._SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
         path.write_bytes(b"")
         return lambda images: model(images) + 1e-3
 
-    monkeypatch.setattr("runner.verbs._export.formats._torch_export", wrong)
+    monkeypatch.setattr("runner.verbs.export.formats._torch_export", wrong)
     result = run(*CALL, f"ckpt_path={trained}")
     assert result.status == 1
     assert "torch_export differs from the model by 0.001" in result.err

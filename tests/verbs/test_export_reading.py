@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from runner.config.schema.sections import Data
-from runner.data.files import ImageFiles, reading_steps
+from runner.data.sources.image_files import ImageFiles, reading_steps
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),

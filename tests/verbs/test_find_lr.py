@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from runner.assembly.rate import find_rate
+from runner.build.auto_lr import find_rate
 from runner.checkpoint.file import read
 
 SMALL = ("threads=1", "model=mlp", "model.hidden=[32]", "transform=none", "scheduler=constant")
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
         frozen.append(not all(weight.requires_grad for weight in training.model.parameters()))
         return find_rate(config, training, *settings)
 
-    monkeypatch.setattr("runner.verbs._find_lr.work.find_rate", look)
+    monkeypatch.setattr("runner.verbs.find_lr.work.find_rate", look)
     freezing = ("freeze=all-but-head", "unfreeze_at=400")
     fresh = run("find-lr", *SMALL, *STEPS, *freezing)
     assert "is never trained" not in fresh.out + fresh.err
@@ -165,7 +165,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_run(
     def fail(*_: Any) -> None:
         raise OSError("no fonts")
 
-    monkeypatch.setattr("runner.assembly.rate.rate_curve", fail)
+    monkeypatch.setattr("runner.build.auto_lr.rate_curve", fail)
     trained = train(*SMALL, *QUICK, "max_steps=2", "lr=auto")
     assert "lr_range.png was not drawn: no fonts" in trained.out
     assert trained.summary["status"] == "finished"

@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from runner.assembly.training import Training, build_training
+from runner.build.run import Training, build_training
 from runner.config.resolve import checked
 from runner.config.schema.inspect import Inspect
-from runner.verbs._inspecting.watch import pass_through
 from runner.verbs.inspect import spelled_out
+from runner.verbs.inspect.watch import pass_through
 
 DATA = (
     "threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8",
@@ -85,7 +85,7 @@ def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable
 
 
 def test_weights_that_two_modules_share_count_once() -> None:
-    from runner.verbs._inspecting.layers import anatomy
+    from runner.verbs.inspect.layers import anatomy
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -154,7 +154,7 @@ def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Ca
 
 
 def test_dead_units_are_channels_that_give_nothing_anywhere() -> None:
-    from runner.verbs._inspecting.statistics import dead_units
+    from runner.verbs.inspect.statistics import dead_units
 
     outputs = torch.rand(4, 3, 5, 5) + 0.1
     assert dead_units(outputs) is None, "nothing is 0, so nothing was cut off"
@@ -169,7 +169,7 @@ def test_dead_units_are_channels_that_give_nothing_anywhere() -> None:
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
-    from runner.verbs._inspecting.statistics import summarize
+    from runner.verbs.inspect.statistics import summarize
 
     found = summarize("x", torch.tensor([1.0, float("nan"), 3.0, float("inf"), 0.0]))
     assert (found.not_finite, found.mean, found.minimum, found.maximum) == (2, pytest.approx(4 / 3), 0.0, 3.0)
@@ -204,7 +204,7 @@ def test_every_part_gives_its_pictures_and_one_page_has_them_all(inspect: Callab
 
 
 def test_maps_are_drawn_of_the_outer_layers_or_of_those_that_are_named(inspect: Callable[..., Any]) -> None:
-    from runner.verbs._inspecting.layers import Layer, outer_maps
+    from runner.verbs.inspect.layers import Layer, outer_maps
 
     assert inspect(*SMALL, "what=features", "tensors=stages.1")["files"] == ["features_stages.1.png", "report.html"]
     shapes = {
@@ -270,7 +270,7 @@ def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_che
     trained: Any, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = dict.fromkeys((*PARTS, "errors"), lambda found: None)
-    monkeypatch.setattr("runner.verbs._inspecting.work.PARTS", nothing)
+    monkeypatch.setattr("runner.verbs.inspect.work.PARTS", nothing)
     assert tuple(inspect(*SMALL)["what"]) == PARTS
     assert tuple(inspect(f"ckpt_path={trained.directory}")["what"]) == (*PARTS, "errors")
     assert inspect(*SMALL, "what=errors,layers")["what"] == ["layers", "errors"]
@@ -332,7 +332,7 @@ def test_features_without_a_file_go_into_the_run(trained: Any, inspect: Callable
 def test_no_more_than_a_batch_of_features_is_held_and_a_failure_leaves_nothing(tmp_path: Path) -> None:
     import weakref
 
-    from runner.verbs._inspecting.features_file import write_features
+    from runner.verbs.inspect.features_file import write_features
 
     alive: list[weakref.ref[Tensor]] = []
 
@@ -424,8 +424,8 @@ def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, r
 
 def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
     from runner.tracking.console import Console
-    from runner.verbs._inspecting.page import Table
-    from runner.verbs._inspecting.work import _show
+    from runner.verbs.inspect.page import Table
+    from runner.verbs.inspect.work import _show
 
     rows = [[f"layer {number}", str(number)] for number in range(99)]
     _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
@@ -437,7 +437,7 @@ def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixtur
 
 
 def test_a_page_runs_nothing_whatever_things_are_called(tmp_path: Path) -> None:
-    from runner.verbs._inspecting.page import Table, page
+    from runner.verbs.inspect.page import Table, page
 
     picture = tmp_path / "a<b.png"
     picture.write_bytes(b"png")
@@ -451,7 +451,7 @@ def test_a_page_runs_nothing_whatever_things_are_called(tmp_path: Path) -> None:
 def test_a_module_called_like_a_path_writes_into_the_folder_alone(
     built: Callable[..., Training], tmp_path: Path
 ) -> None:
-    from runner.verbs._inspecting.pictures import draw_maps
+    from runner.verbs.inspect.pictures import draw_maps
 
     training = built(*SMALL)
     model = nn.Sequential()
@@ -467,7 +467,7 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(
 def test_layers_whose_names_differ_in_special_characters_have_a_picture_each(
     built: Callable[..., Training], tmp_path: Path
 ) -> None:
-    from runner.verbs._inspecting.pictures import draw_maps
+    from runner.verbs.inspect.pictures import draw_maps
 
     training = built(*SMALL)
     model = nn.Sequential()
@@ -491,11 +491,11 @@ def test_as_many_filters_are_told_as_are_drawn(
     from types import SimpleNamespace
     from typing import cast
 
-    from runner.data.assembly import Splits
-    from runner.verbs._inspecting.pictures import draw_filters
+    from runner.data.build import Splits
+    from runner.verbs.inspect.pictures import draw_filters
 
     seen: list[Any] = []
-    monkeypatch.setattr("runner.verbs._inspecting.pictures.filter_grid", lambda shown, *_: seen.append(shown))
+    monkeypatch.setattr("runner.verbs.inspect.pictures.filter_grid", lambda shown, *_: seen.append(shown))
     splits = cast(Splits, SimpleNamespace(channels=channels, image_size=(8, 8)))
     assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
     assert len(seen[0]) == drawn
@@ -504,7 +504,7 @@ def test_as_many_filters_are_told_as_are_drawn(
 def test_features_that_are_not_by_image_are_refused(
     trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs._inspecting.work.extractor", lambda *_: lambda images: {"head": images.mean()})
+    monkeypatch.setattr("runner.verbs.inspect.work.extractor", lambda *_: lambda images: {"head": images.mean()})
     result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
     assert result.status == 2
     assert "features: 'head' gives () for 1 image, which is not a row an image" in result.err
@@ -513,7 +513,7 @@ def test_features_that_are_not_by_image_are_refused(
 
 def test_features_whose_shape_changes_from_batch_to_batch_are_a_sentence(tmp_path: Path) -> None:
     from runner.config.errors import UserError
-    from runner.verbs._inspecting.features_file import write_features
+    from runner.verbs.inspect.features_file import write_features
 
     batches = iter([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
     with pytest.raises(UserError, match=r"features: x has rows of \(4,\) in one batch and of \(3,\) in another"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.verbs._new.plan import _camel, _snake
+from runner.verbs.new.plan import _camel, _snake
 
 SMOKE = ("threads=1", "logger=none", "log.progress=false", "log.curves=false", "debug=smoke", "device=cpu")
 PARTS = {

@@ -17,12 +17,12 @@ from PIL import EpsImagePlugin, Image
 
 from runner.checkpoint.file import read, write
 from runner.config.errors import UserError
-from runner.data.assembly import Splits
-from runner.data.files import fitted
-from runner.data.pictures import read_image
-from runner.data.synthetic import synthetic
+from runner.data.build import Splits
+from runner.data.sources.image_files import fitted
+from runner.data.sources.image_io import read_image
+from runner.data.sources.synthetic import synthetic
 from runner.models.features import PerImage, extractor
-from runner.verbs._predict.inputs import files_in
+from runner.verbs.predict.inputs import files_in
 
 DATA = (
     "data=synthetic", "data.dataset.samples=60", "data.dataset.classes=4", "data.image_size=8", "data.split.val=0.3",
@@ -377,7 +377,7 @@ def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch
 def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turned = "runner.verbs._predict.work.extractor"
+    turned = "runner.verbs.predict.work.extractor"
     monkeypatch.setattr(turned, lambda *_: lambda images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
     assert result.status == 2

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from runner.data.marks import PREPARE, WAIT
-from runner.engine.marks import BACKWARD, FORWARD, OPTIMIZER
+from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
 from runner.runtime.stopwatch import OTHER, Step
-from runner.verbs._profiling.measure import Measured
-from runner.verbs._profiling.verdict import Facts, verdict
+from runner.verbs.profile.measure import Measured
+from runner.verbs.profile.verdict import Facts, verdict
 
 SMALL = (
     "profile", "threads=1", "data=synthetic", "data.dataset.samples=54", "data.image_size=8", "data.batch_size=8",
@@ -38,10 +38,10 @@ class Slow:
 
 @pytest.fixture(autouse=True)
 def short_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.runtime import peaks
+    from runner.runtime import peak_flops
 
-    original = peaks.measured_peak
-    monkeypatch.setattr(peaks, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
+    original = peak_flops.measured_peak
+    monkeypatch.setattr(peak_flops, "measured_peak", lambda device, kind: original(device, kind, seconds=0.02))
 
 
 @pytest.fixture

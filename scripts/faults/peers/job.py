@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from runner.data.digits import digits
+from runner.data.sources.digits import digits
 from runner.models.small_cnn import SmallCNN
 
 SAMPLES, BATCH, EPOCHS, EVERY_STEPS, SEED = 640, 32, 4, 7, 0

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import runner.train  # noqa: F401  # before anything forks, so that no child pays for it
 from faults.peers.job import BATCH, EPOCHS, EVERY_STEPS, SAMPLES, Job
 from runner.cli import main
-from runner.data.digits import digits
+from runner.data.sources.digits import digits
 
 NAME = "runner"
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from runner.checkpoint import file, rng
-from runner.checkpoint.background import mapped
+from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import Found
-from runner.checkpoint.keeper import Keeper, step_name
+from runner.checkpoint.manager import Keeper, step_name
 from runner.config.errors import UserError
 
 T = TypeVar("T")
@@ -47,9 +47,9 @@ def contents(
         config: the resolved config as YAML text.
         classes: names of the classes.
         versions: versions of packages.
-        data: which data the metrics are of, see `runner.data.identity`.
+        data: which data the metrics are of, see `runner.data.dataset_fingerprint`.
         images: channels, height and width of an image, so that the model can be used where the data are not.
-        sources: digests of the files that the user's own components are written in, see `runner.assembly.sources`.
+        sources: digests of the files that the user's own components are written in, see `runner.build.sources`.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {

@@ -156,7 +156,7 @@ def _has_val_folder(config: Train) -> bool:
     """Whether the data are a folder of images with one for validation; told before the data are read."""
     dataset = config.data.dataset
     root, name = dataset.get("root") or config.data.root, dataset.get("val_folder", "val")
-    is_folder = dataset.get("_target_") == "runner.data.folders.image_folder" and isinstance(root, str)
+    is_folder = dataset.get("_target_") == "runner.data.sources.folders.image_folder" and isinstance(root, str)
     return is_folder and isinstance(name, str) and Path(root, name).expanduser().is_dir()
 
 

@@ -28,11 +28,11 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
+from runner.data.bad_samples import StandIns
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, Unwritable, temporary_prefix, write
 from runner.data.indices import Whole
 from runner.data.samples import Keyed, as_target, as_tensor
 from runner.data.splits import targets_of
-from runner.data.stand_ins import StandIns
 from runner.data.workers import WorkerLoader
 
 DECODED_AT_ONCE = 64  # images of a batch while a cache is made

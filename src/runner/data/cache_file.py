@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.reading import open_regular
-from runner.data.stored_images import StoredImages
+from runner.data.sources.stored_images import StoredImages
 
 HEADER_BYTES = 4096
 NOT_READ = "it could not be read when the cache was made"

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.data.arrays import ImageArrays
 from runner.data.groups import groups_of
 from runner.data.indices import Indices
+from runner.data.sources.arrays import ImageArrays
 
 
 def leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:

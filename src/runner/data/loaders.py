@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from runner.data.cuda_prefetch import overlapped
 from runner.data.indices import Indices
-from runner.data.order import EpochOrder
-from runner.data.overlap import overlapped
-from runner.data.stored_images import StoredImages
+from runner.data.sampler import EpochOrder
+from runner.data.sources.stored_images import StoredImages
 
 # Batches are gathered and prepared many at a time, as much as stays in a cache (CPU) or hides launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 
 
 class Prepare(Protocol):
-    """What is done to images on the device, see `runner.data.augment.Pipeline`.
+    """What is done to images on the device, see `runner.data.transforms.augment.Pipeline`.
 
     Attributes:
         per_sample: whether a sample comes out the same in any batch, and no generator with a state is drawn from.

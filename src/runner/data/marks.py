@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from runner.data.arrays import ImageArrays
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, Loader, MemoryLoader
 from runner.data.samples import Keyed
+from runner.data.sources.arrays import ImageArrays
 from runner.data.workers import WorkerLoader
 
 WAIT, PREPARE = "data wait", "copy and augment"

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from runner.config.errors import UserError, first_line
-from runner.data.keyed import preserved_rng, seed_generators
-from runner.data.stand_ins import StandIns, Unreadable
+from runner.data.bad_samples import StandIns, Unreadable
+from runner.data.sample_rng import preserved_rng, seed_generators
 
 SampleTransform = Callable[[Any], Any]
 

@@ -18,14 +18,14 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import DataFailed, UserError
 from runner.config.signals import STOPPING
-from runner.data import deaths
+from runner.data import worker_failures
+from runner.data.bad_samples import StandIns, Unreadable
+from runner.data.cuda_prefetch import overlapped
 from runner.data.indices import Indices
-from runner.data.keyed import mix
 from runner.data.loaders import Batch, Mix, Prepare
-from runner.data.order import EpochOrder
-from runner.data.overlap import overlapped
+from runner.data.sample_rng import mix
+from runner.data.sampler import EpochOrder
 from runner.data.samples import Keyed, Read, SampleTransform, collate
-from runner.data.stand_ins import StandIns, Unreadable
 
 
 class _Request:
@@ -75,7 +75,7 @@ def _signals_wait() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keep torch from warning about the number of workers, which the assembly has told in our own words."""
+    """Keep torch from warning about the number of workers, because the builder already reported it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
@@ -228,16 +228,16 @@ class WorkerLoader:
             yield
             return
         try:
-            with deaths.awaited(), deaths.limited(timeout_s):
+            with worker_failures.awaited(), worker_failures.limited(timeout_s):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
-            complaint = deaths.told([loader._iterator for loader in _LOADERS], error)
-            late = isinstance(error, deaths.TimedOut) or str(error).startswith("DataLoader timed out")
+            complaint = worker_failures.told([loader._iterator for loader in _LOADERS], error)
+            late = isinstance(error, worker_failures.TimedOut) or str(error).startswith("DataLoader timed out")
             if late and not complaint:
                 complaint = self._nothing_came(request)
             if not complaint:
                 raise
-            deaths.kill(self._iterator)
+            worker_failures.kill(self._iterator)
             self.close()
             raise DataFailed(complaint) from error
 
@@ -258,7 +258,7 @@ class WorkerLoader:
 
 def _end(iterator: Any) -> None:
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        deaths.end(iterator)
+        worker_failures.end(iterator)
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
@@ -268,5 +268,5 @@ _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
 def _end_workers() -> None:
     """End what an error has left running: at its end Python waits for workers, which ignore its signal to stop."""
     for loader in list(_LOADERS):
-        deaths.kill(loader._iterator)
+        worker_failures.kill(loader._iterator)
         loader.close()

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from runner.engine.averaging import loss_beside
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
@@ -33,6 +32,7 @@ from runner.engine.generators import untouched_generators
 from runner.engine.plan import Plan, Timeline
 from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
+from runner.engine.weight_average import loss_beside
 
 _STEPS_BETWEEN_COLLECTIONS = 500
 _MOST_ROLLBACKS = 10

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from runner.engine.averaging import Averaged
 from runner.engine.freezing import Freezing
+from runner.engine.weight_average import Averaged
 
 
 class Schedule(Protocol):

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from runner.engine.clipping import AdaptiveClip, clip_gradients
-from runner.engine.guard import Guard
+from runner.engine.nonfinite import Guard
 from runner.engine.state import TrainState
 
 

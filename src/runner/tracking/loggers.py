@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 from runner.config.errors import UserError
 from runner.tracking.appended import AppendedFile, content, is_at
 from runner.tracking.files import finite, write_atomically, writing
-from runner.tracking.records import drop_after, read_records
+from runner.tracking.jsonl import drop_after, read_records
 
 METRICS = "metrics.jsonl"
 _FIRST_COLUMNS = ["global_step", "epoch"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.tracking.files import write_atomically
 from runner.tracking.formats import GAUGES, compact, in_order, label
-from runner.tracking.records import read_records
+from runner.tracking.jsonl import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

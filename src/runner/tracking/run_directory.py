@@ -24,7 +24,7 @@ from runner.config.secrets import mask_text, mask_words
 if sys.platform != "win32":
     import fcntl
 from runner.tracking.files import write_atomically, write_json, writing
-from runner.tracking.records import copy_until, drop_after
+from runner.tracking.jsonl import copy_until, drop_after
 
 
 def timestamp() -> str:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.assembly.learner import KnownData, build_model, prepared
+from runner.build.model import KnownData, build_model, prepared
 from runner.checkpoint import find
 from runner.checkpoint.weights import weights_of
 from runner.config import keys, stored
@@ -21,11 +21,11 @@ from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.assembly import Splits, assemble, callables
-from runner.data.augment import Pipeline
+from runner.data.build import Splits, assemble, callables
+from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
-from runner.engine.views import Averaged, views_named
+from runner.engine.tta import Averaged, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
 from runner.tracking.console import Console

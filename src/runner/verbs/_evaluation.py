@@ -13,14 +13,14 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from runner.assembly.data_check import name_not_finite
-from runner.assembly.learner import build_learner, place, probe
-from runner.assembly.metrics import build_metrics
+from runner.build.data_check import name_not_finite
+from runner.build.metrics import build_metrics
+from runner.build.model import build_learner, place, probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.eval import Eval
-from runner.data.assembly import Splits
+from runner.data.build import Splits
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.tracking.console import Console

@@ -1,0 +1,171 @@
+"""The learning-rate range test of a run: what `find-lr` shows, and what `lr=auto` takes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.build.batch_size import memory_for_training
+from runner.build.run import Training, build_training, look_ahead
+from runner.config.errors import UserError
+from runner.config.schema.find_lr import FindLr
+from runner.config.schema.train import Train
+from runner.config.targets import names_argument
+from runner.data.build import Splits
+from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
+from runner.tracking.files import write_json
+from runner.tracking.plots import rate_curve
+
+REASON = "a fifth of the rate at which the loss begins to rise"
+
+
+@dataclass(frozen=True)
+class FoundRate:
+    """What a range test found.
+
+    Attributes:
+        curve: the loss over the rate.
+        suggestions: rates that it suggests, in full.
+        settings: arguments of the optimizer that are rates, with what is recommended for them; `lr` is the first.
+        warning: why the recommendation is to be taken with care; empty if there is no reason.
+    """
+
+    curve: Curve
+    suggestions: Suggestions
+    settings: dict[str, float]
+    warning: str
+
+    @property
+    def words(self) -> str:
+        """The overrides to use."""
+        return " ".join(f"optimizer.{name}={rate:g}" for name, rate in self.settings.items())
+
+    def record(self) -> dict[str, Any]:
+        """All of it as plain containers."""
+        return {
+            "recommended": self.settings["lr"],
+            "reason": REASON,
+            "overrides": self.words,
+            "suggestions": asdict(self.suggestions),
+            "warning": self.warning or None,
+            "curve": asdict(self.curve),
+        }
+
+    def draw(self, target: Path, title: str) -> None:
+        """Draw the curve with the suggestions."""
+        marks = {
+            "steepest fall": self.suggestions.steepest,
+            "a fifth of the edge (recommended)": self.suggestions.fifth,
+            "edge: the loss begins to rise": self.suggestions.edge,
+        }
+        rate_curve(self.curve.rates, self.curve.losses, self.curve.smoothed, marks, target, title)
+
+
+def find_rate(
+    config: Train,
+    training: Training,
+    steps: int,
+    start: float,
+    end: float,
+    interrupted: Callable[[], str] = lambda: "",
+) -> FoundRate:
+    """Make the range test on what a run would train, which is left as it is.
+
+    Args:
+        config: the config.
+        training: what is trained.
+        steps: optimizer steps.
+        start: the first rate.
+        end: the last rate.
+        interrupted: the name of the signal that asks to stop, or an empty string.
+
+    Raises:
+        UserError: if the optimizer has no rate to scale, memory does not suffice, or the loss hardly falls at any rate.
+    """
+    node = config.optimizer
+    reference = node.get("lr") or training.state.optimizer.defaults.get("lr")
+    if not isinstance(reference, int | float) or reference <= 0:
+        raise UserError(
+            f"optimizer.lr: is {node.get('lr')}, and the range test scales it\n    allowed: a number above 0"
+        )
+    rates = exponential(start, end, steps)
+    loader, plan = training.splits.train.loader, training.plan
+    with memory_for_training(config):
+        curve = range_test(training.state, loader, plan, training.parts, rates, reference, training.step, interrupted)
+    try:
+        suggestions = suggest(curve)
+    except ValueError as error:
+        raise UserError(
+            f"lr: no rate was found, as {error}\n    allowed: optimizer.lr=..., a number; or find-lr with another start, end "
+            "or num_steps"
+        ) from error
+    further = {
+        name: _rounded(value * suggestions.fifth / reference)
+        for name, value in node.items()
+        if name.endswith("_lr") and isinstance(value, int | float) and names_argument(node, name)
+    }
+    warning = ""
+    if not curve.stopped and suggestions.edge == curve.rates[-1]:
+        warning = f"the loss had not risen by the last rate, {end:g}: a larger end may suggest a larger rate"
+    return FoundRate(curve, suggestions, {"lr": _rounded(suggestions.fifth), **further}, warning)
+
+
+def _rounded(rate: float) -> float:
+    """Two digits: a range test says no more, and what is typed is then exactly what was found."""
+    return float(f"{rate:.1e}")
+
+
+def settle_rate(
+    config: Train,
+    values: dict[str, Any],
+    make_cache: bool,
+    folder: Path,
+    tell: Callable[[str], None],
+    interrupted: Callable[[], str],
+) -> Splits:
+    """Put the rate that the range test finds in the place of `lr=auto`.
+
+    What the test trained is thrown away: the run builds its own from its seed, so it is that of a run with this rate.
+
+    Args:
+        config: the config; its `lr` and `optimizer` are changed.
+        values: the same as plain containers.
+        make_cache: whether a cache of `data.cache` that is not there may be made.
+        folder: the run directory, which gets `lr_range.json` and a picture.
+        tell: shows a line of text.
+        interrupted: the name of the signal that asks to stop, or an empty string.
+
+    Returns:
+        The data, to be trained on.
+
+    Raises:
+        UserError: if the parts do not fit together, or no rate was found.
+    """
+    training = build_training(config, values, make_cache=make_cache)
+    splits = training.splits
+    try:
+        look_ahead(config, training)  # before the time is spent
+        tell(f"lr=auto: a range test of {FindLr.num_steps} steps, from {FindLr.start:g} to {FindLr.end:g}")
+        found = find_rate(config, training, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
+        write_json(folder / "lr_range.json", found.record())
+    except BaseException:
+        splits.close()
+        raise
+    picture = folder / "plots" / "lr_range.png"
+    try:
+        picture.parent.mkdir(exist_ok=True)
+        found.draw(picture, f"{config.name}: learning-rate range test")
+    except Exception as error:  # a picture must not cost a run
+        tell(f"warning: {picture} was not drawn: {error}")
+    if found.warning:
+        tell(f"warning: {found.warning}")
+    tell(f"lr=auto: {found.words} ({REASON}; {folder / 'lr_range.json'})")
+    for name, rate in found.settings.items():
+        config.optimizer[name] = values["optimizer"][name] = rate
+    config.lr = values["lr"] = None
+    del training
+    gc.collect()  # a model may be held by a cycle, and the next one needs the memory
+    return splits

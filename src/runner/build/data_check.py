@@ -1,0 +1,70 @@
+"""Are these the data and the sources that a checkpoint was trained on, and what is left when data can be read no longer?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from runner.build.sources import changed_sources
+from runner.config.errors import DataFailed, UserError
+from runner.data.build import Splits
+from runner.data.consistency import not_finite
+from runner.data.dataset_fingerprint import other_classes, other_data
+from runner.tracking.run_directory import RunDirectory
+
+
+def compare_data(
+    checkpoint: dict[str, Any], splits: Splits, identity: dict[str, Any], sources: dict[str, str], ignore: bool
+) -> list[str]:
+    """Compare the data with those that a checkpoint was trained on, and the source files of the user's own components.
+
+    Args:
+        checkpoint: its contents.
+        splits: the data at hand.
+        identity: what tells them from others, as `splits.identify` has given it.
+        sources: digests of the source files, see `runner.build.sources`.
+        ignore: whether to go on with other data.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        UserError: if they are others and that is not to be ignored, or cannot be: inside an epoch the position counts the
+            batches of an order that depends on the number of samples.
+    """
+    before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
+    warnings = changed_sources(checkpoint["metrics"].get("sources"), sources)
+    if before is None:
+        return [*warnings, "the checkpoint does not say which data it was trained on: they were not compared"]
+    others = other_classes(checkpoint["classes"], list(splits.classes)) + other_data(before, identity, splits.identify)
+    if not others:
+        unknown = any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items())
+        return [
+            *warnings,
+            *["data.identity=full: the checkpoint has no digest of every sample to compare with"] * unknown,
+        ]
+    said = f"data: these are not what the checkpoint was trained on: {'; '.join(others)}"
+    if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
+        raise UserError(f"{said}\n    allowed: the same data, or a checkpoint from the end of an epoch")
+    if not ignore:
+        raise UserError(f"{said}\n    allowed: the same data, or data.identity=ignore to go on with these")
+    return [*warnings, f"{said} (data.identity=ignore)"]
+
+
+def name_not_finite(loss: float, splits: Splits, name: str, tell: Callable[[str], None]) -> None:
+    """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
+    split = splits.named(name)
+    if math.isfinite(loss) or split is None or name in splits.searched:
+        return
+    splits.searched.add(name)
+    batches = math.ceil(split.samples / split.loader.batch_size)
+    if found := not_finite(split.loader.batches(0, 0, batches), name):
+        tell(f"the loss on '{name}' is {loss}: {found}")
+
+
+def way_on(directory: RunDirectory | None, error: Exception) -> str:
+    """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
+    if directory is None or not isinstance(error, DataFailed) or not (directory.checkpoints / "last.pt").is_file():
+        return ""
+    return f"\n    to go on: ckpt_path={directory.path}"

@@ -1,0 +1,162 @@
+"""Which data a run is trained on: lengths, targets, files, and the content of a few samples or of all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from runner.data.indices import Indices
+from runner.data.sample_rng import mix
+from runner.data.samples import Keyed, as_target, as_tensor
+from runner.data.sources.arrays import ImageArrays
+from runner.data.splits import targets_of
+
+_LOOKED_AT = 16
+_PLACES = 0xDA7A  # keeps the places apart from every other draw
+_DIFFERENCES = {
+    "targets": "has other targets",
+    "files": "has other files, or files of other sizes",
+    "content": "has other images or targets",
+    "images": "has other images or targets",
+    "bytes": "has other images or targets",
+}
+
+
+def identity(
+    parts: Mapping[str, tuple[Dataset[Any], Indices]], sources: Mapping[str, Dataset[Any]], full: bool = False
+) -> dict[str, Any]:
+    """What tells the data of a run from other data, at the cost of a few samples a split.
+
+    Args:
+        parts: for each split the data set, and its samples in it.
+        sources: for each split what is read in place of the data set.
+        full: whether every sample is read.
+
+    Returns:
+        For each split `samples`, its length, and SHA-256 digests: `content`, of the places, images and targets of some of
+        its samples as they are read, before any transform; and, where they are known without reading samples, `targets`,
+        `files` (path below the folder that all have in common, and size) and `images` (those in memory). With `full` also
+        `bytes`, of every file, or of every sample where there are no files.
+    """
+    found = {}
+    files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
+    for name, (dataset, indices) in parts.items():
+        facts: dict[str, Any] = {
+            "samples": len(indices),
+            "content": _content(sources[name], _places(len(indices)), indices),
+        }
+        targets, files = targets_of(dataset), files_of[id(dataset)]
+        if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
+            facts["targets"] = hashlib.sha256(targets[indices[:]].numpy().tobytes()).hexdigest()
+        if files:
+            facts["files"] = _listing(files, indices)
+        if isinstance(dataset, ImageArrays):
+            facts["images"] = hashlib.sha256(dataset.digests[indices[:].numpy()].tobytes()).hexdigest()
+        if full:
+            everything = range(len(indices))
+            facts["bytes"] = _bytes(files, indices) if files else _content(sources[name], everything, indices)
+        found[name] = facts
+    return found
+
+
+def _places(count: int) -> Iterable[int]:
+    return range(count) if count <= _LOOKED_AT else (mix(_PLACES, turn) % count for turn in range(_LOOKED_AT))
+
+
+def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> str:
+    keyed, digest = Keyed(dataset, 0), hashlib.sha256()
+    for place in places:
+        index = int(indices[place])
+        digest.update(f"sample {index}".encode())
+        try:
+            item = keyed[0, index]
+        except MemoryError:
+            raise
+        except Exception:  # one that cannot be read is told, or passed over, where it is needed
+            digest.update(b"unreadable")
+            continue
+        for tensor in (as_tensor(item[0]), as_target(item[1])):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _files_of(dataset: Any) -> list[bytes]:
+    """The file of each sample of a data set, where it is one of files: of this program's kind, or of torchvision's."""
+    if callable(getattr(dataset, "file_names", None)):
+        return list(dataset.file_names())
+    samples = getattr(dataset, "samples", None)
+    if not isinstance(samples, list) or len(samples) != len(dataset):
+        return []
+    paths = [sample[0] if isinstance(sample, tuple) else sample for sample in samples]
+    return [os.fsencode(path) for path in paths] if all(isinstance(path, str | Path) for path in paths) else []
+
+
+def _listing(files: list[bytes], indices: Indices) -> str:
+    digest = hashlib.sha256()
+    # From where they have in common, so that a folder may move.
+    common = len(os.path.commonpath((min(files), max(files))))
+    for index in indices[:].tolist():
+        try:
+            size = os.stat(files[index]).st_size  # noqa: PTH116  a Path for each of a million files would cost more
+        except OSError:  # reported where it is read
+            size = -1
+        digest.update(b"%s\0%d\0" % (files[index][common:], size))
+    return digest.hexdigest()
+
+
+def _bytes(files: list[bytes], indices: Indices) -> str:
+    digest = hashlib.sha256()
+    for index in indices[:].tolist():
+        try:
+            with open(files[index], "rb") as file:  # noqa: PTH123  as above
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError:
+            digest.update(b"unreadable")
+    return digest.hexdigest()
+
+
+def other_data(
+    before: Mapping[str, Any], now: Mapping[str, Any], identify: Callable[[], Mapping[str, Any]]
+) -> list[str]:
+    """How the data differ from those of a checkpoint, in clauses; empty if they do not.
+
+    What is another at every reading is not compared, and neither is what only one of the two has.
+
+    Args:
+        before: what `identity` gave when the checkpoint was written.
+        now: what it has given of the data at hand.
+        identify: gives it again.
+    """
+    if before == now:
+        return []
+    again = identify()
+    found = []
+    for name in dict.fromkeys([*before, *now]):
+        if name not in now or name not in before:
+            found.append(f"there is {'no' if name not in now else 'a'} split '{name}' now")
+            continue
+        old, new = before[name], now[name]
+        if old["samples"] != new["samples"]:
+            found.append(f"'{name}' has {new['samples']:,} samples in place of {old['samples']:,}")
+            continue
+        for key, difference in _DIFFERENCES.items():
+            if key in old and key in new and old[key] != new[key] and new[key] == again[name].get(key):
+                found.append(f"'{name}' {difference}")
+                break
+    return found
+
+
+def other_classes(before: list[str], now: list[str]) -> list[str]:
+    """The same of the names of the classes."""
+    return [] if before == now else [f"its classes are {_shown(now)} in place of {_shown(before)}"]
+
+
+def _shown(classes: list[str]) -> str:
+    return ", ".join(classes[:5]) + (f", ... ({len(classes)})" if len(classes) > 5 else "") or "none"

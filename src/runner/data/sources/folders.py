@@ -1,0 +1,267 @@
+"""Images on disk, one folder for each class, decoded when they are asked for."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from PIL import features
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+from runner.config.schema.sections import Data
+from runner.data.sources.image_io import DECODING, Cut, middle_square, read_image
+
+EXTENSIONS = frozenset(
+    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm", ".pbm", ".pnm")
+)
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index).
+
+    Attributes:
+        targets: int64 (N,) class indices.
+        classes: names of the classes.
+        image_size: edge of the square that every image is resized and cropped to, or None to leave them as they are.
+        channels: 3 for RGB, 1 for grey.
+        crop_share: edge of the square that is cut from the middle, as a share of the shorter side.
+        max_pixels: most pixels that a file may have.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        targets: Sequence[int],
+        classes: Sequence[str],
+        image_size: int | None = None,
+        channels: Literal[1, 3] = 3,
+        crop_share: float = 1.0,
+        max_pixels: int = Data.max_pixels,
+    ) -> None:
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"image_size must be at least 1, got {image_size}")
+        if channels not in (1, 3):
+            raise ValueError(f"channels must be 1 or 3, got {channels}")
+        if not 0 < crop_share <= 1:
+            raise ValueError(f"crop_share must be above 0 and at most 1, got {crop_share}")
+        if len(paths) != len(targets):
+            raise ValueError(f"there are {len(targets)} targets for {len(paths)} paths")
+        # One bytes object and not a list: reading a million strings in a forked worker copies their pages, by and by
+        # all of them, since it counts references in them.
+        encoded = [os.fsencode(path) for path in paths]
+        self._names = b"".join(encoded)
+        self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
+        self.targets = torch.tensor(targets, dtype=torch.int64)
+        self.classes = tuple(classes)
+        self.image_size = image_size
+        self.channels = channels
+        self.crop_share = crop_share
+        self.max_pixels = max_pixels
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Decode one image.
+
+        Raises:
+            UserError: if the file cannot be decoded; it names the file.
+        """
+        middle = functools.partial(middle_square, share=self.crop_share)
+        return self._read(index, self.image_size, middle)
+
+    def read_part(self, index: int, cut: Cut, size: int) -> tuple[Tensor, int]:
+        """Decode no more of an image than a random crop needs: see `runner.data.transforms.crops`.
+
+        Args:
+            index: number of the item.
+            cut: says which part is wanted of an image of a given height and width.
+            size: edge of the square that the part is resized to.
+
+        Raises:
+            UserError: if the file cannot be decoded; it names the file.
+        """
+        return self._read(index, size, cut)
+
+    def _read(self, index: int, size: int | None, cut: Cut) -> tuple[Tensor, int]:
+        return read_image(self.path(index), size, self.channels, cut, self.max_pixels), int(self.targets[index])
+
+    def fingerprint(self) -> str:
+        """A digest of all that the images depend on: files with their sizes and times, settings, decoder.
+
+        Raises:
+            UserError: if a file is gone.
+        """
+        settings = (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels)
+        libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
+        digest = hashlib.sha256(repr((settings, libraries)).encode())
+        names = self.file_names()
+        # From where they have in common, so that it does not matter from which folder the program is started.
+        common = len(os.path.commonpath((min(names), max(names)))) if names else 0
+        for name in names:
+            try:
+                found = os.stat(name)  # noqa: PTH116  a Path for each of a million files would cost more than this call
+            except OSError as error:
+                raise UserError(f"cannot read the image {os.fsdecode(name)}: {error.strerror}") from error
+            digest.update(name[common:] + struct.pack("<cqq", b"\0", found.st_size, found.st_mtime_ns))
+        return digest.hexdigest()
+
+    def file_names(self) -> list[bytes]:
+        """The file of each item, as bytes: a Path for each of a million files would cost much more."""
+        return [self._names[begin:end] for begin, end in itertools.pairwise(self._ends.tolist())]
+
+    def path(self, index: int) -> Path:
+        """The file of item `index`."""
+        index = range(len(self))[index]
+        begin, end = self._ends[index : index + 2].tolist()
+        return Path(os.fsdecode(self._names[begin:end]))
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of all items, in order."""
+        return [self.path(index) for index in range(len(self))]
+
+
+def image_folder(
+    root: str,
+    image_size: int | None = None,
+    channels: Literal[1, 3] = 3,
+    train_folder: str = "train",
+    val_folder: str = "val",
+    test_folder: str = "test",
+    crop_share: float = 1.0,
+    max_pixels: int = Data.max_pixels,
+) -> dict[str, ImageFolder]:
+    """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` for one without splits.
+
+    Classes and files are taken in the order of their names. Hidden files and folders and files without the ending of
+    an image are passed over.
+
+    Args:
+        root: folder of the data set.
+        image_size: the middle of every image is cut out as a square and resized (bilinear, antialiased) to this many
+            pixels a side; None leaves the sizes as they are.
+        channels: 3 for RGB, 1 for grey.
+        train_folder: name of the folder with the training images.
+        val_folder: name of the folder with the validation images; it may be absent.
+        test_folder: name of the folder with the test images; it may be absent.
+        crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
+        max_pixels: most pixels that a file may have.
+
+    Returns:
+        'train', and 'val' and 'test' where they exist.
+
+    Raises:
+        UserError: if a folder is missing or empty, or the splits have different classes.
+        ValueError: if `image_size`, `channels` or `crop_share` is out of range.
+    """
+    base = Path(root).expanduser()
+    if not base.is_dir():
+        what = "is not a folder" if base.exists() else "does not exist"
+        raise UserError(f"data.root: {base.absolute()} {what}; set data.root to the folder that holds the images.")
+    named = {"train": train_folder, "val": val_folder, "test": test_folder}
+    folders = {split: base / name for split, name in named.items() if (base / name).is_dir()}
+    if "train" not in folders:
+        if folders:
+            raise UserError(
+                f"data.root: {base.absolute()} has {', '.join(path.name for path in folders.values())} but no folder "
+                f"'{train_folder}'; add it, or set data.dataset.train_folder to the name of the training folder."
+            )
+        folders = {"train": base}
+    classes = {split: _classes_in(folder) for split, folder in folders.items()}
+    for split, names in classes.items():
+        _require_same(classes["train"], names, folders["train"], folders[split])
+    names = classes["train"]
+    return {
+        split: ImageFolder(*_listed(folder, names), names, image_size, channels, crop_share, max_pixels)
+        for split, folder in folders.items()
+    }
+
+
+def _classes_in(folder: Path) -> list[str]:
+    entries = sorted(folder.iterdir())
+    names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    if not names:
+        loose = sum(entry.suffix.lower() in EXTENSIONS for entry in entries)
+        found = f"only {loose} images that belong to no class" if loose else "none"
+        raise UserError(
+            f"data.root: {folder.absolute()} must hold one folder of images for each class; there is {found}."
+        )
+    return names
+
+
+def _require_same(expected: Sequence[str], found: Sequence[str], train: Path, other: Path) -> None:
+    problems = [
+        f"{', '.join(sorted(set(more) - set(less)))} only in {where.absolute()}"
+        for more, less, where in ((expected, found, train), (found, expected, other))
+        if set(more) - set(less)
+    ]
+    if problems:
+        raise UserError(
+            f"data.root: every split must have the same class folders, but there is {' and '.join(problems)}."
+        )
+
+
+def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
+    paths: list[Path] = []
+    targets: list[int] = []
+    for target, name in enumerate(classes):
+        found = sorted(images_below(folder / name))
+        if not found:
+            raise UserError(
+                f"data.root: the class folder {(folder / name).absolute()} has no images "
+                f"({' '.join(sorted(EXTENSIONS))}); add some or remove the folder."
+            )
+        paths += found
+        targets += [target] * len(found)
+    return paths, targets
+
+
+def images_below(folder: Path) -> Iterator[Path]:
+    """All images under a folder, through links to folders too, but never back up and nowhere twice.
+
+    Raises:
+        UserError: if a folder cannot be read; it names the folder.
+    """
+    for _, files in folders_below(folder):
+        yield from (path for path in files if path.suffix.lower() in EXTENSIONS)
+
+
+def folders_below(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """A folder and those under it, each with its files by name; hidden ones are passed over.
+
+    Links to folders are followed, but never back up and nowhere twice.
+
+    Raises:
+        UserError: if a folder cannot be read; it names the folder.
+    """
+    seen = {folder.resolve(), *folder.resolve().parents}
+    pending = [folder]
+    while pending:
+        here = pending.pop()
+        below, files = [], []
+        try:
+            with os.scandir(here) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    if entry.name.startswith("."):
+                        continue
+                    path = Path(entry.path)
+                    if not (entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and path.is_dir())):
+                        files.append(path)
+                    elif path.resolve() not in seen:
+                        seen.add(path.resolve())
+                        below.append(path)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise UserError(f"cannot read the folder {here}: {reason}. Make it readable or leave it out.") from error
+        yield here, files
+        pending += reversed(below)

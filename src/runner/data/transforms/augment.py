@@ -1,0 +1,301 @@
+"""Batch transforms: run on the device, a whole batch at a time, with draws of its own for every sample.
+
+A batch transform is any callable `(images, draws) -> images`: images of shape (B, C, H, W), uint8 with values 0 to 255 or
+float with values 0 to 1, and `draws` a `runner.data.sample_rng.Draws` for the samples. Given the same draws, a sample comes out the
+same in any batch. One that says so with an attribute `per_sample = True`, and draws from nothing else, is given many batches
+at a time, which is faster.
+
+Transforms that move or hide pixels are here, others in `resized_crop` and `color_jitter`; transforms that blend samples
+are in `mixing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from runner.config.errors import UserError
+from runner.data.sample_rng import Draws
+
+BatchTransform = Callable[[Tensor, Draws], Tensor]
+Padding = Literal["zeros", "edge", "reflect"]
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CIRCLE = 2**24
+# Float images that are normalised together on the CPU, so that they are still in its cache; only batches above a size.
+_BLOCK_BYTES = 2**19
+_LARGE_BYTES = 2**23
+
+
+class RandomShift:
+    """Move each image by up to a share of its size along both axes: a random crop of the image with a border around it.
+
+    Args:
+        share: largest shift as a share of height and width, from 0 to 0.5; rounded, but at least one pixel if above 0.
+        padding: what comes in at the border: `zeros`, the pixels of the `edge`, or the image, as if in a mirror (`reflect`).
+    """
+
+    per_sample = True
+
+    def __init__(self, share: float = 0.125, padding: Padding = "zeros") -> None:
+        if not 0 <= share <= 0.5:
+            raise ValueError(f"share must be from 0 to 0.5, got {share}")
+        if padding not in ("zeros", "edge", "reflect"):
+            raise ValueError(f"padding must be zeros, edge or reflect, got '{padding}'")
+        self.share = share
+        self.padding = padding
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        """Shift `images`."""
+        if self.share == 0:
+            return images
+        _, _, height, width = images.shape
+        up, left = (max(1, round(self.share * size)) for size in (height, width))
+        if self.padding == "reflect":  # of a single row there is nothing to reflect
+            up, left = min(up, height - 1), min(left, width - 1)
+        places = 2 * left + 1
+        place = draws.integers((2 * up + 1) * places)
+        # Pixels of the padded image before the first one of the crop: row * (width + 2 * left) + column.
+        first = place + place.div(places, rounding_mode="floor") * (width - 1)
+        return _windows(_padded(images, up, left, self.padding), first, height, width)
+
+
+def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
+    """`images` with `up` more rows above and below, and `left` more columns on both sides; any dtype."""
+    batch, channels, height, width = images.shape
+    padded = images.new_zeros((batch, channels, height + 2 * up, width + 2 * left))
+    rows = padded.narrow(2, up, height)
+    rows.narrow(3, left, width).copy_(images)
+    if padding != "zeros":
+        for part, axis, margin, size in ((rows, 3, left, width), (padded, 2, up, height)):
+            low, high = part.narrow(axis, 0, margin), part.narrow(axis, margin + size, margin)
+            if padding == "edge":
+                low.copy_(part.narrow(axis, margin, 1).expand_as(low))
+                high.copy_(part.narrow(axis, margin + size - 1, 1).expand_as(high))
+            else:
+                low.copy_(part.narrow(axis, margin + 1, margin).flip(axis))
+                high.copy_(part.narrow(axis, size - 1, margin).flip(axis))
+    return padded
+
+
+def _windows(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    """From each image of (B, C, H, W), contiguous, the window of (C, height, width) that starts at pixel `first` (B,)."""
+    return (_rows_copied if padded.device.type == "cpu" else _pixels_gathered)(padded, first, height, width)
+
+
+def _rows_copied(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    # Windows at all places at once are a view; picking one for each image copies whole rows.
+    _, channels, rows, columns = padded.shape
+    length = (channels - 1) * rows * columns + (height - 1) * columns + width
+    places = padded.numel() - length + 1
+    windows = padded.as_strided((places, channels, height, width), (1, rows * columns, columns, 1))
+    images = torch.arange(0, padded.numel(), channels * rows * columns)
+    return windows.index_select(0, images + first)
+
+
+def _pixels_gathered(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    batch, channels, _, columns = padded.shape
+    down = torch.arange(height, device=padded.device)[:, None] * columns
+    pixels = (down + torch.arange(width, device=padded.device)).view(1, 1, -1) + first[:, None, None]
+    chosen = padded.view(batch, channels, -1).gather(2, pixels.expand(-1, channels, -1))
+    return chosen.view(batch, channels, height, width)
+
+
+class RandomFlip:
+    """Mirror images left to right.
+
+    Args:
+        p: chance of each image in each epoch.
+        alternate: spread an image's mirrored epochs evenly instead (Jordan 2024, arXiv:2404.00498): with p=0.5 in every
+            other epoch, which of the two being drawn once for each image. So the model sees both sides equally often.
+    """
+
+    per_sample = True
+
+    def __init__(self, p: float = 0.5, alternate: bool = False) -> None:
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be from 0 to 1, got {p}")
+        self.p = p
+        self.alternate = alternate
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        """Mirror some of `images`."""
+        if self.p == 0:
+            return images
+        if self.p == 1:
+            return images.flip(-1)
+        if not self.alternate:
+            return chosen_from(draws.uniform() < self.p, images.flip(-1), images)
+        # A point that goes round a circle by p an epoch is in a part of length p at even intervals. In integers, to be exact.
+        stride = round(self.p * _CIRCLE)
+        places = (draws.lasting().integers(_CIRCLE) + draws.epoch * stride % _CIRCLE) % _CIRCLE
+        return chosen_from(places < stride, images.flip(-1), images)
+
+
+def chosen_from(chosen: Tensor, inputs: Tensor, others: Tensor) -> Tensor:
+    """`inputs` where `chosen` and `others` elsewhere; `inputs` is overwritten on the CPU.
+
+    Args:
+        chosen: bool, of shape (B,) to choose whole images, or (B, 1, H, W) to choose pixels.
+        inputs: (B, C, H, W).
+        others: of the same shape and dtype.
+    """
+    chosen = chosen.view(-1, 1, 1, 1) if chosen.ndim == 1 else chosen
+    if inputs.device.type != "cpu":
+        return torch.where(chosen, inputs, others)
+    # On the CPU torch.where takes its operands one element at a time where the condition is broadcast.
+    kind = _INTEGERS[inputs.element_size()]
+    mask = chosen.to(kind).neg_()
+    bits, other_bits = inputs.view(kind), others.view(kind)
+    bits.bitwise_xor_(other_bits).bitwise_and_(mask).bitwise_xor_(other_bits)
+    return inputs
+
+
+class RandomBrightnessContrast:
+    """Scale the distance from mid grey and add light, each by a uniform draw; values stay in range.
+
+    Args:
+        brightness: largest change, as a share of white.
+        contrast: largest relative change of the distance from mid grey.
+    """
+
+    per_sample = True
+
+    def __init__(self, brightness: float = 0.2, contrast: float = 0.2) -> None:
+        if brightness < 0 or contrast < 0:
+            raise ValueError(f"brightness and contrast must be at least 0, got {brightness} and {contrast}")
+        self.brightness = brightness
+        self.contrast = contrast
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        """Change light and contrast of `images`."""
+        white = 255.0 if images.dtype == torch.uint8 else 1.0
+        scale = (1 + self.contrast * (2 * draws.uniform() - 1))[:, None, None, None]
+        shift = (self.brightness * white * (2 * draws.uniform() - 1))[:, None, None, None]
+        changed = (
+            images.to(torch.float32, copy=True).sub_(white / 2).mul_(scale).add_(shift + white / 2).clamp_(0, white)
+        )
+        return rounded(changed) if images.dtype == torch.uint8 else changed.to(images.dtype)
+
+
+def rounded(pixels: Tensor) -> Tensor:
+    """Float pixels from 0 to 255, which are overwritten, as uint8."""
+    # By way of int16, as the CPU converts floats to uint8 one by one.
+    return pixels.round_().to(torch.int16).to(torch.uint8)
+
+
+def outside(rows: Tensor, columns: Tensor) -> Tensor:
+    """Where a pixel is not in both a row and a column that is chosen: uint8 (B, 1, H, W), of bool (B, H) and (B, W)."""
+    # Not of bool: the CPU takes operands of that type one by one where they are broadcast.
+    chosen = rows.to(torch.uint8)[:, None, :, None] & columns.to(torch.uint8)[:, None, None, :]
+    return chosen.bitwise_xor_(1)
+
+
+class RandomErasing:
+    """Set a random rectangle of each image to zero with probability `p` (Zhong et al. 2020; DeVries & Taylor 2017).
+
+    Args:
+        p: chance for each image.
+        share: largest side of the rectangle as a share of height and width.
+    """
+
+    per_sample = True
+
+    def __init__(self, p: float = 0.5, share: float = 0.25) -> None:
+        if not 0 <= p <= 1 or not 0 < share <= 1:
+            raise ValueError(f"p must be from 0 to 1 and share above 0 and at most 1, got p={p} and share={share}")
+        self.p = p
+        self.share = share
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        """Erase rectangles in some of `images`."""
+        if self.p == 0:
+            return images
+        chosen = draws.uniform() < self.p
+        inside = []
+        for size in images.shape[-2:]:
+            length = 1 + draws.integers(max(1, round(self.share * size)))
+            start = (draws.uniform() * (size + 1 - length)).long()
+            places = torch.arange(size, device=images.device)
+            inside.append((places >= start[:, None]) & (places < (start + length)[:, None]))
+        # A product, as masked_fill takes elements one by one where its mask is broadcast over the channels.
+        return images * outside(inside[0] & chosen[:, None], inside[1]).to(images.dtype)
+
+
+class Pipeline:
+    """Batch transforms in order, then pixels normalised: what a model is given.
+
+    Args:
+        transforms: batch transforms; each gets a stream of draws by its place in the list.
+        mean: mean of each channel for pixels in [0, 1], one value for all channels or one for each.
+        std: standard deviation likewise.
+        seed: seed of the run.
+        device: device that batches are on.
+        channels_last: give images in NHWC memory layout.
+
+    Attributes:
+        of_bytes: factor and subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
+    """
+
+    def __init__(
+        self,
+        transforms: Sequence[BatchTransform],
+        mean: Sequence[float],
+        std: Sequence[float],
+        seed: int,
+        device: torch.device,
+        channels_last: bool = False,
+    ) -> None:
+        self.transforms = list(transforms)
+        self.per_sample = all(getattr(transform, "per_sample", False) for transform in transforms)
+        self.seed = seed
+        self._channels = len(mean)
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        # x * scale - shift, of pixels up to 255 and of pixels up to 1; worked out in float64.
+        inverse = 1 / torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
+        shift = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1) * inverse
+        self.of_bytes, self._of_floats = (
+            (scale.float().to(device), shift.float().to(device)) for scale in (inverse / 255, inverse)
+        )
+
+    def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        """Transform and normalise a batch.
+
+        Args:
+            images: (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1.
+            indices: identity of each sample in its data set, int64 of shape (B,), on the device of `images`.
+            epoch: number of the epoch.
+
+        Returns:
+            Float32 images of the same batch size.
+
+        Raises:
+            UserError: if the statistics do not fit the channels.
+        """
+        for stream, transform in enumerate(self.transforms):
+            images = transform(images, Draws(self.seed, epoch, indices, stream))
+        if self._channels not in (1, images.shape[1]):
+            raise UserError(
+                f"data.normalize: {self._channels} values, but the images have {images.shape[1]} channels; "
+                "give one value a channel, or null to measure them"
+            )
+        return self._normalised(images)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        scale, shift = self.of_bytes if images.dtype == torch.uint8 else self._of_floats
+        # Arithmetic with a value for each channel is slow in NHWC, so it is done before the conversion.
+        converts = self._format == torch.channels_last and images.shape[1] > 1
+        if images.device.type == "cpu" and (converts or 4 * images.numel() > _LARGE_BYTES):
+            normalised = torch.empty(images.shape, memory_format=self._format)
+            size = max(1, _BLOCK_BYTES // (4 * images[0].numel()))
+            for given, place in zip(torch.split(images, size), torch.split(normalised, size), strict=True):
+                if converts:
+                    place.copy_(given.to(torch.float32, copy=True).mul_(scale).sub_(shift))
+                else:
+                    place.copy_(given).mul_(scale).sub_(shift)
+            return normalised
+        # Two operations and not one fused: they round the same wherever in a batch a pixel is.
+        return images.to(torch.float32, memory_format=self._format, copy=True).mul_(scale).sub_(shift)

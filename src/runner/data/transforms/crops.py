@@ -1,0 +1,60 @@
+"""Random crops of photographs, drawn from the generators that are seeded for each sample."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from runner.data.samples import as_tensor
+from runner.data.sources.image_io import Region, resized
+
+_TRIES = 10
+
+
+class RandomResizedCrop:
+    """Cut a part of random area and shape out of an image and resize it to a square (Szegedy et al. 2015).
+
+    A sample transform. Where it comes first and the images are files, it is asked for the part before the file is decoded,
+    so that a large photograph is decoded only as large as the part needs.
+
+    Args:
+        size: edge of the square in pixels; None for the shorter side of the image.
+        scale: smallest and largest area of the part as a share of the image's.
+        ratio: smallest and largest width divided by height, drawn evenly on a logarithmic scale.
+    """
+
+    def __init__(
+        self, size: int | None, scale: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)
+    ) -> None:
+        if size is not None and size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+            raise ValueError(f"scale must be two shares, above 0, at most 1 and in order, got {list(scale)}")
+        if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
+            raise ValueError(f"ratio must be two numbers above 0 and in order, got {list(ratio)}")
+        self.size = size
+        self.scale = (float(scale[0]), float(scale[1]))
+        self.ratio = (float(ratio[0]), float(ratio[1]))
+
+    def region(self, height: int, width: int) -> Region:
+        """Draw the part of an image of this size; the largest middle part of an allowed shape if none is found."""
+        shortest, longest = (math.log(value) for value in self.ratio)
+        for _ in range(_TRIES):
+            area = random.uniform(*self.scale) * height * width
+            ratio = math.exp(random.uniform(shortest, longest))
+            rows, columns = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            if 0 < rows <= height and 0 < columns <= width:
+                return random.randint(0, height - rows), random.randint(0, width - columns), rows, columns
+        columns = max(1, min(width, round(height * self.ratio[1])))
+        rows = max(1, min(height, round(columns / self.ratio[0])))
+        return (height - rows) // 2, (width - columns) // 2, rows, columns
+
+    def __call__(self, image: Any) -> Tensor:
+        """Crop a tensor (C, H, W), an array or a PIL image; uint8 stays uint8."""
+        tensor = as_tensor(image)
+        size = self.size or min(tensor.shape[1:])
+        return resized(tensor, self.region(*tensor.shape[1:]), size)

@@ -1,0 +1,172 @@
+"""Blending of the samples of a batch in training: mixup, CutMix, or one of several a batch.
+
+A way to mix is any callable `(images, targets, draws) -> (images, targets)`: images float32 (B, C, H, W) as the model is to
+be given them, targets float32 whose first axis is the batch (classes are probabilities, (B, C), by then), and `draws` a
+`runner.data.sample_rng.Draws` for the samples. Who is blended with whom, and how much, follows from the seed, the epoch and the
+samples of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.config.errors import UserError
+from runner.data.sample_rng import Draws
+from runner.data.transforms.augment import chosen_from, outside
+from runner.data.transforms.quantiles import beta
+
+BatchMix = Callable[[Tensor, Tensor, Draws], tuple[Tensor, Tensor]]
+
+_STREAM = -1  # batch transforms have the streams from 0 on
+
+
+class Mixup:
+    """A weighted mean of each sample and another one of its batch, images and targets alike (Zhang et al. 2018).
+
+    Args:
+        alpha: the weights are from Beta(alpha, alpha), one for each sample; 0.1 to 0.4 is usual, 1 makes all alike.
+        p: chance of each sample to be blended.
+    """
+
+    def __init__(self, alpha: float = 0.2, p: float = 1.0) -> None:
+        self._weights, self.p = beta(alpha), _chance(p)
+        self.alpha = alpha
+
+    def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Blend images and targets with the same weights."""
+        partners = draws.ring()
+        weights = self._weights(draws.uniform())
+        if self.p < 1:
+            weights = torch.where(draws.uniform() < self.p, weights, 1.0)
+        others = _picked(images, partners)
+        return others.lerp_(images, _beside(weights, images)), _blended(targets, partners, weights)
+
+
+class CutMix:
+    """A rectangle of each image replaced by that of another one of its batch (Yun et al. 2019).
+
+    Sides have the image's proportions and the middle is anywhere, so that a part of the rectangle may be outside. Targets
+    are weighted by the pixels that came from each.
+
+    Args:
+        alpha: the area that is kept, before anything is outside, is from Beta(alpha, alpha), drawn for each sample.
+        p: chance of each sample to get a rectangle.
+    """
+
+    def __init__(self, alpha: float = 1.0, p: float = 1.0) -> None:
+        self._areas, self.p = beta(alpha), _chance(p)
+        self.alpha = alpha
+
+    def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Exchange rectangles, and blend targets accordingly."""
+        height, width = images.shape[-2:]
+        partners = draws.ring()
+        half = (1 - self._areas(draws.uniform())).sqrt() / 2
+        if self.p < 1:
+            half = torch.where(draws.uniform() < self.p, half, 0.0)
+        inside = []
+        for size in (height, width):
+            middles = (torch.arange(size, device=images.device) + 0.5) / size
+            inside.append((middles - draws.uniform()[:, None]).abs() < half[:, None])
+        rows, columns = inside
+        replaced = rows.sum(1) * columns.sum(1)
+        weights = 1 - replaced.float() / (height * width)
+        replacing = outside(rows, columns) == 0
+        return chosen_from(replacing, _picked(images, partners), images), _blended(targets, partners, weights)
+
+
+class OneOf:
+    """One of several ways to mix for each batch, all equally likely.
+
+    Args:
+        choices: callables such as `Mixup` and `CutMix`.
+    """
+
+    def __init__(self, choices: list[Any]) -> None:
+        if not choices or not all(callable(choice) for choice in choices):
+            raise ValueError("choices must be a list of at least one way to mix")
+        self.choices: Sequence[BatchMix] = list(choices)
+
+    def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Mix one way."""
+        chosen = draws.of_batch(len(self.choices))
+        if images.device.type != "cpu":
+            return self._selected(images, targets, draws, chosen)
+        number = int(chosen)
+        return self.choices[number](images, targets, draws.apart(number))
+
+    def _selected(self, images: Tensor, targets: Tensor, draws: Draws, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        # To read the choice would be to wait for the device, so all are made.
+        mixed = images, targets
+        for number, mix in enumerate(self.choices):
+            made = mix(images, targets, draws.apart(number))
+            mixed = torch.where(chosen == number, made[0], mixed[0]), torch.where(chosen == number, made[1], mixed[1])
+        return mixed
+
+
+class Mixing:
+    """A way to mix as loaders call it: `runner.data.loaders.Mix`.
+
+    Args:
+        mix: the way to mix.
+        seed: seed of the run.
+        num_classes: number of classes, or None where targets are numbers.
+    """
+
+    def __init__(self, mix: BatchMix, seed: int, num_classes: int | None) -> None:
+        self.mix, self.seed, self.num_classes = mix, seed, num_classes
+
+    def __call__(self, images: Tensor, targets: Tensor, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """Blend the samples of a batch.
+
+        Args:
+            images: float32 (B, C, H, W).
+            targets: classes, integer (B,), or numbers or probabilities, float (B, ...).
+            indices: identity of each sample in its data set, int64 (B,), on the same device.
+            epoch: number of the epoch.
+
+        Returns:
+            Images of the same shape, and float32 targets: (B, num_classes) for classes.
+
+        Raises:
+            UserError: if targets are integers and either of another shape or of an unknown number of classes.
+        """
+        if not targets.is_floating_point():
+            targets = self._probabilities(targets)
+        return self.mix(images, targets.float(), Draws(self.seed, epoch, indices, _STREAM))
+
+    def _probabilities(self, targets: Tensor) -> Tensor:
+        if targets.ndim != 1 or self.num_classes is None:
+            shape = tuple(targets.shape[1:])
+            what = f"a sample's have shape {shape}" if shape else "their number is not known"
+            raise UserError(
+                f"transform.mix: blends classes as probabilities, but {what}\n"
+                "    allowed: transform.mix=null, or a data set that names its classes and gives one for each sample"
+            )
+        # Not one_hot: it reads the targets on the host to check them.
+        return (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).float()
+
+
+def _chance(p: float) -> float:
+    if not 0 < p <= 1:
+        raise ValueError(f"p must be above 0 and at most 1, got {p}")
+    return p
+
+
+def _picked(images: Tensor, places: Tensor) -> Tensor:
+    """Images at `places` in a tensor of its own; in the same memory layout, which index_select alone does not keep."""
+    if images.is_contiguous():
+        return images.index_select(0, places)
+    return images.permute(0, 2, 3, 1).index_select(0, places).permute(0, 3, 1, 2)
+
+
+def _beside(weights: Tensor, values: Tensor) -> Tensor:
+    return weights.view(-1, *(1,) * (values.ndim - 1))
+
+
+def _blended(targets: Tensor, partners: Tensor, weights: Tensor) -> Tensor:
+    return torch.lerp(targets.index_select(0, partners), targets, _beside(weights, targets))

@@ -1,1 +1,0 @@
-"""The work of `audit`: apart from the verb because it imports torch."""

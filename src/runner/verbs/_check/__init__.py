@@ -1,1 +1,0 @@
-"""The work of `check`: one function a check, in the file of its group."""

@@ -1,1 +1,0 @@
-"""The work of `export`: the formats, and how each is compared with the model."""

@@ -1,1 +1,0 @@
-"""The work of `find-lr`: the range test, what it suggests, and what is written."""

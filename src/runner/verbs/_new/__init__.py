@@ -1,1 +1,0 @@
-"""The work of `new`: templates, and where their files go."""

@@ -1,0 +1,194 @@
+"""One call of `audit`, from the config to the last line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from runner.build.describe import describe
+from runner.config import keys
+from runner.config.app import Composition
+from runner.config.errors import ConfigError, UserError
+from runner.config.resolve import checked, problems_in
+from runner.config.schema.audit import Audit
+from runner.config.validate import shown
+from runner.data.nondeterminism import Suspect, suspect
+from runner.tracking.console import Console
+from runner.tracking.files import finite
+from runner.verbs._checkpoint import line_or_checkpoint
+from runner.verbs._work import guarded
+from runner.verbs.audit import report, stored
+from runner.verbs.audit.hints import Cause, cause_of
+from runner.verbs.audit.instrumented_run import Side
+from runner.verbs.audit.record import BATCH, Difference, Entry, differences
+
+DIFFERENT = 1
+_SUSPECTED = 8  # samples that transforms are tried on
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Audit once: the entry point that Hydra calls.
+
+    Returns:
+        For sweepers 0.0 if nothing differs, otherwise 1.0.
+
+    Raises:
+        SystemExit: with the exit status if something differs, unless the job is one of a sweep, or if it failed.
+    """
+    return guarded(_audit, cfg)
+
+
+def _audit(composition: Composition) -> float:
+    values = composition.values
+    a, b = values.get("a"), values.get("b")
+    as_json = values.get("json") is True
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if as_json else None)
+    if a is not None or b is not None:
+        config = checked(values, composition, Audit)
+        compared = stored.compare(str(config.a), str(config.b), Path(config.output_root) / config.name)
+        report.show_stored(console, compared)
+        same, record = compared.same, report.stored_record(compared)
+    else:
+        found = _trained(composition, console)
+        report.show_found(console, found)
+        same, record = found.difference is None, report.found_record(found)
+    if as_json:
+        print(json.dumps(finite(record)))
+    if not same and composition.job_dir is None:
+        raise SystemExit(DIFFERENT)
+    return float(not same)
+
+
+@dataclass
+class Found:
+    """What running the same steps on two sides showed.
+
+    Attributes:
+        steps: optimizer steps that were compared.
+        tensors: of each side that were compared.
+        varied: keys that the sides differ in, with both values.
+        notes: what a reader has to know.
+        step: number of the step with the first difference, from 1; 0 is before the first one.
+        difference: the first one; None if there is none.
+        cause: of it.
+        alike: for each phase of that step how many entries differ, and of how many.
+    """
+
+    steps: int = 0
+    tensors: int = 0
+    varied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    step: int = 0
+    difference: Difference | None = None
+    cause: Cause | None = None
+    alike: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def settings_of(config: Audit, values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of `vary`, however they are nested, with the values of both sides."""
+    found, now = {}, keys.flatten(values)
+    for key, given in keys.flatten(config.vary).items() if config.vary else []:
+        found[key] = (given[0], given[1]) if isinstance(given, list) else (now.get(key), given)
+    return found
+
+
+def _trained(composition: Composition, console: Console) -> Found:
+    config, values, start = line_or_checkpoint(composition, Audit)
+    varied = settings_of(config, values)
+    sides: list[Side] = []
+    try:
+        for number in range(2):
+            own_config, own_values = _with(composition, values, {key: pair[number] for key, pair in varied.items()})
+            sides.append(Side(own_config, own_values, start))
+        training = sides[0].training
+        title = f"audit of {config.name}  seed {config.seed}  {report.settings_text(varied)}"
+        console.header(title, describe(sides[0].config, training))
+        for warning in dict.fromkeys([*(start.warnings if start else []), *training.warnings]):
+            console.warn(warning)
+        return _compared(config, sides, varied)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "data.batch_size: two trainings side by side need more memory than the device has\n"
+            "    allowed: a smaller data.batch_size, a smaller model, or device=cpu"
+        ) from error
+    finally:
+        for side in sides:
+            side.close()
+
+
+def _with(composition: Composition, values: dict[str, Any], settings: dict[str, Any]) -> tuple[Audit, dict[str, Any]]:
+    """The validated config with some keys set, and the same as plain containers."""
+    values = copy.deepcopy(values)
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        section = values
+        for part in path:
+            inner = section.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UserError(f"vary.{key}: there is no such key here, as {part} is {shown(inner)}")
+            section = inner
+        section[last] = copy.deepcopy(value)
+    config, problems = problems_in(values, composition, Audit)
+    if problems or config is None:
+        given = ", ".join(f"{key}={shown(value)}" for key, value in settings.items())
+        raise UserError(f"vary: {given} cannot be run\n{ConfigError(problems)}") if settings else ConfigError(problems)
+    return config, values
+
+
+def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> Found:
+    """Lead both sides step by step until something differs."""
+    found = Found(varied=varied)
+    left = min(side.steps_left for side in sides)
+    if left <= 0:
+        raise UserError("ckpt_path: there is nothing left to train\n    allowed: an earlier checkpoint, or more epochs")
+    steps = min(config.steps, left)
+    if steps < config.steps:
+        found.notes.append(f"{steps} steps in place of {config.steps}: the run ends there")
+    if any(side.compiled for side in sides):
+        found.notes.append("activations are left out: a compiled model cannot be looked into")
+    else:
+        for side in sides:
+            side.look_inside()
+    for step in range(steps + 1):
+        records = [side.step() if step else side.start() for side in sides]
+        found.steps, found.tensors = step, found.tensors + len(records[0])
+        differing = differences(*records)
+        if differing:
+            found.step, found.difference = step, differing[0]
+            found.alike = report.counted(records[0], differing)
+            found.cause = _cause(sides, records[0], differing[0], varied)
+            break
+    return found
+
+
+def _cause(
+    sides: Sequence[Side], entries: Sequence[Entry], first: Difference, varied: dict[str, tuple[Any, Any]]
+) -> Cause:
+    place = next((index for index, entry in enumerate(entries) if entry is first.a), len(entries))
+    suspected = _suspected(sides, entries, first) if first.entry.phase == BATCH else None
+    return cause_of(first, entries[:place], sides[0].training.model, varied, suspected)
+
+
+def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Difference) -> Suspect | None:
+    """What gives different images or targets for the same samples; looked for on samples that differ."""
+    indices = next(entry for entry in entries if (entry.batch, entry.name) == (first.entry.batch, "indices")).tensor
+    if first.entry.name == "indices" or indices is None or first.a is None or first.b is None:
+        return None
+    a, b = first.a.tensor, first.b.tensor
+    chosen = indices.tolist()
+    if a is not None and b is not None and a.shape == b.shape and a.ndim:
+        chosen = [index for index, x, y in zip(chosen, a, b, strict=True) if not x.equal(y)] or chosen
+    for side in sides:
+        loader = side.training.splits.train.loader
+        if (who := suspect(loader, side.config.seed, side.epoch, chosen[:_SUSPECTED])) is not None:
+            return who
+    return None

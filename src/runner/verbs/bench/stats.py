@@ -1,0 +1,275 @@
+"""What measurements amount to: pure functions of numbers, so that a decision can be tested without a clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runner.verbs.bench.candidates import BASELINE, Candidate
+
+# A gain that nobody would notice is no reason to change a config, however surely it was measured.
+_SMALLEST_GAIN = 1.02
+# Of candidates this close to the fastest, the one with the fewest overrides is recommended.
+_AS_FAST = 0.98
+# 99 % quantiles of Student's t distribution for 1 to 10 degrees of freedom, and that of the normal distribution.
+_STUDENT = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
+_NORMAL = 2.326
+_ALL_OF = 7  # all of so many above 1 by chance: 1 in 128
+# What is measured of the slowest models, however long it takes: fewer rounds than these say nothing.
+_FEWEST_REPEATS = 4
+_FEWEST_COMPARED = 3
+# Input and compute that differ by less are called equal.
+_EQUAL = 1.1
+
+Round = dict[str, float]
+"""One measurement of each candidate, made in turns: seconds a sample by the candidate's name."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def map(self, factor: float) -> Spread:
+        """All three times a factor."""
+        return Spread(self.median * factor, self.low * factor, self.high * factor)
+
+    def inverse(self, factor: float = 1.0) -> Spread:
+        """A factor over all three."""
+        return Spread(factor / self.median, factor / self.high, factor / self.low)
+
+
+@dataclass
+class Result:
+    """What was found out about a candidate.
+
+    Attributes:
+        candidate: what was measured.
+        samples: samples of an optimizer step.
+        loss: mean training loss over the first steps.
+        repeats: whether the same steps from the same start gave the same weights again; None if that was not tried.
+        start_s: seconds to build it and make the first step, less those of a usual step.
+        peak_bytes: memory that it took at most, beyond what was in use before it was built.
+        saved_bytes: what the graph of a batch keeps for backward; None where that cannot be counted.
+        seconds: seconds a sample, of each measurement.
+        ratios: speed relative to the baseline, round by round.
+        verdict: why it is not recommended; empty if it pays.
+    """
+
+    candidate: Candidate
+    samples: float
+    loss: float = math.nan
+    repeats: bool | None = None
+    start_s: float = 0.0
+    peak_bytes: int = 0
+    saved_bytes: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    verdict: str = ""
+
+    @property
+    def step_ms(self) -> Spread:
+        """Milliseconds of an optimizer step."""
+        return Spread.of(self.seconds).map(1000 * self.samples)
+
+    @property
+    def samples_per_s(self) -> Spread:
+        """Samples a second."""
+        return Spread.of(self.seconds).inverse()
+
+    @property
+    def ratio(self) -> Spread:
+        """Speed relative to the baseline, above 1 for faster."""
+        return Spread.of(self.ratios)
+
+
+def ratios(rounds: Iterable[Round], name: str, against: str = BASELINE.name) -> list[float]:
+    """Speed of one candidate relative to another, for each round that has both: drift of the machine cancels out."""
+    return [turn[against] / turn[name] for turn in rounds if name in turn and against in turn]
+
+
+def pays(ratios: Sequence[float]) -> bool:
+    """Whether a gain is worth having and more than noise: at least 2 %, and surely above none."""
+    return bool(ratios) and statistics.median(ratios) >= _SMALLEST_GAIN and surely_above_one(ratios)
+
+
+def surely_above_one(ratios: Sequence[float]) -> bool:
+    """Whether ratios that scatter as these do are more than chance, at 1 %, as chance has as many chances as candidates.
+
+    By Student's one-sided t-test on their logarithms; or by all of at least seven being above 1, which an outlier in the
+    right direction does not spoil.
+    """
+    if len(ratios) < 2:
+        return False
+    if len(ratios) >= _ALL_OF and min(ratios) > 1:
+        return True
+    logs = [math.log(ratio) for ratio in ratios]
+    degrees = len(logs) - 1
+    quantile = _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else _NORMAL + 4.4 / degrees
+    return statistics.mean(logs) > quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+
+
+def allowed_difference(tolerance: float | None, baseline: float, seeds: Sequence[float]) -> float:
+    """How far a loss may be from the baseline's.
+
+    Args:
+        tolerance: share of the baseline's loss; None for the spread over the seeds.
+        baseline: its loss.
+        seeds: losses of the baseline with other seeds.
+    """
+    if tolerance is not None:
+        return tolerance * abs(baseline)
+    known = [loss for loss in (baseline, *seeds) if math.isfinite(loss)]
+    return max(known) - min(known) if known else 0.0
+
+
+def verdict(result: Result, baseline: Result, allowed: float, deterministic: bool) -> str:
+    """Why a candidate is not to be recommended, or an empty string if it is fit to be.
+
+    Args:
+        result: the candidate.
+        baseline: what it is compared with.
+        allowed: largest difference of the losses.
+        deterministic: whether it has to repeat bit for bit.
+    """
+    if not result.candidate.same_training:
+        return "another training"
+    if not math.isfinite(result.loss):
+        return "loss not finite"
+    if abs(result.loss - baseline.loss) > allowed:
+        return "loss too far off"
+    if deterministic and result.repeats is False:
+        return "does not repeat"
+    if pays(result.ratios):
+        return ""
+    return why_not_faster(result.ratios)
+
+
+def why_not_faster(ratios: Sequence[float]) -> str:
+    """What to say of ratios that do not pay."""
+    return "slower" if surely_above_one([1 / ratio for ratio in ratios]) else "no clear gain"
+
+
+def recommended(results: Iterable[Result]) -> Result | None:
+    """The fastest of those that pay; of those nearly as fast, the one with the fewest overrides."""
+    fit = [result for result in results if result.candidate.kind != "baseline" and not result.verdict]
+    if not fit:
+        return None
+    fastest = max(result.ratio.median for result in fit)
+    close = [result for result in fit if result.ratio.median >= _AS_FAST * fastest]
+    return min(close, key=lambda result: (len(result.candidate.words), -result.ratio.median))
+
+
+def to_combine(results: Iterable[Result]) -> list[Candidate]:
+    """What pays by itself, the fastest first."""
+    fit = [result for result in results if result.candidate.kind != "baseline" and not result.verdict]
+    return [result.candidate for result in sorted(fit, key=lambda result: -result.ratio.median)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured of each candidate.
+
+    Attributes:
+        steps: optimizer steps of one measurement.
+        warmup: steps before them that are not timed.
+        repeats: measurements.
+        compare: steps from the start after which losses and weights are compared.
+    """
+
+    steps: int
+    warmup: int
+    repeats: int
+    compare: int
+
+    def seconds(self, step_s: float, build_s: float) -> float:
+        """What a candidate takes as fast as the baseline: two builds, the compared steps twice, the measurements."""
+        return 2 * build_s + step_s * (2 * self.compare + 1 + self.repeats * (self.steps + self.warmup))
+
+    def beside_readers(self, read_ahead: int, step_s: float) -> tuple[int, int]:
+        """Steps and warm-up for a candidate whose workers read ahead.
+
+        Batches that were ready before the clock starts must not make it look faster, so these belong to the warm-up, and
+        twice as many are timed; but no more than take half a second and a second.
+
+        Args:
+            read_ahead: steps whose batches may be ready.
+            step_s: seconds of a step.
+        """
+        steps = max(self.steps, min(2 * read_ahead, math.ceil(1.0 / step_s)))
+        return steps, max(self.warmup, min(read_ahead, math.ceil(0.5 / step_s)))
+
+
+def usual_steps(step_s: float) -> int:
+    """Steps of a measurement that take a quarter of a second, at most 200."""
+    return max(1, min(200, math.ceil(0.25 / step_s)))
+
+
+def sized(wanted: Sizes, step_s: float, build_s: float, share_s: float) -> Sizes:
+    """As much as is wanted, or less where that would not fit into a candidate's share of the time.
+
+    Args:
+        wanted: what to measure where there is time.
+        step_s: seconds of a step of the baseline.
+        build_s: seconds to build the baseline.
+        share_s: a candidate's share of the time.
+    """
+    sizes = wanted
+    while sizes.seconds(step_s, build_s) > share_s:
+        compared, measured = 2 * sizes.compare, sizes.repeats * (sizes.steps + sizes.warmup)
+        shorter = sizes.steps > 1 or sizes.warmup > 1
+        if sizes.compare > _FEWEST_COMPARED and (compared > measured or not shorter):
+            less = {"compare": max(_FEWEST_COMPARED, int(0.8 * sizes.compare))}
+        elif shorter:
+            less = {"steps": max(1, int(0.8 * sizes.steps)), "warmup": max(1, int(0.8 * sizes.warmup))}
+        elif sizes.repeats > _FEWEST_REPEATS:
+            less = {"repeats": sizes.repeats - 1}
+        else:
+            break
+        sizes = dataclasses.replace(sizes, **less)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What training waits for.
+
+    Attributes:
+        kind: `input`, `compute`, or `neither` where both take about the same time.
+        factor: how many times longer it takes than the other.
+        waiting: share of the time of a step, from 0 to 1, that input adds to computing.
+    """
+
+    kind: Literal["input", "compute", "neither"]
+    factor: float
+    waiting: float
+
+
+def bottleneck(reading: Sequence[float], computing: Sequence[float], training: Sequence[float]) -> Bottleneck:
+    """What is slower by itself, and how much of it shows in training; each round is compared within itself.
+
+    Args:
+        reading: seconds a sample of reading alone, of each round.
+        computing: seconds a sample of computing alone, on a batch that is there already.
+        training: seconds a sample of both together.
+    """
+    ratio = statistics.median(read / compute for read, compute in zip(reading, computing, strict=True))
+    waiting = statistics.median(1 - compute / both for compute, both in zip(computing, training, strict=True))
+    kind: Literal["input", "compute", "neither"] = "input" if ratio > 1 else "compute"
+    factor = max(ratio, 1 / ratio)
+    return Bottleneck("neither" if factor < _EQUAL else kind, factor, min(1.0, max(0.0, waiting)))

@@ -1,0 +1,128 @@
+"""Steps and batches against the clock, by the program's own loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from runner.build.run import Training
+from runner.data.loaders import Batch
+from runner.engine.evaluation import Source
+from runner.engine.loop import Limits, Loop
+from runner.engine.plan import Plan
+from runner.engine.state import Position
+
+
+class Timed(NamedTuple):
+    """A measurement: samples, and the seconds that they took."""
+
+    samples: int
+    seconds: float
+
+
+class Clock:
+    """Times a loop, as a callback of it: waits for the device where it is asked to, and nowhere else.
+
+    Args:
+        device: what to wait for.
+        marks: numbers of steps after which to take the time, each with what to call then or None.
+    """
+
+    def __init__(self, device: torch.device, marks: Mapping[int, Callable[[Clock], None] | None]) -> None:
+        self._device, self._marks = device, dict(marks)
+        self._taken: dict[int, tuple[float, int]] = {}
+        self._done = 0
+
+    def take(self, loop: Loop) -> None:
+        """Take the time after the steps that are done."""
+        wait(self._device)
+        self._taken[self._done] = (time.perf_counter(), loop.samples_seen)
+
+    def on_step(self, loop: Loop) -> None:
+        """Count a step, and take the time if it is one of the marks."""
+        self._done += 1
+        if self._done in self._marks:
+            self.take(loop)
+            if (then := self._marks[self._done]) is not None:
+                then(self)
+
+    def seconds(self, step: int) -> float:
+        """Seconds from the start to the end of a step whose time was taken."""
+        return self._taken[step][0] - self._taken[0][0]
+
+    def since(self, step: int) -> Timed:
+        """What came after a step whose time was taken."""
+        (began, before), (ended, after) = self._taken[step], self._taken[self._done]
+        return Timed(after - before, ended - began)
+
+
+def run(
+    training: Training,
+    source: Source,
+    steps: int,
+    marks: Mapping[int, Callable[[Clock], None] | None] | None = None,
+    epoch: int = 0,
+) -> Clock:
+    """Train with the program's own loop, from the beginning of an epoch: no evaluation, no checkpoints, no logging.
+
+    Args:
+        training: what is trained.
+        source: the batches.
+        steps: optimizer steps.
+        marks: steps after which the time is taken, besides the first and the last moment.
+        epoch: number of the epoch.
+    """
+    state, plan = training.state, training.plan
+    state.position = Position(epoch=epoch)
+    # No batch is made that is not used: workers would go on with it while another candidate is measured.
+    plan = dataclasses.replace(plan, limit=min(plan.batches, steps * plan.accumulate))
+    clock = Clock(training.device, marks or {})
+    monitor = (training.monitor, training.mode)
+    loop = Loop(state, source, plan, training.parts, Limits(None, steps), None, [clock], monitor)
+    clock.take(loop)
+    loop.run()
+    clock.take(loop)
+    return clock
+
+
+class Repeated:
+    """A source that gives one batch again and again, as much of it as the plan has samples: computing without input."""
+
+    def __init__(self, batch: Batch, plan: Plan) -> None:
+        self._batch, self._plan = batch, plan
+        self.samples, self.batch_size = plan.samples, plan.batch_size
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        """The batch, `stop` - `start` times."""
+        for number in range(start, stop):
+            size = self._plan.size(number)
+            yield self._batch if size == len(self._batch.targets) else Batch(*(part[:size] for part in self._batch))
+
+
+def read(training: Training, batches: int, warmup: int, epoch: int) -> Timed:
+    """Take batches from the loader, and do nothing with them."""
+    plan, device = training.plan, training.device
+    samples, done, began = 0, 0, time.perf_counter()
+    while done < warmup + batches:
+        count = min(plan.batches, warmup + batches - done)
+        for batch in training.splits.train.loader.batches(epoch, 0, count):
+            done += 1
+            samples += len(batch.targets)
+            if done == warmup:
+                wait(device)
+                samples, began = 0, time.perf_counter()
+        epoch += 1
+    wait(device)
+    return Timed(samples, time.perf_counter() - began)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

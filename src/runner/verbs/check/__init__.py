@@ -1,0 +1,43 @@
+"""Look for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.verbs._help import asks_for_help, print_help
+from runner.verbs._launch import claimed, complete_verb, launch_verb, with_lists
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_SHORT = {"--json": "json=true", "--strict": "strict=true", "--train": "train=true"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit status."""
+    if asks_for_help(argv):
+        return print_help("check", __doc__, argv)
+    return launch_verb("check", spelled_out(argv), job, claimed(lambda values: Path("checks"))).status
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """The words after the verb with `json=true` in place of `--json`, and `only=[a,b]` in place of `only=a,b` or `only=a`."""
+    words = with_lists([_SHORT.get(word, word) for word in argv], ["only", "skip"])
+    if {"--multirun", "-m"} & set(argv):
+        return words
+    return [re.sub(r"^(only|skip)=([\w-]+)$", r"\1=[\2]", word) for word in words]
+
+
+def job(cfg: DictConfig) -> float | None:
+    """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
+    from runner.verbs.check.work import run
+
+    return run(cfg)
+
+
+def complete(argv: Sequence[str]) -> int:
+    """Answer a query of tab completion."""
+    return complete_verb("check", argv, job)

@@ -1,0 +1,65 @@
+"""How an exported model compares with the one that it was made of: outputs and latency."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.verbs.export.formats import Run
+
+_SECONDS = 0.3
+_MOST_CALLS = 100
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One format at one batch size.
+
+    Attributes:
+        format: its name.
+        batch_size: images of the batch.
+        max_abs: largest difference from the model's outputs.
+        max_rel: the same as a share of the largest output of the model, or of 1 if that is larger.
+        ms: median time of a call in milliseconds.
+        model_ms: that of the model itself.
+    """
+
+    format: str
+    batch_size: int
+    max_abs: float
+    max_rel: float
+    ms: float
+    model_ms: float
+
+
+def compare(name: str, model: Run, exported: Run, batches: list[Tensor]) -> list[Comparison]:
+    """Compare outputs and latency at each batch."""
+    found = []
+    for images in batches:
+        expected, got = model(images).double(), exported(images).double()
+        if expected.shape != got.shape:
+            difference = scale = float("inf")
+        else:
+            difference = float((expected - got).abs().max())
+            scale = max(1.0, float(expected.abs().max()))
+        relative = difference / scale if difference != float("inf") else difference
+        found.append(
+            Comparison(name, len(images), difference, relative, latency_ms(exported, images), latency_ms(model, images))
+        )
+    return found
+
+
+def latency_ms(run: Run, images: Tensor) -> float:
+    """Median time of a call in milliseconds."""
+    for _ in range(_WARM_UP):
+        run(images)
+    times: list[float] = []
+    while len(times) < 3 or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
+        began = time.perf_counter()
+        run(images)
+        times.append(time.perf_counter() - began)
+    return 1000 * float(torch.tensor(times).median())

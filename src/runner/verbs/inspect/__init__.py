@@ -1,0 +1,45 @@
+"""Inspect a model: layers, parameters, FLOPs, weights, activations, gradients, features; tables and pictures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.verbs._help import asks_for_help, print_help
+from runner.verbs._launch import claimed, complete_verb, launch_verb
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_LIST = re.compile(r"(\+*(?:what|tensors|features))=([\w.,]+)")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit status."""
+    if asks_for_help(argv):
+        return print_help("inspect", __doc__, argv)
+    return launch_verb("inspect", spelled_out(argv), job, claimed(lambda values: Path("inspections"))).status
+
+
+def spelled_out(argv: Sequence[str]) -> list[str]:
+    """The words after the verb with `features=[A,B]` in place of `features=A,B`, which Hydra would take for a sweep."""
+    return [f"{short[1]}=[{short[2]}]" if (short := _listed(word)) else word for word in argv]
+
+
+def _listed(word: str) -> re.Match[str] | None:
+    found = _LIST.fullmatch(word)
+    return None if found is None or found[2] == "null" else found
+
+
+def job(cfg: DictConfig) -> float | None:
+    """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
+    from runner.verbs.inspect.work import run
+
+    return run(cfg)
+
+
+def complete(argv: Sequence[str]) -> int:
+    """Answer a query of tab completion."""
+    return complete_verb("inspect", argv, job)

@@ -1,0 +1,80 @@
+"""Where a model is wrong: the samples that it most surely takes for another class, and how often classes are confused."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runner.build.run import Training
+from runner.data.build import SplitData
+from runner.data.loaders import Batch
+from runner.engine.evaluation import untouched
+
+
+@dataclass(frozen=True, order=True)
+class Mistake:
+    """A sample whose largest logit is not that of its class.
+
+    Attributes:
+        probability: softmax of that logit.
+        index: of the sample in its data set.
+        true: its class.
+        predicted: the class that it was taken for.
+        image: (C, H, W), as the model was given it, on the CPU.
+    """
+
+    probability: float
+    index: int
+    true: int = field(compare=False)
+    predicted: int = field(compare=False)
+    image: Tensor = field(compare=False, repr=False)
+
+
+@dataclass
+class Mistakes:
+    """What went wrong in a split: `confusion[true][predicted]` samples, and the surest mistakes first."""
+
+    samples: int
+    wrong: int
+    confusion: list[list[int]]
+    surest: list[Mistake]
+
+
+def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
+    """The batches of a split as it is evaluated."""
+    count = math.ceil(split.samples / split.loader.batch_size)
+    return split.loader.batches(0, 0, count if limit is None else min(count, limit))
+
+
+def mistakes_in(training: Training, split: SplitData, classes: int, limit: int | None, most: int) -> Mistakes:
+    """Evaluate a split and collect the mistakes, with no more than a batch of images in memory.
+
+    Args:
+        training: holds the model, whose logits are (B, `classes`).
+        split: what to evaluate.
+        classes: how many.
+        limit: batches to use; None for all.
+        most: mistakes to keep.
+    """
+    confusion = torch.zeros(classes, classes, dtype=torch.int64)
+    surest: list[Mistake] = []
+    with untouched(training.model):
+        for batch in batches_of(split, limit):
+            with training.precision.autocast():
+                logits = training.model(batch.images)
+            probabilities, predicted = (found.cpu() for found in logits.float().softmax(dim=1).max(dim=1))
+            true = training.task.targets(batch.targets).cpu()
+            confusion += torch.bincount(true * classes + predicted, minlength=classes * classes).view(classes, classes)
+            for place in (predicted != true).nonzero().flatten().tolist():
+                sure = float(probabilities[place])
+                if len(surest) < most or sure > surest[0].probability:
+                    image = batch.images[place].float().cpu().clone()
+                    mistake = Mistake(sure, int(batch.indices[place]), int(true[place]), int(predicted[place]), image)
+                    (heapq.heappush if len(surest) < most else heapq.heapreplace)(surest, mistake)
+    total, right = int(confusion.sum()), int(confusion.diag().sum())
+    return Mistakes(total, total - right, confusion.tolist(), sorted(surest, reverse=True))

@@ -1,0 +1,235 @@
+"""The parts of an inspection, each of which adds tables, pictures and figures to what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runner.build.model import as_given
+from runner.build.run import Training, training_flops
+from runner.config.errors import UserError
+from runner.config.schema.inspect import Inspect
+from runner.data.build import SplitData
+from runner.data.loaders import Batch
+from runner.runtime.flops import Flops
+from runner.tracking.formats import percent
+from runner.tracking.plots import confusion_matrix
+from runner.verbs._checkpoint import distinct
+from runner.verbs.inspect import pictures, tables
+from runner.verbs.inspect.errors import mistakes_in
+from runner.verbs.inspect.layers import Anatomy, anatomy, outer_maps
+from runner.verbs.inspect.page import Table
+from runner.verbs.inspect.statistics import Summary, summarize
+from runner.verbs.inspect.watch import Passed, pass_through
+
+
+@dataclass
+class Found:
+    """What was found so far, and what several parts need, made when first asked for.
+
+    Attributes:
+        config: what to do.
+        training: what is looked at.
+        folder: where pictures go.
+        lines: said first.
+        parts: tables, and pictures as (file, title), in order.
+        record: for JSON.
+        left_out: what could not be shown, and why.
+    """
+
+    config: Inspect
+    training: Training
+    folder: Path
+    lines: list[str] = field(default_factory=list)
+    parts: list[Table | tuple[Path, str]] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @cached_property
+    def flops(self) -> Flops:
+        """Operations of the model."""
+        return training_flops(self.training, self.training.state.position)
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """The modules of the model."""
+        flops = self.flops
+        return anatomy(self.training.model, as_given(self.training.splits), flops.by_module, flops.samples)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The first batch of the epoch that the state stands in, as a training step is given it."""
+        return next(iter(self.training.splits.train.loader.batches(self.training.state.position.epoch, 0, 1)))
+
+    @cached_property
+    def passed(self) -> Passed:
+        """The batch, forward and backward."""
+        return pass_through(self.training, self.batch, self.config.tensors)
+
+    @cached_property
+    def weights(self) -> list[Summary]:
+        """Every parameter."""
+        return [summarize(name, weight) for name, weight in self.training.model.named_parameters()]
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Images and targets of the first samples of the split that is looked at, or of the training split."""
+        split = self.training.splits.named(self.config.split) or self.training.splits.train_for_eval
+        batch = next(iter(split.loader.batches(0, 0, 1)))
+        return batch.images, batch.targets
+
+    def add_picture(self, name: str, title: str) -> None:
+        """Note a picture that was drawn."""
+        self.parts.append((self.folder / name, title))
+
+
+def split_of(config: Inspect, training: Training) -> SplitData:
+    """The split that the config names.
+
+    Raises:
+        UserError: if the data has none.
+    """
+    split = training.splits.named(config.split)
+    if split is None:
+        there = [name for name in ("train", "val", "test") if training.splits.named(name) is not None]
+        raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(there)}")
+    return split
+
+
+def layers(found: Found) -> None:
+    """Every module: what it is, what it gives, what it costs."""
+    totals = tables.totals_of(found.anatomy, found.flops)
+    found.lines += tables.totals_lines(totals)
+    found.parts.append(tables.layers_table(found.anatomy, totals))
+    found.record["totals"] = totals
+    found.record["layers"] = [tables.layer_record(layer) for layer in found.anatomy.layers]
+
+
+def weights(found: Found) -> None:
+    """The weights in numbers and histograms."""
+    if not found.weights:
+        found.left_out.append("weights: the model has none")
+        return
+    found.record["weights"] = tables.as_record(found.weights)
+    found.parts.append(tables.weights_table(found.weights))
+    title = "weights"
+    pictures.draw_histograms(found.weights, {}, "weight", found.folder / "weights.png", title, logarithmic=False)
+    found.add_picture("weights.png", title)
+
+
+def activations(found: Found) -> None:
+    """What modules give for a batch of training, and which units give nothing."""
+    passed, size = found.passed, len(found.batch.images)
+    found.record["activations"] = tables.as_record(passed.activations)
+    found.record["dead_units"] = {name: {"dead": dead, "units": units} for name, (dead, units) in passed.dead.items()}
+    found.parts.append(tables.activations_table(passed, size))
+    if passed.activations:
+        notes = {name: f"{percent(dead / units)} dead" for name, (dead, units) in passed.dead.items() if dead}
+        title = f"activations of a training batch of {size:,}"
+        target = found.folder / "activations.png"
+        pictures.draw_histograms(passed.activations, notes, "activation", target, title, logarithmic=True)
+        found.add_picture("activations.png", title)
+
+
+def gradients(found: Found) -> None:
+    """What a batch of training changes: gradients by the weights and by the outputs."""
+    passed = found.passed
+    found.record |= {
+        "loss": passed.loss,
+        "gradients": tables.as_record(passed.gradients),
+        "gradients_of_outputs": tables.as_record(passed.flows),
+        "without_gradient": passed.without,
+        "frozen": passed.frozen,
+    }
+    found.parts += tables.gradients_tables(passed, {weight.name: weight.norm for weight in found.weights})
+    for name, summaries, of in (
+        ("gradients.png", passed.gradients, "weights"),
+        ("gradients_of_outputs.png", passed.flows, "outputs"),
+    ):
+        if summaries:
+            title = f"gradients of the loss by the {of}, of a training batch of {len(found.batch.images):,}"
+            pictures.draw_histograms(summaries, {}, "gradient", found.folder / name, title, logarithmic=True)
+            found.add_picture(name, title)
+
+
+def inputs(found: Found) -> None:
+    """Samples of training as the model is given them, augmented."""
+    count = found.config.samples
+    images, targets = found.batch.images[:count], found.batch.targets[:count]
+    title = pictures.draw_inputs(images, targets, found.training.splits, found.folder / "inputs.png")
+    found.add_picture("inputs.png", title)
+
+
+def filters(found: Found) -> None:
+    """The kernels that see the image."""
+    title = pictures.draw_filters(found.training.model, found.training.splits, found.folder / "filters.png")
+    if title:
+        found.add_picture("filters.png", title)
+    else:
+        found.left_out.append("filters: no layer has weights that lie over the image")
+
+
+def features(found: Found) -> None:
+    """What layers make of a few images."""
+    names = found.config.tensors or outer_maps(found.anatomy.layers)
+    if not names:
+        found.left_out.append("features: no layer gives maps; tensors=[...] names others")
+        return
+    images, targets = found.samples()
+    model, splits = found.training.model, found.training.splits
+    drawn = pictures.draw_maps(model, images, targets, names, splits, found.folder)
+    found.parts += drawn
+    if not drawn:
+        found.left_out.append(f"features: nothing of {', '.join(names)} can be seen as maps")
+
+
+def errors(found: Found) -> None:
+    """Where the model is wrong."""
+    config, training = found.config, found.training
+    classes = distinct(training.splits.classes)
+    outputs = training.task.outputs(classes)
+    if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
+        if config.what is not None:
+            raise UserError("what: errors are those of classes, and this task has none\n    allowed: the other parts")
+        found.left_out.append("errors: the task has no classes")
+        return
+    mistakes = mistakes_in(training, split_of(config, training), outputs, config.limit.eval_batches, config.samples)
+    found.record["errors"] = {
+        "split": config.split,
+        "samples": mistakes.samples,
+        "wrong": mistakes.wrong,
+        "confusion": mistakes.confusion,
+        "surest": [
+            {"index": m.index, "true": classes[m.true], "predicted": classes[m.predicted], "probability": m.probability}
+            for m in mistakes.surest
+        ],
+    }
+    share = percent(mistakes.wrong / max(1, mistakes.samples))
+    found.lines.append(
+        f"{mistakes.wrong:,} of {mistakes.samples:,} {config.split} samples are taken for another class ({share})"
+    )
+    title = f"{config.data.name} {config.split}, {mistakes.samples:,} samples"
+    confusion_matrix(mistakes.confusion, classes, found.folder / "confusion.png", title)
+    found.add_picture("confusion.png", title)
+    if mistakes.surest:
+        shown = pictures.draw_errors(
+            mistakes.surest, classes, mistakes.wrong, mistakes.samples, training.splits, found.folder / "errors.png"
+        )
+        found.add_picture("errors.png", shown)
+
+
+PARTS: dict[str, Callable[[Found], None]] = {
+    "layers": layers,
+    "weights": weights,
+    "activations": activations,
+    "gradients": gradients,
+    "inputs": inputs,
+    "filters": filters,
+    "features": features,
+    "errors": errors,
+}
+"""In the order in which they are shown."""

@@ -1,0 +1,136 @@
+"""One batch forward and backward, with every activation and gradient looked at on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.build.run import Training
+from runner.engine.buffers import untouched_buffers
+from runner.engine.step import Batch
+from runner.models.features import listener
+from runner.runtime.determinism import refusal
+from runner.runtime.flops import as_it_was
+from runner.verbs.inspect.layers import first_tensor
+from runner.verbs.inspect.statistics import Summary, dead_units, summarize
+
+
+@dataclass
+class Passed:
+    """What a forward and a backward pass showed.
+
+    Attributes:
+        loss: of the batch.
+        activations: outputs of modules, or of what was asked for, in the order in which they are computed.
+        dead: of those that are rectified, how many units are dead, and of how many.
+        flows: gradients of the loss by these outputs, in the same order.
+        gradients: gradients of the loss by the weights.
+        without: weights that are trained and that the loss does not depend on.
+        frozen: weights that are not trained.
+    """
+
+    loss: float = 0.0
+    activations: list[Summary] = field(default_factory=list)
+    dead: dict[str, tuple[int, int]] = field(default_factory=dict)
+    flows: list[Summary] = field(default_factory=list)
+    gradients: list[Summary] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
+
+
+def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Passed:
+    """Send a batch of training through model and loss and back.
+
+    Weights, buffers, modes, gradients and random generators are left as they were.
+
+    Args:
+        training: what is trained.
+        batch: as a step is given it.
+        tensors: names of modules and operations to look at; without any, every module.
+
+    Raises:
+        UserError: if there is no operation of a name.
+    """
+    model, seen = training.model, _Seen()
+    modes = [(module, module.training) for module in model.modules()]
+    training.state.train()
+    try:
+        if not tensors:
+            modules = {name: module for name, module in model.named_modules() if name}
+            hooks = [module.register_forward_hook(_telling(seen, name)) for name, module in modules.items()]
+            forward: Callable[[Tensor], Any] = model
+        else:
+            hooks, forward = [], listener(model, tensors, seen.take, "tensors")
+        try:
+            with as_it_was(model, batch.images.device), untouched_buffers(training.loss), torch.enable_grad():
+                found = _gradients(training, batch, forward)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    except RuntimeError as error:
+        raise refusal(error) or error from error
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    found.activations, found.dead = list(seen.outputs.values()), seen.dead
+    found.flows = [seen.gradients[name] for name in seen.outputs if name in seen.gradients]
+    return found
+
+
+def _gradients(training: Training, batch: Batch, forward: Callable[[Tensor], Any]) -> Passed:
+    weights = dict(training.model.named_parameters())
+    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    with training.precision.autocast():
+        loss = training.loss(forward(batch.images), training.task.targets(batch.targets))
+    found = Passed(float(loss.detach()), frozen=[name for name in weights if name not in trained])
+    if not trained or not loss.requires_grad:
+        found.without = list(trained)
+        return found
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    for name, gradient in zip(trained, gradients, strict=True):
+        if gradient is None:
+            found.without.append(name)
+        else:
+            found.gradients.append(summarize(name, gradient))
+    return found
+
+
+class _Seen:
+    """Sums up tensors as they are computed, and their gradients when these are."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Summary] = {}
+        self.dead: dict[str, tuple[int, int]] = {}
+        self.gradients: dict[str, Summary] = {}
+        self.last: Tensor | None = None
+        self._calls: Counter[str] = Counter()
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Sum up a tensor; of what is computed several times, each."""
+        self._calls[name] += 1
+        label = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
+        self.last = tensor
+        self.outputs[label] = summarize(label, tensor)
+        if (dead := dead_units(tensor.detach())) is not None:
+            self.dead[label] = dead
+
+        def note(gradient: Tensor) -> None:
+            self.gradients[label] = summarize(label, gradient)
+
+        if tensor.requires_grad:
+            tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+
+def _telling(seen: _Seen, name: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        tensor = first_tensor(output)
+        # What only hands on the output of the last module inside it would be the same row again.
+        if tensor is not None and not (tensor is seen.last and any(True for _ in module.children())):
+            seen.take(name, tensor)
+
+    return hook

@@ -1,0 +1,177 @@
+"""One call of `inspect`, from the config to the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+from runner.build.describe import describe
+from runner.build.run import Training, build_training
+from runner.checkpoint import find, resume
+from runner.config.app import Composition
+from runner.config.resolve import checked
+from runner.config.schema.inspect import FEATURE_FILES, Inspect
+from runner.config.secrets import mask_words
+from runner.engine.evaluation import untouched
+from runner.engine.state import Position
+from runner.models.features import PerImage, extractor
+from runner.tracking.console import Console
+from runner.tracking.files import finite, write_atomically, write_json
+from runner.tracking.formats import compact
+from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
+from runner.verbs._work import guarded
+from runner.verbs.inspect.errors import batches_of
+from runner.verbs.inspect.features_file import write_features
+from runner.verbs.inspect.layers import shape_text
+from runner.verbs.inspect.page import Table, page
+from runner.verbs.inspect.parts import PARTS, Found, split_of
+
+_MOST_ROWS = 60
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Inspect once: the entry point that Hydra calls.
+
+    Returns:
+        The number of parameters, for sweepers.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    return guarded(_inspect, cfg)
+
+
+def _inspect(composition: Composition) -> float:
+    settled: Settled[Inspect] | None = None
+    if composition.values.get("ckpt_path") is None:
+        values = composition.values
+        config = checked(values, composition, Inspect)
+    else:
+        settled = settle(composition, Inspect)
+        values, config = settled.values, settled.config
+    found = settled.found if settled else None
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    # What is compiled cannot be looked into, and what is computed again in backward would be seen twice.
+    plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
+    # Batches are those of the epoch that the checkpoint stands in, from its beginning.
+    start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
+    training = build_training(plain, values, start, make_cache=False)
+    training.state.position = start or Position()  # which says what is frozen
+    with contextlib.closing(training.splits):
+        training.splits.skipped.open(None, console.warn)
+        kind = ""
+        if settled is not None:
+            check_classes(settled.classes, training.splits.classes)
+            fill(training.model, settled)
+            kind = settled.weights[1]
+        where = (
+            "untrained" if found is None else f"{found.path}{'' if kind == 'raw' else f', averaged weights ({kind})'}"
+        )
+        console.header(f"{config.name}  seed {config.seed}  {where}", describe(plain, training)[:2])
+        for warning in [*(found.warnings if found else []), *training.warnings]:
+            console.warn(warning)
+        record: dict[str, Any] = {
+            "checkpoint": str(found.path) if found else None,
+            "global_step": found.contents["position"]["global_step"] if found else 0,
+            "weights_are": kind or None,
+            "overrides": mask_words(composition.words),
+        }
+        if config.features:
+            record |= _written_features(config, training, found, composition, console)
+        if not config.features or config.what is not None:
+            record |= _looked_at(config, training, found, composition, console)
+        if said := training.splits.skipped.summary():
+            console.warn(said)
+    if config.json:
+        print(json.dumps(finite(record)))
+    elif "folder" in record:
+        print(record["folder"], flush=True)
+    return float(sum(parameter.numel() for parameter in training.model.parameters()))
+
+
+def _looked_at(
+    config: Inspect, training: Training, found: find.Found | None, composition: Composition, console: Console
+) -> dict[str, Any]:
+    """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
+    parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
+    folder = _folder(config, found, composition)
+    seen = Found(config, training, folder)
+    for name in PARTS:
+        if name in parts:
+            PARTS[name](seen)
+    tables = [part for part in seen.parts if isinstance(part, Table)]
+    for line in seen.lines:
+        console.line(line)
+    for table in tables:
+        _show(console, table)
+    for note in seen.left_out:
+        console.line(note)
+    title = f"{config.name}: {type(training.model).__name__}"
+    told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
+    lines = [told, *seen.lines, *seen.left_out]
+    pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
+    record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
+    record["files"] = [path.name for path in pictures] + ["report.html"]
+    write_atomically(folder / "report.html", page(title, lines, seen.parts).encode())
+    write_json(folder / "inspect.json", record)
+    for path in [*pictures, folder / "report.html", folder / "inspect.json"]:
+        console.line(str(path))
+    return record
+
+
+def _show(console: Console, table: Table) -> None:
+    """Show a table; of a long one the beginning, and the last row, which is the sum where there is one."""
+    for note in table.notes:
+        console.line(note)
+    rows = [list(row) for row in table.rows]
+    shown = rows if len(rows) <= _MOST_ROWS else [*rows[: _MOST_ROWS - 1], rows[-1]]
+    console.table(table.title, list(table.columns), shown)
+    if len(shown) < len(rows):
+        console.line(f"{len(rows) - len(shown):,} more rows are in report.html")
+
+
+def _folder(config: Inspect, found: find.Found | None, composition: Composition) -> Path:
+    chosen = config.output if not config.features else None
+    run = run_directory_of(found.path) if found is not None else None
+    given = composition.job_dir or composition.run_dir
+    if chosen is None and given is None and run is not None:
+        return claim(run / "inspect", timestamp())
+    return folder_for(chosen, given, config.output_root, "inspections")
+
+
+def _written_features(
+    config: Inspect, training: Training, found: find.Found | None, composition: Composition, console: Console
+) -> dict[str, Any]:
+    """Write features of a split, with the targets and the place of each sample in its data set."""
+    split = split_of(config, training)
+    features = PerImage(extractor(training.model, config.features))
+    output = Path(config.output) if config.output is not None else None
+    if output is not None and output.suffix in FEATURE_FILES:
+        path = folder_for(str(output.parent), None, "", "") / output.name
+    else:
+        folder = _folder(config, found, composition) if output is None else folder_for(config.output, None, "", "")
+        path = folder / f"features_{config.split}.npz"
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        with untouched(training.model):
+            for batch in batches_of(split, config.limit.eval_batches):
+                with training.precision.autocast():
+                    here = features(batch.images)
+                yield {**here, "targets": batch.targets, "indices": batch.indices}
+
+    shapes = write_features(batches(), path)
+    rows = [[name, shape_text(shape), compact(float(torch.Size(shape).numel()))] for name, shape in shapes.items()]
+    console.table(f"features of {config.data.name} {config.split}", ["array", "shape", "elements"], rows)
+    console.line(str(path))
+    return {"features": {"file": str(path), "split": config.split, "shapes": {n: list(s) for n, s in shapes.items()}}}

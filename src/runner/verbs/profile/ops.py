@@ -1,0 +1,106 @@
+"""The operations of the traced steps, as rows that can be sorted, written and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.data.marks import PREPARE, WAIT
+from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
+from runner.tracking.formats import aligned, percent
+
+_RANGES = {"step", WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER}
+SMALL_OP_MS = 0.02
+"""Operations on the CPU that are shorter cost about as much to call as to compute."""
+
+_HEADS = ("operation", "calls", "self ms", "share", "total ms", "memory MiB")
+
+
+@dataclass(frozen=True)
+class Op:
+    """All calls of one operation, or of one kernel of a GPU.
+
+    Attributes:
+        name: as torch or the driver calls it.
+        kernel: whether it ran on a GPU.
+        calls: how many, a step.
+        self_ms: milliseconds a step, those of operations that it calls left out.
+        total_ms: milliseconds a step, theirs included; 0 for kernels.
+        memory_bytes: allocated less freed in it, theirs left out, a step.
+    """
+
+    name: str
+    kernel: bool
+    calls: float
+    self_ms: float
+    total_ms: float
+    memory_bytes: float
+
+
+def ops_in(profiler: Any, steps: int) -> list[Op]:
+    """What ran in a trace of so many steps, the most time first; ranges are left out.
+
+    Args:
+        profiler: a `torch.profiler.profile` that has ended.
+        steps: steps in the trace.
+    """
+    found = []
+    for event in profiler.key_averages():
+        if event.key in _RANGES or getattr(event, "is_user_annotation", False) or event.key.startswith("[memory]"):
+            continue
+        kernel = event.device_type.name == "CUDA"
+        found.append(
+            Op(
+                name=event.key,
+                kernel=kernel,
+                calls=event.count / steps,
+                self_ms=(event.self_device_time_total if kernel else event.self_cpu_time_total) / 1000 / steps,
+                total_ms=0.0 if kernel else event.cpu_time_total / 1000 / steps,
+                memory_bytes=(event.self_cpu_memory_usage + event.self_device_memory_usage) / steps,
+            )
+        )
+    return sorted(found, key=lambda op: -op.self_ms)
+
+
+def small_share(ops: Sequence[Op]) -> float | None:
+    """Share of the host's self time that goes into operations shorter than `SMALL_OP_MS`; None if there are none."""
+    host = [op for op in ops if not op.kernel]
+    total = sum(op.self_ms for op in host)
+    small = sum(op.self_ms for op in host if op.self_ms < SMALL_OP_MS * op.calls)
+    return small / total if total else None
+
+
+def rows_of(ops: Sequence[Op]) -> list[list[str]]:
+    """Cells of a table; shares are of the self time of all of `ops`."""
+    total = sum(op.self_ms for op in ops) or 1.0
+    return [
+        [
+            op.name if len(op.name) <= 72 else op.name[:71] + "~",
+            f"{op.calls:g}",
+            f"{op.self_ms:.3f}",
+            percent(op.self_ms / total),
+            f"{op.total_ms:.3f}" if not op.kernel else "",
+            f"{op.memory_bytes / 2**20:.2f}",
+        ]
+        for op in ops
+    ]
+
+
+def text_of(ops: Sequence[Op], steps: int) -> str:
+    """The table as text: kernels of a GPU first, then what the host did."""
+    parts = []
+    for title, some in (
+        ("kernels of the GPU", [op for op in ops if op.kernel]),
+        ("operations on the host", [op for op in ops if not op.kernel]),
+    ):
+        if some:
+            parts += [f"{title}, means of {steps} traced steps", *aligned(_HEADS, rows_of(some)), ""]
+    return "\n".join(parts)
+
+
+def shown(ops: Sequence[Op], count: int = 8) -> tuple[str, list[str], list[list[str]]]:
+    """Title, columns and rows for the terminal: what takes the most time, on the GPU if there is one."""
+    some = [op for op in ops if op.kernel] or list(ops)
+    title = "kernels that take the most time" if some and some[0].kernel else "operations that take the most time"
+    return title, list(_HEADS), rows_of(some)[:count]

@@ -1,0 +1,84 @@
+"""One call of `profile`, from the config to the last line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from runner.build.describe import describe
+from runner.build.run import build_training
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.schema.profile import Profile
+from runner.config.secrets import mask_words
+from runner.tracking.console import Console
+from runner.tracking.environment import environment
+from runner.tracking.files import finite, write_atomically, write_json
+from runner.verbs._checkpoint import folder_for, line_or_checkpoint
+from runner.verbs._work import guarded
+from runner.verbs.profile.measure import Measured, measure
+from runner.verbs.profile.ops import Op, ops_in, text_of
+from runner.verbs.profile.report import record_of, show
+
+
+def run(cfg: DictConfig) -> float | None:
+    """Profile once: the entry point that Hydra calls.
+
+    Returns:
+        Samples a second, for sweepers.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    return guarded(_profile, cfg)
+
+
+def _profile(composition: Composition) -> float:
+    config, values, found = line_or_checkpoint(composition, Profile)
+    # With json=true, standard output is one JSON object and nothing else.
+    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    steps = config.warmup_steps + config.steps + config.trace_steps + 1
+    # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
+    shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
+    own = found is None
+    training = build_training(shortened, values, make_cache=own, fresh=own)
+    with contextlib.closing(training.splits):
+        folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles")
+        console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
+        for warning in training.warnings:
+            console.warn(warning)
+        measured = measure(config, training, folder, console.line)
+        ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
+        record: dict[str, Any] = {"overrides": mask_words(composition.words)}
+        record |= record_of(config, training, measured, ops)
+    written = _write(folder, record, measured, ops, stored.dump(values))
+    if config.json:
+        print(json.dumps(finite(record | {"folder": str(folder)})))
+    else:
+        show(console, record, ops, written)
+        print(folder, flush=True)
+    return float(record["samples_per_s"])
+
+
+def _write(folder: Path, record: dict[str, Any], measured: Measured, ops: list[Op], config: str) -> list[Path]:
+    """Write everything; `profile.json` comes last, so that where it is, the others are."""
+    written = []
+    if measured.profiler is not None:
+        trace, table, text = folder / "trace.json", folder / "ops.json", folder / "ops.txt"
+        measured.profiler.export_chrome_trace(str(trace))
+        write_json(table, [dataclasses.asdict(op) for op in ops])
+        write_atomically(text, text_of(ops, measured.traced).encode())
+        written += [trace, text, table]
+    if measured.snapshot is not None:
+        written.append(measured.snapshot)
+    write_atomically(folder / "config.yaml", config.encode())
+    record["files"] = [path.name for path in written] + ["config.yaml"]
+    record["environment"] = environment()
+    write_json(folder / "profile.json", record)
+    return [*written, folder / "config.yaml", folder / "profile.json"]

@@ -1,0 +1,274 @@
+"""Checkpoints that a thread writes, and the room that they need."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.checkpoint.async_writer import Background, Snapshot
+from runner.checkpoint.disk_space import require_space, scarce, size_of
+from runner.checkpoint.file import read
+from runner.config.errors import UserError
+
+SMALL = (
+    "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=3",
+    "model=small_cnn", "model.width=4", "model.dropout=0.3", "transform=strong", "evaluate.test=false",
+    "checkpoint.min_seconds=0", "checkpoint.every_steps=1", "checkpoint.keep=50",
+)  # fmt: skip
+
+
+def test_a_snapshot_is_left_alone_by_what_happens_later_and_uses_its_memory_again() -> None:
+    weight, snapshot = torch.ones(3, 2).t(), Snapshot()
+    first = snapshot.take({"model": {"weight": weight}, "list": [1, {"epoch": 2}]})
+    weight.fill_(5)
+    assert torch.equal(first["model"]["weight"], torch.ones(2, 3))
+    assert first["model"]["weight"].stride() == weight.stride()
+    assert first["list"] == [1, {"epoch": 2}]
+    second = snapshot.take({"model": {"weight": weight}})
+    assert second["model"]["weight"].data_ptr() == first["model"]["weight"].data_ptr()
+    assert torch.equal(second["model"]["weight"], weight)
+    third = snapshot.take({"model": {"weight": torch.zeros(4)}})
+    assert torch.equal(third["model"]["weight"], torch.zeros(4))
+
+
+def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> None:
+    weight, buffer, snapshot = torch.ones(3), torch.ones(3), Snapshot()
+    copy = snapshot.take({"model": {"weight": weight, "mean": buffer}}, lambda place: place == "/model/weight")
+    assert not snapshot.complete.is_set()
+    buffer.fill_(2)
+    snapshot.finish()
+    assert snapshot.complete.is_set()
+    assert torch.equal(copy["model"]["weight"], weight)
+    assert torch.equal(copy["model"]["mean"], torch.ones(3))
+
+
+@pytest.mark.parametrize("words", [(), ("amp=fp16",), ("optimizer=rmsprop",), ("compile=step",)], ids=str)
+def test_an_update_waits_until_the_weights_before_it_are_copied(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    plain = train(*SMALL, *words, "max_steps=5")
+    finish = Snapshot.finish
+
+    def slow(self: Snapshot) -> None:
+        time.sleep(0.3)
+        finish(self)
+
+    monkeypatch.setattr(Snapshot, "finish", slow)
+    other = train(*SMALL, *words, "max_steps=5", "checkpoint.async=true")
+    for path in (plain.directory / "checkpoints").iterdir():
+        assert same(read(path)["model"], read(other.directory / "checkpoints" / path.name)["model"]), path.name
+        assert same(read(path)["optimizer"], read(other.directory / "checkpoints" / path.name)["optimizer"]), path.name
+
+
+def test_work_is_done_in_order_and_its_errors_are_raised_where_the_program_looks() -> None:
+    background, done, go = Background(), [], threading.Event()
+
+    def fails() -> None:
+        go.wait()
+        raise UserError("no space")
+
+    background.start(lambda: done.append(1))
+    background.start(fails)
+    background.check()
+    assert done == [1]
+    go.set()
+    with pytest.raises(UserError, match="no space"):
+        background.start(lambda: done.append(2))
+    background.wait()
+    assert done == [1]
+
+
+def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(train: Callable[..., Any]) -> None:
+    plain = train(*SMALL)
+    other = train(*SMALL, "checkpoint.async=true")
+    assert plain.summary["weights_sha256"] == other.summary["weights_sha256"]
+    names = sorted(path.name for path in (plain.directory / "checkpoints").iterdir())
+    assert names == sorted(path.name for path in (other.directory / "checkpoints").iterdir())
+    assert len(names) > 15
+    for name in names:
+        left, right = (read(result.directory / "checkpoints" / name) for result in (plain, other))
+        for key in ("model", "optimizer", "position", "rng", "scheduler"):
+            assert same(left[key], right[key]), (name, key)
+
+
+@pytest.mark.parametrize("name", ["step_0000000007.pt", "best.pt"])
+def test_what_was_saved_in_the_background_resumes_to_the_same_bits(train: Callable[..., Any], name: str) -> None:
+    whole = train(*SMALL, "checkpoint.async=true")
+    rest = train(f"ckpt_path={whole.directory / 'checkpoints' / name}")
+    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_failure_in_the_background_ends_the_run_with_a_sentence(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.checkpoint import file
+
+    write = file.write
+
+    def full(path: Path, contents: dict[str, Any]) -> None:
+        if contents["position"]["global_step"] >= 5:
+            raise UserError(f"checkpoint: cannot write {path}: no space left on device")
+        write(path, contents)
+
+    monkeypatch.setattr("runner.checkpoint.manager.file.write", full)
+    result = run(
+        "train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL, "checkpoint.async=true"
+    )
+    assert result.status == 2
+    assert "no space left" in result.err
+    assert "Traceback" not in result.err
+    assert result.summary["status"] == "failed"
+    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
+
+
+def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.checkpoint import file
+
+    write = file.write
+
+    def damaging(path: Path, contents: dict[str, Any]) -> None:
+        write(path, contents)
+        if contents["position"]["global_step"] == 5:
+            content = bytearray(path.read_bytes())
+            content[100] ^= 1
+            path.write_bytes(content)
+
+    monkeypatch.setattr("runner.checkpoint.manager.file.write", damaging)
+    result = run(
+        "train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL, "checkpoint.keep=1"
+    )
+    assert result.status == 2
+    assert "do not fit its checksum" in result.err
+    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
+
+
+def test_the_size_counts_every_storage_once() -> None:
+    weight = torch.zeros(10, 10)
+    assert size_of({"a": weight, "b": [weight[0], torch.zeros(5, dtype=torch.float64)], "c": 3}) == 400 + 40
+
+
+def test_too_little_room_is_a_sentence_before_anything_is_written(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.checkpoint.disk_space._free", lambda folder: 1000)
+    result = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL)
+    assert result.status == 2
+    assert "MiB free" in result.err
+    assert "output_root" in result.err
+    assert list((result.directory / "checkpoints").iterdir()) == []
+    assert not result.metrics
+
+
+def test_room_is_judged_by_what_is_free(tmp_path: Path) -> None:
+    require_space(tmp_path, 1000)
+    with pytest.raises(UserError, match="allowed: free some space"):
+        require_space(tmp_path, 2**60)
+    assert scarce(tmp_path, 1000, keep=2) == ""
+    assert "up to 4 of" in scarce(tmp_path, 2**60, keep=2)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return bool(torch.equal(left, right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(same(one, other) for one, other in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+def test_containers_are_copied_as_what_they_are() -> None:
+    from collections import Counter, OrderedDict
+
+    value = {"a": OrderedDict(x=1), "b": Counter("aab"), "c": {1, 2}, "d": bytearray(b"xy"), "e": (1, [2])}
+    copy = Snapshot().take(value)
+    assert copy == value
+    assert [type(copy[key]) for key in value] == [type(value[key]) for key in value]
+    value["c"].add(3)
+    value["d"][0] = 0
+    value["a"]["x"] = 5
+    assert copy["c"] == {1, 2}
+    assert copy["d"] == b"xy"
+    assert copy["a"]["x"] == 1
+
+
+INFINITE = """
+import torch
+from torch import nn
+
+class Masked(nn.Module):
+    def __init__(self, in_channels: int, image_size: tuple[int, int], num_classes: int):
+        super().__init__()
+        self.layer = nn.Linear(in_channels * image_size[0] * image_size[1], num_classes)
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+
+    def forward(self, images):
+        return self.layer(images.flatten(1))
+
+class Fail:
+    def __init__(self, step: int = 17): self.step = step
+    def on_step(self, loop):
+        if loop.state.position.global_step == self.step: raise RuntimeError("a bug")
+"""
+
+
+@pytest.fixture
+def own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "own.py").write_text(INFINITE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    monkeypatch.setenv("RUNNER_TRUST", "own")
+
+
+@pytest.mark.usefixtures("own")
+def test_a_buffer_that_is_infinite_by_design_is_saved(train: Callable[..., Any]) -> None:
+    words = [word for word in SMALL if not word.startswith("model.")]
+    own = ("model._target_=own.Masked", "~model.width", "~model.dropout", "+model.image_size=null")
+    result = train(*words, *own)
+    assert read(result.directory / "checkpoints" / "last.pt")["model"]["mask"].isinf().any()
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("background", [False, True])
+def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Callable[..., Any], background: bool) -> None:
+    words = (
+        "checkpoint.min_seconds=1000",
+        "checkpoint.every_steps=null",
+        f"checkpoint.async={str(background).lower()}",
+    )
+    result = run(
+        "train",
+        "threads=1",
+        "logger=none",
+        "log.progress=false",
+        "log.curves=false",
+        *SMALL,
+        *words,
+        "+callbacks.fail._target_=own.Fail",
+    )
+    assert result.status == 1
+    best = read(result.directory / "checkpoints" / "best.pt")
+    assert best["position"]["global_step"] in (6, 12)
+    assert best["metrics"]["best"]["global_step"] == best["position"]["global_step"]
+
+
+def test_going_on_from_an_older_checkpoint_makes_it_the_last(
+    run: Callable[..., Any], train: Callable[..., Any], own: None
+) -> None:
+    whole = train(*SMALL)
+    digest = whole.summary["weights_sha256"]
+    older = whole.directory / "checkpoints" / "step_0000000007.pt"
+    words = (f"ckpt_path={older}", f"hydra.run.dir={whole.directory}", "+callbacks.fail._target_=own.Fail")
+    assert run("train", *words, "+callbacks.fail.step=8", "checkpoint.every_steps=1000", "threads=1").status == 1
+    assert read(whole.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 7
+    rest = train(f"ckpt_path={whole.directory}")
+    assert rest.summary["weights_sha256"] == digest

@@ -1,0 +1,315 @@
+"""Samples that cannot be read: others take their places, the same ones however they are read, and they are listed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.errors import UserError
+from runner.config.schema.sections import Data, Split, Transform
+from runner.data.bad_samples import DRAWS, Skipped, StandIns, Unreadable
+from runner.data.build import Splits, assemble
+from runner.data.cache_file import CachedImages
+from runner.data.indices import Whole
+from runner.data.loaders import Batch, MemoryLoader
+from runner.data.workers import WorkerLoader
+
+CPU = torch.device("cpu")
+PART = torch.arange(40)[torch.arange(40) % 5 != 0]  # 32 samples: four batches
+BROKEN = {1, 7, 8, 23, 38}
+
+
+class Damaged(Dataset[Any]):
+    """Images that say which they are, some of which cannot be read."""
+
+    def __init__(self, broken: set[int], error: Exception | None = None) -> None:
+        self.broken, self.error = broken, error or OSError("the disk says no")
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        torch.rand(3)  # reading may draw before it fails
+        if index in self.broken:
+            raise self.error
+        return torch.full((1, 2, 2), index, dtype=torch.uint8), index
+
+
+def noisy(image: Tensor) -> Tensor:
+    return image.float() + torch.rand(image.shape)
+
+
+def loader(
+    broken: set[int] = BROKEN, found: list[Unreadable] | None = None, seed: int = 3, **options: Any
+) -> WorkerLoader:
+    note = (lambda skipped: None) if found is None else found.extend
+    options = {"stand_ins": StandIns(seed, PART), "on_skipped": note, **options}
+    return WorkerLoader(Damaged(broken), PART, 8, seed, True, CPU, **options)
+
+
+def read(made: WorkerLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
+    with contextlib.closing(made):
+        return list(made.batches(epoch, start, 4))
+
+
+def same(first: list[Batch], second: list[Batch]) -> bool:
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
+def test_a_stand_in_is_another_sample_of_the_split_and_the_rest_are_as_ever() -> None:
+    batches, whole = read(loader()), read(loader(set()))
+    stand_ins = StandIns(3, PART)
+    for batch, expected in zip(batches, whole, strict=True):
+        assert torch.equal(batch.indices, expected.indices), "a batch names the samples that are its own"
+        for image, target, index in zip(*batch, strict=True):
+            index = int(index)
+            source = next(i for i in (index, *stand_ins.draws(0, index)) if i not in BROKEN)
+            assert int(target) == source
+            assert image.unique().tolist() == [source]
+            assert source in PART
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": False}], ids=str
+)
+def test_stand_ins_and_their_list_are_the_same_for_any_workers_and_wherever_an_epoch_is_entered(
+    options: dict[str, Any],
+) -> None:
+    for epoch in (0, 1):
+        expected_skipped: list[Unreadable] = []
+        expected = read(loader(found=expected_skipped, transforms=(noisy,)), epoch)
+        skipped: list[Unreadable] = []
+        assert same(read(loader(found=skipped, transforms=(noisy,), **options), epoch), expected)
+        assert skipped == expected_skipped
+        assert {entry.sample for entry in skipped} == BROKEN
+        assert {entry.reason for entry in skipped} == {"OSError: the disk says no"}
+        assert same(read(loader(transforms=(noisy,), **options), epoch, 2), expected[2:])
+
+
+def test_who_stands_in_depends_on_seed_epoch_and_sample_and_is_drawn_evenly() -> None:
+    draws = {
+        (seed, epoch, index): tuple(StandIns(seed, PART).draws(epoch, index))
+        for seed, epoch, index in itertools.product(range(4), range(4), range(4))
+    }
+    assert len(set(draws.values())) == len(draws)
+    many = torch.tensor([next(StandIns(0, PART).draws(0, index)) for index in range(3200)])
+    counts = torch.bincount(many, minlength=40)
+    assert counts[::5].sum() == 0
+    assert 60 < counts[PART].min() <= counts[PART].max() < 140  # 100 each, give or take four standard deviations
+    assert next(StandIns(0, Whole(10**12)).draws(0, 0)) > 10**9
+
+
+def test_what_happens_to_a_stand_in_is_drawn_as_for_the_sample() -> None:
+    damaged, whole = (read(loader(broken, transforms=(noisy,))) for broken in (BROKEN, set[int]()))
+    for batch, expected in zip(damaged, whole, strict=True):
+        noise, expected_noise = (each.images - each.targets.view(-1, 1, 1, 1) for each in (batch, expected))
+        assert torch.allclose(noise, expected_noise, atol=1e-5)
+
+
+def test_when_nothing_can_be_read_it_is_an_error_after_a_while() -> None:
+    found: list[Unreadable] = []
+    with pytest.raises(UserError, match=rf"sample \d+ cannot be read, nor can any of {DRAWS}.*the disk says no"):
+        read(loader(set(range(40)), found))
+    assert not found
+
+
+def test_without_stand_ins_it_is_an_error_at_once() -> None:
+    with pytest.raises(
+        UserError, match=r"sample \d+ cannot be read: OSError: the disk says no .*\n.*data.on_error=skip"
+    ):
+        read(loader(stand_ins=None))
+
+
+def test_too_little_memory_is_no_damaged_sample() -> None:
+    made = WorkerLoader(Damaged({0}, MemoryError()), Whole(40), 8, 0, True, CPU, stand_ins=StandIns(0, Whole(40)))
+    with pytest.raises(MemoryError):
+        list(made.batches(0, 0, 5))
+
+
+def test_from_memory_the_same_samples_stand_in() -> None:
+    images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 1, 2, 2).contiguous()
+    source_of = functools.partial(StandIns(3, PART).sources, unreadable=torch.tensor(sorted(BROKEN)))
+    memory = MemoryLoader(images, torch.arange(40), PART, 8, 3, True, CPU, source_of=source_of)
+    for epoch in (0, 1):
+        assert same(list(memory.batches(epoch, 0, 4)), read(loader(), epoch))
+
+
+# The whole way, from image files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty images of two classes, four of which are damaged."""
+    for number in range(40):
+        path = tmp_path / "images" / "ab"[number % 2] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(path)
+    damage(tmp_path / "images", "a/00.png", "a/10.png", "b/07.png", "b/39.png")
+    return tmp_path / "images"
+
+
+def damage(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:40])
+
+
+def data(folder: Path, **keys: Any) -> Data:
+    node = {"_target_": "runner.data.sources.folders.image_folder"}
+    keys = {"on_error": "skip", "batch_size": 8, "image_size": 6, "num_workers": 0} | keys
+    return Data(dataset=node, root=str(folder), split=Split(val=0.25, test=0.0), **keys)
+
+
+@contextlib.contextmanager
+def assembled(settings: Data, seed: int = 0) -> Iterator[Splits]:
+    with contextlib.closing(assemble(settings, Transform(), seed, CPU, 16, False)) as splits:
+        yield splits
+
+
+def epochs_of(splits: Splits) -> list[Batch]:
+    assert splits.val is not None
+    found = [batch for epoch in (0, 1) for batch in splits.train.loader.batches(epoch, 0, 99)]
+    return found + list(splits.val.loader.batches(0, 0, 99))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_workers": 2},
+        {"cache": "disk"},
+        {"cache": "disk", "residency": "ram"},
+        {"cache": "disk", "residency": "disk"},
+        {"cache": "disk", "residency": "disk", "num_workers": 2},
+    ],
+    ids=str,
+)
+def test_every_path_to_damaged_images_gives_the_same_batches_and_the_same_list(
+    keys: dict[str, Any], folder: Path
+) -> None:
+    with assembled(data(folder)) as splits:
+        expected, listed = epochs_of(splits), set(splits.skipped._entries)
+        assert len(listed) == 4
+        mean = splits.mean
+    for _ in range(2):  # a cache is made, and then opened
+        with assembled(data(folder, **keys)) as splits:
+            assert same(epochs_of(splits), expected)
+            assert set(splits.skipped._entries) == listed
+            assert splits.mean == mean
+
+
+def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) -> None:
+    with assembled(data(folder, cache="disk")):
+        pass
+    with (
+        pytest.raises(UserError, match=r"cannot read the image .*00\.png"),
+        assembled(data(folder, cache="disk", on_error="raise")),
+    ):
+        pass
+
+
+def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Path) -> None:
+    with assembled(data(folder, cache="disk")) as splits:
+        assert len(splits.skipped) == 4
+    for name in ("a/00.png", "a/10.png", "b/07.png", "b/39.png"):
+        Image.new("RGB", (6, 6), (1, 2, 3)).save(folder / name)
+    with assembled(data(folder, cache="disk")) as splits:
+        epochs_of(splits)
+        assert not len(splits.skipped)
+        assert any("made from other files" in warning for warning in splits.warnings)
+
+
+def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
+    with assembled(data(folder, cache="disk")):
+        pass
+    (path,) = folder.with_name("images.cache").glob("*.images")
+    mapped = CachedImages(path)
+    assert mapped.unreadable.tolist() == [0, 5, 23, 39]
+    for index in (0, 39):
+        with pytest.raises(UserError, match="could not be read when the cache was made"):
+            mapped[index]
+    assert len(mapped) == 40
+
+
+# The list
+
+
+def listing(skipped: Skipped, path: Path | None = None) -> list[str]:
+    said: list[str] = []
+    skipped.open(path, said.append)
+    return said
+
+
+def test_a_sample_is_listed_once_and_the_first_is_told_at_once(tmp_path: Path) -> None:
+    skipped, path = Skipped(), tmp_path / "skipped.jsonl"
+    note: Callable[[list[Unreadable]], None] = skipped.noting("train", object())
+    note([Unreadable(3, "early")])
+    said = listing(skipped, path)
+    note([Unreadable(3, "early"), Unreadable(9, "later")])
+    note([Unreadable(9, "later")])
+    skipped.noting("val", object())([Unreadable(9, "elsewhere")])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["split"], line["sample"], line["reason"]) for line in lines] == [
+        ("train", 3, "early"),
+        ("train", 9, "later"),
+        ("val", 9, "elsewhere"),
+    ]
+    assert said == ["sample 3 of train cannot be read and another takes its place: early"]
+    assert f"2 of train, 1 of val; they are listed in {path}" in skipped.summary()
+
+
+def test_a_list_is_continued_although_a_kill_cut_it_short(tmp_path: Path) -> None:
+    path = tmp_path / "skipped.jsonl"
+    entry = {"split": "train", "sample": 3, "path": None, "reason": "early"}
+    path.write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:20])
+    skipped = Skipped()
+    note = skipped.noting("train", object())
+    note([Unreadable(3, "early")])
+    listing(skipped, path)
+    note([Unreadable(3, "early"), Unreadable(4, "new")])
+    assert len(skipped) == 2
+    found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    assert [line["sample"] for line in found] == [3, 4]
+
+
+def test_a_list_that_is_deleted_during_the_run_is_written_again_whole(tmp_path: Path) -> None:
+    skipped, path = Skipped(), tmp_path / "skipped.jsonl"
+    said = listing(skipped, path)
+    note = skipped.noting("train", object())
+    note([Unreadable(3, "early")])
+    path.unlink()
+    note([Unreadable(4, "new")])
+    assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [3, 4]
+    assert sum("was deleted" in text for text in said) == 1
+
+
+def test_a_list_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: Path) -> None:
+    skipped = Skipped()
+    said = listing(skipped, tmp_path / "gone" / "skipped.jsonl")
+    for sample in (1, 2):
+        skipped.noting("train", object())([Unreadable(sample, "bad")])
+    assert len(said) == 2
+    assert "cannot write" in said[1]
+    assert "1 of" not in skipped.summary()
+    assert "2 of train" in skipped.summary()
+
+
+def test_nothing_skipped_is_nothing_told(tmp_path: Path) -> None:
+    skipped = Skipped()
+    assert listing(skipped, tmp_path / "skipped.jsonl") == []
+    assert skipped.summary() == ""
+    assert not (tmp_path / "skipped.jsonl").exists()

@@ -1,0 +1,266 @@
+"""The sections `data` and `transform` become splits, and every choice made on the way is told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner.config.errors import UserError
+from runner.config.schema.sections import Data, Normalize, Split, Transform
+from runner.data.build import Splits, assemble
+from runner.data.samples import Keyed
+from runner.data.sources.synthetic import synthetic
+from runner.data.workers import WorkerLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+CPU = torch.device("cpu")
+HERE = "assembly_parts"
+
+
+@pytest.fixture(autouse=True)
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of data sets and transforms, as a user would have."""
+    (tmp_path / f"{HERE}.py").write_text(
+        """
+import torch
+from torch.utils.data import Dataset
+from runner.data.sources.arrays import ImageArrays
+
+class Listed(Dataset):
+    def __init__(self, samples=40, classes=True, size=6):
+        self.images = torch.arange(samples * 3 * size * size, dtype=torch.float32).view(samples, 3, size, size) / 10000
+        self.targets = [index % 4 for index in range(samples)]
+        if classes:
+            self.classes = ["a", "b", "c", "d"]
+    def __len__(self): return len(self.images)
+    def __getitem__(self, index): return self.images[index], self.targets[index]
+
+def three(samples=20):
+    make = lambda count, offset: ImageArrays(
+        torch.full((count, 1, 4, 4), offset, dtype=torch.uint8), torch.arange(count) % 2, ("no", "yes"))
+    return {"train": make(samples, 1), "val": make(8, 2), "test": make(6, 3)}
+
+class Triples(Listed):
+    def __getitem__(self, index): return self.images[index], 0, 1
+
+def stream(): return iter([])
+def halved(image): return image * 0.5
+def blackened(image): return image.mul_(0)
+""",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def node(name: str = "", **arguments: Any) -> dict[str, Any]:
+    return {"_target_": f"{HERE}.{name}" if name else "runner.data.sources.synthetic.synthetic", **arguments}
+
+
+def put_together(dataset: dict[str, Any] | None = None, transform: Transform | None = None, **keys: Any) -> Splits:
+    dataset = dataset or node(samples=60, image_size=8, classes=5)
+    data = Data(dataset=dataset, **{"batch_size": 16, "num_workers": 0, "pin_memory": False, **keys})
+    return assemble(data, transform or Transform(), 3, CPU, 32, channels_last=False)
+
+
+def choice(splits: Splits, label: str) -> tuple[str, str]:
+    return next((value, reason) for name, value, reason in splits.choices if name == label)
+
+
+def indices(splits: Splits, name: str) -> set[int]:
+    split = splits.named(name)
+    assert split is not None
+    count = -(-split.samples // split.loader.batch_size)
+    return {index for batch in split.loader.batches(0, 0, count) for index in batch.indices.tolist()}
+
+
+def test_images_in_memory_stay_there_and_the_reason_is_told() -> None:
+    assert choice(put_together(), "data path") == ("in RAM", "0.0 MiB of images, and the CPU computes")
+    assert choice(put_together(residency="ram"), "data path") == ("in RAM", "as set")
+    assert choice(put_together(residency="device"), "data path") == ("in RAM", "as set")
+    assert choice(put_together(residency="disk"), "data path") == ("workers", "as set")
+
+
+def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> None:
+    assert choice(put_together(node("Listed")), "data path") == ("workers", "images are read one by one")
+    transform = Transform(sample_train=[node("halved", _partial_=True)])
+    assert choice(put_together(transform=transform), "data path") == ("workers", "transform has sample transforms")
+
+
+@pytest.mark.parametrize("residency", ["ram", "device"])
+def test_a_residency_that_cannot_be_had_is_refused(residency: str) -> None:
+    with pytest.raises(UserError, match=rf"data.residency: '{residency}' needs .*\n.*allowed: auto or disk"):
+        put_together(node("Listed"), residency=residency)
+
+
+def test_workers_without_effect_are_a_warning_and_none_else() -> None:
+    (warning,) = put_together(num_workers=3).warnings
+    assert warning.startswith("data.num_workers=3 has no effect")
+    assert put_together(num_workers="auto").warnings == []
+    assert put_together(num_workers=1, residency="disk").warnings == []
+    (warning,) = put_together(num_workers=4096, residency="disk").warnings
+    assert warning.startswith("data.num_workers=4096 is more than the")
+
+
+def test_automatic_workers_are_measured_and_told() -> None:
+    value, reason = choice(put_together(residency="disk", num_workers="auto"), "workers")
+    assert value == "0"
+    # Which of the two it is depends on how fast the machine is just now; tests/data/test_num_workers.py has each of them.
+    assert re.fullmatch(
+        r"auto: (a batch takes \S+ ms to read, not worth handing over from another process"
+        r"|an epoch takes \S+ ms to read, less than starting a process)",
+        reason,
+    )
+
+
+def test_statistics_are_those_of_the_training_pixels() -> None:
+    splits = put_together()
+    chosen = sorted(indices(splits, "train"))
+    pixels = synthetic(samples=60, image_size=8, classes=5)["train"].images[chosen].numpy().astype(np.float64) / 255
+    assert splits.mean == pytest.approx(pixels.mean((0, 2, 3)).tolist(), abs=1e-6)
+    assert splits.std == pytest.approx(pixels.std((0, 2, 3)).tolist(), abs=1e-6)
+    assert choice(splits, "normalize")[1] == "measured on the training split"
+    batch = next(iter(splits.train_for_eval.loader.batches(0, 0, 1)))
+    places = [chosen.index(place) for place in batch.indices.tolist()]
+    expected = (pixels[places] - pixels.mean((0, 2, 3), keepdims=True)[0]) / pixels.std((0, 2, 3), keepdims=True)[0]
+    assert np.allclose(batch.images.numpy(), expected, atol=1e-4)
+
+
+def test_statistics_of_samples_read_one_by_one_are_those_of_their_pixels() -> None:
+    splits = put_together(node("Listed"))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (splits.mean, splits.std))
+    images = torch.stack([image * std + mean for image, _ in _batch_of(splits)]).double()
+    assert splits.mean == pytest.approx(images.mean((0, 2, 3)).tolist(), abs=1e-6)
+    assert splits.std == pytest.approx(images.std((0, 2, 3), correction=0).tolist(), abs=1e-6)
+
+
+def _batch_of(splits: Splits) -> list[tuple[Tensor, Tensor]]:
+    loader = splits.train_for_eval.loader
+    return [
+        (image, target)
+        for batch in loader.batches(0, 0, -(-loader.samples // loader.batch_size))
+        for image, target in zip(batch.images, batch.targets, strict=True)
+    ]
+
+
+def test_constant_pixels_do_not_divide_by_zero() -> None:
+    splits = put_together(node("three"))
+    assert splits.std == [1.0]
+    assert splits.mean == pytest.approx([1 / 255], abs=1e-6)
+
+
+def test_given_statistics_are_kept_and_have_to_fit_the_channels() -> None:
+    splits = put_together(normalize=Normalize([0.25], [0.5]))
+    assert (splits.mean, splits.std) == ([0.25], [0.5])
+    with pytest.raises(UserError, match=r"data.normalize: has 2 values, but the images have 3 channels"):
+        put_together(normalize=Normalize([0.1, 0.2], [0.5, 0.5]))
+
+
+def test_validation_is_carved_out_of_training_and_the_test_split_never_is() -> None:
+    splits = put_together(split=Split(val=0.2))
+    train, val = indices(splits, "train"), indices(splits, "val")
+    assert not train & val
+    assert train | val == set(range(60))
+    assert len(val) == 12
+    assert splits.test is not None
+    assert splits.test.samples == 15
+
+
+def test_without_a_test_split_one_is_carved_and_no_sample_is_in_two() -> None:
+    splits = put_together(node("Listed"), split=Split(val=0.1, test=0.25))
+    train, val, test = (indices(splits, name) for name in ("train", "val", "test"))
+    assert (len(train), len(val), len(test)) == (26, 4, 10)
+    assert train | val | test == set(range(40))
+    # What training reads, with augmentation and shuffling, is the same set of samples.
+    read = {index for batch in splits.train.loader.batches(4, 0, 2) for index in batch.indices.tolist()}
+    assert read == train
+
+
+def test_splits_that_the_data_has_are_used_whole() -> None:
+    splits = put_together(node("three"))
+    assert [splits.named(name).samples for name in ("train", "val", "test")] == [20, 8, 6]  # type: ignore[union-attr]
+    for name, value in (("val", 2), ("test", 3)):
+        (batch,) = splits.named(name).loader.batches(0, 0, 1)  # type: ignore[union-attr]
+        assert ((batch.images * splits.std[0] + splits.mean[0]) * 255).round().eq(value).all()
+
+
+def test_no_share_means_no_split() -> None:
+    splits = put_together(node("Listed"), split=Split(val=0, test=0))
+    assert splits.val is None
+    assert splits.test is None
+    assert splits.train.samples == 40
+
+
+def test_classes_are_counted_in_the_training_split_alone() -> None:
+    splits = put_together(node("Listed"), split=Split(val=0.1, test=0.25))
+    targets = torch.tensor([target for _, target in _batch_of(splits)])
+    assert splits.classes == ("a", "b", "c", "d")
+    assert splits.class_counts is not None
+    assert splits.class_counts.tolist() == torch.bincount(targets, minlength=4).tolist()
+    assert splits.class_counts.dtype == torch.int64
+
+
+def test_classes_without_names_are_numbered_and_regression_has_none() -> None:
+    assert put_together(node("Listed", classes=False)).classes == ("0", "1", "2", "3")
+    regression = put_together(node(samples=40, image_size=8, kind="regression"))
+    assert regression.classes == ()
+    assert regression.class_counts is None
+
+
+def test_only_training_is_augmented_and_shuffled() -> None:
+    transform = Transform(train=[{"_target_": "runner.data.transforms.augment.RandomErasing", "p": 1.0, "share": 1.0}])
+    splits = put_together(transform=transform)
+    images, places = torch.full((4, 3, 8, 8), 255, dtype=torch.uint8), torch.arange(4)
+    assert not torch.equal(splits.train.prepare(images, places, 0), splits.train_for_eval.prepare(images, places, 0))
+    order = [index for batch in splits.train_for_eval.loader.batches(7, 0, 2) for index in batch.indices.tolist()]
+    assert order == sorted(order)
+    first = [index for batch in splits.train.loader.batches(7, 0, 4) for index in batch.indices.tolist()]
+    assert first != sorted(first)
+    assert splits.train.loader.batch_size == 16
+    assert splits.train_for_eval.loader.batch_size == 32
+
+
+def test_splits_in_memory_share_one_copy_of_the_images() -> None:
+    splits = put_together(split=Split(val=0.2))
+    stored = {split.loader._images.data_ptr() for split in (splits.train, splits.val, splits.train_for_eval)}  # type: ignore[union-attr]
+    assert len(stored) == 1
+
+
+@pytest.mark.parametrize("name", ["stream", "Triples"])
+def test_data_of_another_kind_is_a_sentence(name: str) -> None:
+    words = "no length or no items" if name == "stream" else r"a pair \(image, target\)"
+    with pytest.raises(UserError, match=words):
+        put_together(node(name))
+
+
+def test_a_transform_that_cannot_be_called_is_named() -> None:
+    with pytest.raises(UserError, match=r"transform.train.0: builtins.dict gives something that cannot be called"):
+        put_together(transform=Transform(train=[{"_target_": "builtins.dict"}]))
+
+
+def test_the_example_is_the_first_training_sample() -> None:
+    splits = put_together()
+    image, target = splits.example
+    stored = synthetic(samples=60, image_size=8, classes=5)["train"]
+    first = int(next(iter(splits.train_for_eval.loader.batches(0, 0, 1))).indices[0])
+    assert torch.equal(image[0], stored.images[first])
+    assert int(target[0]) == int(stored.targets[first])
+
+
+@pytest.mark.parametrize("name", ["", "Listed"])
+def test_a_transform_that_works_in_place_leaves_the_data_set_as_it_is(name: str) -> None:
+    steps = [node("blackened", _partial_=True)]
+    splits = put_together(node(name), Transform(sample_train=steps, sample_eval=steps), num_workers=0)
+    assert isinstance(splits.train.loader, WorkerLoader)
+    keyed = splits.train.loader._loader.dataset
+    assert isinstance(keyed, Keyed)
+    before = [keyed._dataset[index][0].clone() for index in range(1, 20)]
+    assert all(image.any() for image in before)
+    assert not next(iter(splits.train.loader.batches(0, 0, 1))).images.any()
+    assert all(torch.equal(keyed._dataset[place + 1][0], image) for place, image in enumerate(before))

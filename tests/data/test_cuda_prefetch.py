@@ -1,0 +1,142 @@
+"""On CUDA the next batch is made while this one is used, in the right order of streams; elsewhere nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.data.cuda_prefetch import overlapped
+from runner.data.loaders import Batch, MemoryLoader
+from runner.data.sources.synthetic import synthetic
+from runner.data.workers import WorkerLoader
+
+CUDA = torch.device("cuda", 0)
+ARRAYS = synthetic(samples=20, image_size=6)["train"]
+
+
+class Gpu:
+    """What is asked of CUDA's streams, noted in the order in which it happens: there is no GPU where the tests run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.inside = False
+        main, side = (SimpleNamespace(wait_stream=self._waits(name)) for name in ("main", "side"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: self._on_side())
+        self.main = main
+
+    def _waits(self, name: str) -> Any:
+        return lambda other: self.log.append(f"{name} waits for {'main' if other is self.main else 'side'}")
+
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+
+class Item:
+    """A tensor of a batch, as far as streams are concerned."""
+
+    def __init__(self, gpu: Gpu, number: int) -> None:
+        self.gpu, self.number = gpu, number
+
+    def record_stream(self, stream: Any) -> None:
+        assert stream is self.gpu.main
+        self.gpu.log.append(f"keep {self.number}")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+def making(gpu: Gpu, count: int) -> Iterator[Any]:
+    for number in range(count):
+        assert gpu.inside, "batches are made on the side stream"
+        gpu.log.append(f"make {number}")
+        yield (Item(gpu, number),)
+
+
+def test_a_batch_is_made_one_ahead_and_waited_for_before_it_is_used(gpu: Gpu) -> None:
+    for batch in overlapped(making(gpu, 3), CUDA):
+        assert not gpu.inside
+        gpu.log.append(f"use {batch[0].number}")
+    wanted = """side waits for main, make 0,
+        main waits for side, keep 0, make 1, use 0,
+        main waits for side, keep 1, make 2, use 1,
+        main waits for side, keep 2, use 2"""
+    assert gpu.log == [line.strip() for line in wanted.replace("\n", " ").split(",")]
+
+
+def test_without_batches_there_are_none(gpu: Gpu) -> None:
+    assert list(overlapped(making(gpu, 0), CUDA)) == []
+
+
+def test_an_error_of_a_batch_comes_through_and_leaves_the_side_stream(gpu: Gpu) -> None:
+    def broken() -> Iterator[Any]:
+        yield (Item(gpu, 0),)
+        raise OSError("gone")
+
+    batches = overlapped(broken(), CUDA)
+    with pytest.raises(OSError, match="gone"):
+        list(batches)
+
+
+def test_elsewhere_the_batches_are_given_as_they_are() -> None:
+    batches = iter([(torch.zeros(1),)])
+    assert overlapped(batches, torch.device("cpu")) is batches
+
+
+class Preparing:
+    """Notes whether it is called while a batch is made ahead."""
+
+    def __init__(self, per_sample: bool) -> None:
+        self.per_sample = per_sample
+        self.ahead: list[bool] = []
+        self.making = False
+
+    def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+        self.ahead.append(self.making)
+        return images.float()
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+@pytest.mark.parametrize("path", ["memory", "workers"])
+def test_only_what_has_no_random_state_is_prepared_ahead(
+    path: str, per_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = Preparing(per_sample)
+
+    def marking(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+        while True:
+            prepare.making = True
+            batch = next(batches, None)
+            prepare.making = False
+            if batch is None:
+                return
+            yield batch
+
+    def mix(images: Tensor, targets: Tensor, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        assert not prepare.making
+        return images, targets
+
+    monkeypatch.setattr(f"runner.data.{'loaders' if path == 'memory' else 'workers'}.overlapped", marking)
+    cpu, indices = torch.device("cpu"), torch.arange(20)
+    loader: Any
+    if path == "memory":
+        loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, indices, 8, 0, True, cpu, prepare, mix)
+        loader._device = torch.device("meta")  # another device than that of the images
+        monkeypatch.setattr(loader, "_on_device", lambda tensor: tensor)
+    else:
+        loader = WorkerLoader(ARRAYS, indices, 8, 0, True, cpu, prepare=prepare, mix_batch=mix)
+    assert sum(len(batch.images) for batch in loader.batches(0, 0, 3)) == 20
+    assert prepare.ahead
+    assert all(ahead == per_sample for ahead in prepare.ahead)

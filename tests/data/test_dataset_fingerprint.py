@@ -1,0 +1,211 @@
+"""A checkpoint knows its data again: lengths, classes, and a few samples of each split."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.data.dataset_fingerprint import _places, identity, other_classes, other_data
+from runner.data.indices import Indices, Whole
+from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.folders import ImageFolder, image_folder
+from runner.data.sources.synthetic import synthetic
+
+ARRAYS = synthetic(samples=40, image_size=6)["train"]
+
+
+class Counted(Dataset[Any]):
+    """A data set that notes what is read of it."""
+
+    def __init__(self, length: int = 10**9, changes: bool = False) -> None:
+        self.length, self.changes = length, changes
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read.append(index)
+        if index % 2:
+            raise OSError("damaged")
+        return torch.full((1, 2, 2), (index + len(self.read) * self.changes) % 251, dtype=torch.uint8), index % 7
+
+
+def of(dataset: Any, indices: Indices | None = None, full: bool = False) -> dict[str, Any]:
+    part = dataset, Whole(len(dataset)) if indices is None else indices
+    return identity({"train": part}, {"train": dataset}, full)
+
+
+class Labelled(Counted):
+    """The same with targets that can be seen without reading."""
+
+    def __init__(self, targets: list[float]) -> None:
+        super().__init__(len(targets))
+        self.targets = targets
+
+
+def test_the_same_data_are_known_again_and_others_are_not() -> None:
+    whole = of(ARRAYS)
+    assert whole == of(synthetic(samples=40, image_size=6)["train"])
+    assert whole["train"]["samples"] == 40
+    assert of(synthetic(samples=40, image_size=6, seed=1)["train"])["train"]["content"] != whole["train"]["content"]
+    assert of(ARRAYS, torch.arange(40).flip(0))["train"]["content"] != whole["train"]["content"]
+
+
+def test_every_sample_counts_where_there_are_few() -> None:
+    few = torch.arange(16)
+    expected = of(ARRAYS, few)
+    for index, what in itertools.product(range(16), ("images", "targets")):
+        images, targets = ARRAYS.images.clone(), ARRAYS.targets.clone()
+        {"images": images, "targets": targets}[what][index] ^= 1
+        assert of(ImageArrays(images, targets, ARRAYS.classes), few) != expected
+
+
+@pytest.mark.parametrize("place", [0, 1, 517, 999])
+def test_all_targets_count_though_few_samples_are_read(place: int) -> None:
+    targets = [index % 7 for index in range(1000)]
+    before = Labelled(list(targets))
+    expected = of(before)
+    assert len(before.read) == 16
+    targets[place] += 1
+    clauses = other_data(expected, of(Labelled(targets)), lambda: of(Labelled(targets)))
+    assert clauses == ["'train' has other targets"]
+    half = torch.arange(0, 1000, 2)
+    assert (of(Labelled(targets), half) == of(before, half)) == (place % 2 == 1), "those of the split alone"
+
+
+def test_two_images_in_memory_that_are_exchanged_are_other_data() -> None:
+    arrays = synthetic(samples=5000, image_size=4)["train"]
+    images = arrays.images.clone()
+    one, other = 100, int((arrays.targets != arrays.targets[100]).nonzero()[0, 0])
+    images[[one, other]] = images[[other, one]]
+    exchanged = ImageArrays(images, arrays.targets, arrays.classes)
+    assert other_data(of(arrays), of(exchanged), lambda: of(exchanged)) == ["'train' has other images or targets"]
+
+
+def folder(root: Path, count: int = 60) -> dict[str, ImageFolder]:
+    for number in range(count):
+        path = root / "ab"[number % 2] / f"{number:02}.bmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(number).integers(0, 256, (4, 4 + number % 3, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    return image_folder(str(root), image_size=4)
+
+
+def exchange(one: Path, other: Path) -> None:
+    ours, theirs = one.read_bytes(), other.read_bytes()
+    one.write_bytes(theirs)
+    other.write_bytes(ours)
+
+
+def test_files_of_a_folder_that_are_moved_or_of_another_size_are_other_data(tmp_path: Path) -> None:
+    before = of(folder(tmp_path / "one")["train"])
+    assert before == of(folder(tmp_path / "elsewhere")["train"])
+    root = tmp_path / "one"
+    exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")  # of different sizes
+    now = of(image_folder(str(root), image_size=4)["train"])
+    assert "'train' has other files" in other_data(before, now, lambda: now)[0]
+    exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")
+    (root / "a" / "30.bmp").rename(root / "b" / "30.bmp")
+    (root / "b" / "31.bmp").rename(root / "a" / "31.bmp")
+    now = of(image_folder(str(root), image_size=4)["train"])
+    (clause,) = other_data(before, now, lambda: now)
+    assert clause.startswith("'train' has other ")
+    (root / "a" / "31.bmp").unlink()
+    assert of(ImageFolder([root / "a" / "31.bmp"], [0], ["a"])) is not None, (
+        "one that is gone is reported where it is read"
+    )
+
+
+@pytest.mark.parametrize("kind", ["files", "samples"])
+def test_the_bytes_of_every_sample_count_if_asked_for(kind: str, tmp_path: Path) -> None:
+    made = folder(tmp_path / "one")["train"]
+    root = tmp_path / "one"
+
+    def found(full: bool) -> dict[str, Any]:
+        if kind == "files":
+            return of(image_folder(str(root), image_size=4)["train"], full=full)
+        return of([made[index] for index in range(60)], full=full)
+
+    numbers = [number for number in range(60) if number // 2 + 30 * (number % 2) not in set(_places(60))]
+    one, other = next((one, other) for one in numbers for other in numbers if other % 6 == (one + 3) % 6)  # of one size
+    names = [root / "ab"[number % 2] / f"{number:02}.bmp" for number in (one, other)]
+    before = found(True), found(False)
+    assert set(before[0]["train"]) - set(before[1]["train"]) == {"bytes"}
+    exchange(*names)
+    made = image_folder(str(root), image_size=4)["train"]
+    assert found(False) == before[1], "the check that this test is about would be in vain"
+    assert other_data(before[0], found(True), lambda: found(True)) == ["'train' has other images or targets"]
+    assert other_data(before[0], found(False), lambda: found(False)) == []
+
+
+def test_files_that_torchvision_lists_count_too(tmp_path: Path) -> None:
+    from torchvision.datasets import ImageFolder as Torchvisions
+
+    folder(tmp_path / "one")
+    before = of(Torchvisions(tmp_path / "one"))
+    exchange(tmp_path / "one" / "a" / "30.bmp", tmp_path / "one" / "b" / "31.bmp")
+    now = of(Torchvisions(tmp_path / "one"))
+    assert "'train' has other files" in other_data(before, now, lambda: now)[0]
+
+
+def test_a_checkpoint_of_an_older_version_is_compared_by_what_it_has() -> None:
+    old = {"train": {name: of(ARRAYS)["train"][name] for name in ("samples", "content")}}
+    assert other_data(old, of(ARRAYS), lambda: of(ARRAYS)) == []
+
+
+def test_of_a_billion_samples_a_few_are_read_always_the_same_ones() -> None:
+    first, second = Counted(), Counted()
+    assert of(first) == of(second)
+    assert first.read == second.read
+    assert len(set(first.read)) == 16
+    assert max(first.read) > 10**8
+
+
+def test_the_generators_are_left_as_they_were() -> None:
+    before = torch.get_rng_state()
+    of(ARRAYS)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ({"train": ("a", 9)}, {"train": ("a", 9)}, []),
+        ({"train": ("a", 9)}, {"train": ("b", 9)}, ["'train' has other images or targets"]),
+        ({"train": ("a", 1009)}, {"train": ("b", 8)}, ["'train' has 8 samples in place of 1,009"]),
+        ({"train": ("a", 9), "val": ("a", 3)}, {"train": ("a", 9)}, ["there is no split 'val' now"]),
+        ({"train": ("a", 9)}, {"train": ("b", 9), "val": ("a", 3)}, ["'train' has", "there is a split 'val' now"]),
+    ],
+)
+def test_differences_are_named(before: Any, now: Any, words: list[str]) -> None:
+    old, new = (
+        {name: {"content": content, "samples": samples} for name, (content, samples) in given.items()}
+        for given in (before, now)
+    )
+    found = other_data(old, new, lambda: new)
+    assert len(found) == len(words)
+    assert all(clause.startswith(word) for clause, word in zip(found, words, strict=True))
+
+
+def test_data_that_are_others_at_every_reading_are_known_by_their_length() -> None:
+    changing = Counted(1000, changes=True)
+    before = of(changing)
+    assert before != of(changing)
+    assert other_data(before, of(changing), lambda: of(changing)) == []
+    longer = of(Counted(1001, changes=True))
+    assert other_data(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples in place of 1,000"]
+
+
+def test_names_of_classes_are_compared() -> None:
+    assert other_classes(["a", "b"], ["a", "b"]) == []
+    assert other_classes(["a", "b"], ["b", "a"]) == ["its classes are b, a in place of a, b"]
+    assert other_classes([], [str(n) for n in range(9)]) == ["its classes are 0, 1, 2, 3, 4, ... (9) in place of none"]

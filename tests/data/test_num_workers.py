@@ -1,0 +1,137 @@
+"""The number of workers is measured, told with its reason, and changes nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from runner.config.schema.sections import Data
+from runner.data import num_workers
+from runner.data.num_workers import Crew, Timing, enough, muster
+from runner.data.placement import plan_reading
+
+
+@pytest.mark.parametrize(
+    ("read_ms", "handed_over_ms", "epoch_s", "cores", "allowed", "workers", "reason"),
+    [
+        (1.5, 0.5, 60, 8, 99, 0, "auto: a batch takes 1.5 ms to read, not worth handing over"),
+        (70, 40, 60, 8, 99, 0, "auto: a batch takes 70 ms to read, not worth handing over"),
+        (30, 1, 0.09, 8, 99, 0, "auto: an epoch takes 90 ms to read, less than starting a process"),
+        (5, 2, 60, 8, 99, 3, "auto: a batch takes 5.0 ms to read on one core and 2.0 ms to hand over"),
+        (180, 5, 60, 2, 99, 2, "auto: a batch takes 180 ms to read on one core; 2 cores"),
+        (180, 5, 60, 64, 4, 4, "auto: a batch takes 180 ms to read on one core; /dev/shm has room for as many"),
+        (1800, 5, 60, 64, 99, 16, "auto: a batch takes 1,800 ms to read on one core; at most 16"),
+    ],
+)
+def test_the_fewest_that_keep_ahead_are_chosen(
+    read_ms: float, handed_over_ms: float, epoch_s: float, cores: int, allowed: int, workers: int, reason: str
+) -> None:
+    count, told = enough(Timing(read_ms / 1000, handed_over_ms / 1000, epoch_s), cores, allowed)
+    assert count == workers
+    assert told.startswith(reason)
+
+
+def test_the_samples_that_are_timed_are_spread_from_the_first_to_the_last() -> None:
+    assert num_workers._spread(9, 3).tolist() == [0, 4, 8]
+    assert num_workers._spread(5, 1).tolist() == [0]
+    for samples in (2**24 + 4, 2**30):
+        places = num_workers._spread(samples, 256)
+        assert (int(places[0]), int(places[-1])) == (0, samples - 1)
+
+
+class Slow(Dataset[Any]):
+    """Takes a while for each sample, draws random numbers, and counts its readings."""
+
+    def __init__(self, seconds: float, samples: int = 1000) -> None:
+        self.seconds, self.samples, self.read = seconds, samples, 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.read += 1
+        if self.seconds:
+            time.sleep(self.seconds)
+        return torch.rand(1, 4, 4) + random.random() + float(np.random.rand()), 0
+
+
+def mustered(dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64) -> Crew:
+    indices = torch.arange(len(dataset))
+    return muster(wanted, prefetch, dataset, indices, (), batch, batch, sample_bytes)
+
+
+def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(num_workers, "cores", lambda: 3)
+    found = mustered(Slow(0.004))
+    assert found.workers == 3
+    assert found.reason.endswith(" ms to read on one core; 3 cores")
+    assert mustered(Slow(0), batch=4).workers == 0
+    assert mustered(Slow(0.004, samples=5)).workers == 0
+
+
+def test_measuring_is_short_and_draws_nothing() -> None:
+    dataset = Slow(0.05)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index,union-attr]
+    mustered(dataset)
+    assert dataset.read <= 8
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index,union-attr]
+    assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_a_number_that_was_set_is_taken_without_reading() -> None:
+    dataset = Slow(1)
+    assert mustered(dataset, wanted=1) == Crew(1)
+    assert mustered(dataset, wanted=0) == Crew(0)
+    assert dataset.read == 0
+
+
+def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(num_workers, "_free_shared_memory", lambda: 64 * 2**20)
+    monkeypatch.setattr(num_workers, "cores", lambda: 2)
+    few = mustered(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
+    assert few.workers == 4
+    assert few.warnings[0] == "data.num_workers=4 is more than the 2 CPU cores there are"
+    assert few.warnings[1].startswith(
+        "data.num_workers=4 reads up to 800 MiB of batches ahead, and /dev/shm has 64 MiB"
+    )
+    none = mustered(Slow(0.01), batch=100, sample_bytes=2**20)
+    assert none == Crew(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
+    assert mustered(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "samples"), [({}, 40 + 16), ({"cache": "disk"}, 64)], ids=["training and an evaluation", "making a cache"]
+)
+def test_shared_memory_has_to_hold_the_batches_of_all_loaders_that_have_some_at_once(
+    keys: dict[str, Any], samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = 2 * 2 * samples * 16  # workers, batches of each, bytes of an image
+    data = Data({"_target_": "some.where"}, batch_size=40, num_workers=2, residency="disk")
+    data = dataclasses.replace(data, **keys, cache_dir=str(tmp_path) if keys else None)
+    dataset = Listed()
+    parts = {"train": (dataset, torch.arange(100)), "val": (dataset, torch.arange(10))}
+    for room, said in ((ahead, []), (ahead - 1, ["data.num_workers=2 reads up to"])):
+        monkeypatch.setattr(num_workers, "_free_shared_memory", lambda room=room: room)
+        monkeypatch.setattr(num_workers, "cores", lambda: 2)
+        plan = plan_reading(data, parts, [], [], torch.device("cpu"), dataset[0][0], 16)
+        assert [warning[:30] for warning in plan.warnings if "shm" in warning] == said
+
+
+class Listed(Dataset[Any]):
+    """Images of 16 bytes."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((1, 4, 4), index, dtype=torch.uint8), 0

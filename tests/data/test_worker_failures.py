@@ -1,0 +1,223 @@
+"""A worker process that dies or hangs ends in a sentence, between two steps and not in one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from runner.config.errors import DataFailed
+from runner.data.indices import Whole
+from runner.data.workers import WorkerLoader
+
+CPU = torch.device("cpu")
+
+
+class Numbered(Dataset[Any]):
+    """Images that tell which they are; what is to go wrong happens at sample 40, and in a worker alone."""
+
+    def __init__(self, wrong: str = "", side: int = 2) -> None:
+        self.wrong, self.side = wrong, side
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 40 and get_worker_info() is not None:
+            if self.wrong == "hangs":
+                time.sleep(1000)
+            elif self.wrong == "exits":
+                os._exit(5)
+            elif self.wrong == "calls exit":
+                sys.exit()
+            elif self.wrong:
+                os.kill(os.getpid(), getattr(signal, self.wrong))
+        return torch.full((1, self.side, self.side), index, dtype=torch.uint8), index
+
+
+def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
+    return WorkerLoader(Numbered(wrong, side), Whole(80), 8, 0, False, CPU, workers=workers, **options)
+
+
+def gone(pids: list[int]) -> bool:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return False
+    return True
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("SIGKILL", r"worker process 1 \(pid \d+\) was killed by SIGKILL \(the system kills .* memory\)"),
+        ("SIGBUS", r"worker process 1 \(pid \d+\) was killed by SIGBUS \(.*/dev/shm is full\)"),
+        ("SIGVTALRM", r"worker process 1 \(pid \d+\) was killed by SIGVTALRM\n"),
+        ("exits", r"worker process 1 \(pid \d+\) ended with status 5"),
+        ("calls exit", r"worker process 1 \(pid \d+\) ended with status 0 \(.*exit\(\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ERROR. Unexpected")
+def test_a_worker_that_dies_is_named_with_its_signal(wrong: str, words: str, persistent: bool) -> None:
+    made = loader(wrong, persistent=persistent)
+    batches = made.batches(0, 0, 10)
+    with contextlib.closing(made):
+        first = next(batches)
+        pids = [worker.pid for worker in made._iterator._workers]
+        with pytest.raises(DataFailed, match=words) as caught:
+            list(batches)
+        assert first.targets.tolist() == list(range(8))
+        assert "data.num_workers=0" in str(caught.value)
+        assert gone(pids), "the others are ended too"
+
+
+def test_a_limit_on_file_sizes_that_shared_memory_exceeds_is_named() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # which workers inherit
+    try:
+        with (
+            contextlib.closing(loader(side=64)) as made,
+            pytest.raises(DataFailed, match=r"data\.num_workers: .*ulimit -f") as caught,
+        ):
+            list(made.batches(0, 0, 10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "data.num_workers=0" in str(caught.value)
+
+
+def test_a_worker_that_dies_while_the_main_process_computes_is_told_when_the_next_batch_is_wanted() -> None:
+    made = loader(prefetch=1)
+    batches = made.batches(0, 0, 10)
+    with contextlib.closing(made):
+        next(batches)
+        pid = made._iterator._workers[0].pid
+        os.kill(pid, signal.SIGKILL)
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            pass
+        for _ in range(1000):  # a signal's handler runs between two instructions
+            torch.zeros(10).sum()
+        with pytest.raises(DataFailed, match="worker process 0"):
+            list(batches)
+
+
+def test_another_loader_works_on_after_a_death_in_the_first() -> None:
+    with pytest.raises(DataFailed):
+        list(loader("SIGKILL").batches(0, 0, 10))
+    with contextlib.closing(loader()) as made:
+        for epoch in (0, 1):
+            assert torch.cat([batch.targets for batch in made.batches(epoch, 0, 10)]).tolist() == list(range(80))
+
+
+def test_a_child_process_of_ones_own_that_fails_is_no_worker() -> None:
+    with contextlib.closing(loader()) as made:
+        batches = made.batches(0, 0, 10)
+        next(batches)
+        assert subprocess.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], check=False).returncode == 3
+        assert len(list(batches)) == 9
+
+
+def test_a_loader_of_ones_own_before_ours_changes_nothing() -> None:
+    assert len(list(DataLoader(Numbered(), batch_size=8, num_workers=1))) == 10
+    with pytest.raises(DataFailed, match="SIGKILL"):
+        list(loader("SIGKILL").batches(0, 0, 10))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_worker_that_hangs_is_waited_for_as_long_as_is_said(persistent: bool) -> None:
+    made = loader("hangs", timeout_s=1.0, persistent=persistent)
+    with contextlib.closing(made):
+        batches = made.batches(0, 0, 10)
+        next(batches)
+        pids = [worker.pid for worker in made._iterator._workers]
+        with pytest.raises(
+            DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s.* samples 40, 41, 42"
+        ) as caught:
+            list(batches)
+        assert "data.num_workers=0" in str(caught.value)
+        assert gone(pids)
+
+
+@pytest.mark.parametrize("frozen_when", ["its batch is in the queue", "a batch is passed over", "it reads"])
+def test_workers_that_are_frozen_are_waited_for_as_long_as_is_said(frozen_when: str) -> None:
+    made = loader("" if frozen_when != "it reads" else "SIGSTOP", timeout_s=1.0)
+    with contextlib.closing(made):
+        batches = made.batches(0, 0, 10)
+        next(batches)
+        pids = [worker.pid for worker in made._iterator._workers]
+        if frozen_when == "its batch is in the queue":
+            time.sleep(0.3)
+        if frozen_when != "it reads":
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s"):
+            list(batches)
+        assert time.monotonic() - began < 8, "twenty seconds and more without a limit of its own"
+        assert gone(pids)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
+    made = loader(workers=3, persistent=persistent)
+    batches = made.batches(0, 0, 10)
+    next(batches)
+    pids = [worker.pid for worker in made._iterator._workers]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    made.close()
+    batches.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 8, "five to ten seconds for each worker without a limit for all"
+    assert gone(pids)
+
+
+def test_a_timer_of_the_users_own_code_goes_on() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rung.append(number))
+    try:
+        with contextlib.closing(loader("hangs", timeout_s=1.0)) as made:
+            batches = made.batches(0, 0, 10)
+            next(batches)
+            assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(DataFailed, match="for 1 s"):  # torch's own limit is enough where the queue is empty
+                list(batches)
+        assert rung == [signal.SIGALRM]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+HANGING = """
+import pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+from test_worker_failures import loader
+
+made = loader("hangs", workers=1, prefetch=1)
+batches = made.batches(0, 0, 10)
+for _ in range(5):
+    next(batches)
+raise SystemExit(3)
+"""
+
+
+def test_a_process_ends_although_its_worker_hangs() -> None:
+    command = [sys.executable, "-c", HANGING, str(Path(__file__).parent)]
+    done = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_without_workers_nothing_is_timed() -> None:
+    assert len(list(loader("hangs", workers=0, timeout_s=0.001).batches(0, 0, 10))) == 10

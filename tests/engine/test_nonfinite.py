@@ -1,0 +1,453 @@
+"""Steps whose gradients are not finite are left out, whatever takes them, and looked into."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.engine.errors import Diverged
+from runner.engine.nonfinite import Guard
+from runner.engine.state import FiniteMeter
+from runner.optim.kernels import plain_step, start_momentum
+from runner.optim.muon import Muon
+
+FUSED = functools.partial(torch.optim.SGD, momentum=0.9, fused=True)
+PLAIN = functools.partial(torch.optim.SGD, momentum=0.9)
+ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+RMSPROP = torch.optim.RMSprop
+NAN_AT = 3  # batch of the first epoch, from 0
+
+
+class Spoilt:
+    """A source of which one batch holds a NaN."""
+
+    def __init__(self, source: Any, batch: int = NAN_AT, epoch: int = 0) -> None:
+        self._source, self._batch, self._epoch = source, batch, epoch
+        self.samples, self.batch_size = source.samples, source.batch_size
+
+    def batches(self, epoch: int, start: int, stop: int) -> Any:
+        for number, batch in enumerate(self._source.batches(epoch, start, stop), start):
+            if (epoch, number) == (self._epoch, self._batch):
+                batch.images[1, 0, 0, 0] = float("nan")
+            yield batch
+
+
+def loop_of(bench: Any, policy: Any, optimizer: Any, *callbacks: Any, scaler: Any = None, **keys: Any) -> Any:
+    made = bench(24, optimizer=optimizer, scaler=scaler, validate=False, **keys)
+    state = made.state()
+    start_momentum(state.optimizer)
+    if policy == "skip":
+        state.meter = FiniteMeter(torch.device("cpu"))
+    guard = Guard(state.model, state.optimizer, policy, scaler is not None)
+    made.parts |= {"guard": guard, "take_step": plain_step(state.optimizer)}
+    loop = made.loop(*callbacks, state=state)
+    loop.source = Spoilt(made.source)
+    return loop
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+class Seen:
+    """Notes the weights after every step, and what was left out."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.left_out: list[tuple[int, Any]] = []
+
+    def on_step(self, loop: Any) -> None:
+        self.weights.append(weights(loop.state.model))
+
+    def on_left_out(self, loop: Any, step: int, diagnosis: Any) -> None:
+        self.left_out.append((step, diagnosis))
+
+
+class Look:
+    """Asks for the outcome after some steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_step(self, loop: Any) -> None:
+        if loop.state.position.global_step % self.every == 0:
+            loop.settle()
+
+
+@pytest.mark.parametrize("optimizer", [FUSED, PLAIN, ADAMW, RMSPROP], ids=["fused", "plain", "adamw", "rmsprop"])
+def test_no_weight_changes_from_the_first_such_step_on_until_somebody_looks(
+    bench: Callable[..., Any], optimizer: Any
+) -> None:
+    seen = Seen()
+    loop = loop_of(bench, "raise", optimizer, seen, Look(6))
+    with pytest.raises(Diverged, match=r"step 4 \(epoch 1\) are not finite: the images of sample \d+ have values"):
+        loop.run()
+    before, *after = seen.weights[2:]
+    assert len(seen.weights) == 6
+    assert all(same(before, later) for later in after)
+    assert not same(seen.weights[1], before)
+    [(step, diagnosis)] = seen.left_out
+    assert step == 4
+    assert diagnosis.batch["images"].isnan().any()
+    assert len(diagnosis.batch["indices"]) == 4
+
+
+@pytest.mark.parametrize("optimizer", [FUSED, PLAIN, ADAMW, RMSPROP], ids=["fused", "plain", "adamw", "rmsprop"])
+def test_skip_leaves_out_the_step_alone(bench: Callable[..., Any], optimizer: Any) -> None:
+    seen = Seen()
+    loop = loop_of(bench, "skip", optimizer, seen, Look(5))
+    loop.run()
+    assert [step for step, _ in seen.left_out] == [4]
+    assert same(seen.weights[2], seen.weights[3])
+    assert not same(seen.weights[3], seen.weights[4])
+    assert all(tensor.isfinite().all() for tensor in seen.weights[-1])
+    # It is as if the batch had not been there: the same steps without it end with the same weights.
+    other = loop_of(bench, "skip", optimizer, Look(5))
+    other.source = other.source._source
+    other.state.position.left_out = [4]
+    other.run()
+    assert same(weights(other.state.model), weights(loop.state.model))
+
+
+UNDONE = {
+    "rmsprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "foreach": functools.partial(torch.optim.RMSprop, momentum=0.9, foreach=True),
+    "muon": functools.partial(Muon, fused=True),
+}
+
+
+@pytest.mark.parametrize("batch", [0, NAN_AT])
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("name", UNDONE)
+def test_a_step_that_is_undone_on_the_device_is_as_if_it_had_not_been_taken(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, policy: str, batch: int
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3))
+
+    ends = []
+    for waits in (False, True):
+        monkeypatch.setattr("runner.engine.nonfinite._reading_waits", lambda device, waits=waits: waits)
+        seen = Seen()
+        loop = loop_of(bench, policy, UNDONE[name], seen, Look(6), build=build)
+        loop.source = Spoilt(loop.source._source, batch)
+        assert loop.parts.guard.waits is not waits
+        with pytest.raises(Diverged) if policy == "raise" else contextlib.nullcontext():
+            loop.run()
+        assert [step for step, _ in seen.left_out] == [batch + 1]
+        moments = loop.state.optimizer.state_dict()["state"]
+        numbers = [value for each in moments.values() for key, value in each.items() if key != "step"]
+        ends.append((seen.weights, numbers))
+    (read, read_moments), (undone, undone_moments) = ends
+    assert all(same(one, other) for one, other in zip(read, undone, strict=True))
+    if read_moments:  # steps that are left out from the first one on make none
+        assert same(read_moments, undone_moments)
+    else:
+        assert not any(value.any() for value in undone_moments)
+
+
+def test_an_optimizer_that_has_to_be_asked_says_so(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.engine.nonfinite._reading_waits", lambda device: True)
+
+    def waits(optimizer: Any, scaled: bool = False) -> bool:
+        state = bench(8, optimizer=optimizer).state()
+        return Guard(state.model, state.optimizer, "raise", scaled).waits
+
+    assert [waits(optimizer) for optimizer in (FUSED, ADAMW, RMSPROP, UNDONE["muon"])] == [False] * 4
+    assert waits(PLAIN)
+    assert waits(functools.partial(Muon, fused=False))
+    # The scaler of fp16 asks for a number unless the optimizer's kernel takes its flag.
+    assert [waits(optimizer, True) for optimizer in (ADAMW, RMSPROP, UNDONE["muon"])] == [False, True, True]
+
+
+def test_skip_puts_back_what_batch_norm_had_taken_in(bench: Callable[..., Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 3))
+
+    loop = loop_of(bench, "skip", FUSED, Look(100), build=build)
+    loop.run()
+    assert loop.state.not_finite() == ""
+    assert loop.state.model[0].running_var.isfinite().all()
+
+
+def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Callable[..., Any]) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(12, 3))
+
+    ends = []
+    for left_out in (False, True):
+        loop = loop_of(bench, "skip", FUSED, Look(100), build=build)
+        if left_out:
+            loop.source = loop.source._source
+            loop.state.position.left_out = [NAN_AT + 1]
+        loop.run()
+        ends.append(weights(loop.state.model))
+    assert same(*ends)
+
+
+def test_the_mean_loss_leaves_out_what_is_not_finite() -> None:
+    meter = FiniteMeter(torch.device("cpu"))
+    for loss, samples in ((1.0, 4), (float("nan"), 4), (4.0, 2)):
+        meter.add(torch.tensor(loss), samples)
+    assert meter.read() == pytest.approx((4 * 1.0 + 2 * 4.0) / 6)
+    assert meter.state_dict()["samples"] == 6
+    meter.reset()
+    assert meter.read() == 0.0
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_under_a_scaled_loss_an_overflow_belongs_to_scaling_and_a_nan_does_not(
+    bench: Callable[..., Any], policy: str
+) -> None:
+    seen = Seen()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    loop = loop_of(bench, policy, FUSED, seen, Look(6), scaler=scaler)
+    if policy == "raise":
+        with pytest.raises(Diverged, match="step 4 "):
+            loop.run()
+    else:
+        loop.run()
+    assert [step for step, _ in seen.left_out] == [4]
+    assert scaler.get_scale() < 2.0**60
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_step_is_found_again_across_epochs_and_windows(bench: Callable[..., Any], accumulate: int) -> None:
+    seen = Seen()
+    loop = loop_of(bench, "raise", FUSED, seen, Look(7), accumulate=accumulate, limits={"epochs": 9, "max_steps": None})
+    # 6 batches an epoch: step 9 lies in epoch 2 (batch 2), or with windows of 3 in epoch 5.
+    epoch, batch = ((8 // 6, 8 % 6), (8 // 2, 8 % 2 * 3 + 1))[accumulate == 3]
+    loop.source = Spoilt(loop.source._source, batch, epoch)
+    with pytest.raises(Diverged, match=rf"step 9 \(epoch {epoch + 1}\) are not finite: the images of sample"):
+        loop.run()
+
+
+class Roots(nn.Module):
+    """Its gradient is infinite where the input is 0."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs * inputs).sqrt()
+
+
+class Quotient(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs / inputs.detach().abs().amin()
+
+
+@pytest.mark.parametrize(
+    ("inner", "named"),
+    [
+        (Quotient, r"first in the output of inner\.1\.0 \(Quotient\)"),
+        (Roots, r"outputs and loss are finite \(.*\), the gradients of inner\.0\.weight, inner\.0\.bias are not"),
+    ],
+    ids=["forward", "backward"],
+)
+def test_the_module_is_named(bench: Callable[..., Any], inner: Any, named: str) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(12, 8), nn.Sequential(inner()), nn.Linear(8, 3))
+        nn.init.zeros_(model[0].weight)
+        nn.init.zeros_(model[0].bias)
+        return Flat(model)
+
+    loop = loop_of(bench, "raise", FUSED, Look(1), build=build)
+    loop.source = loop.source._source
+    before = weights(loop.state.model)
+    with pytest.raises(Diverged, match=named):
+        loop.run()
+    assert same(weights(loop.state.model), before)
+
+
+class Flat(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.inner(images.flatten(1))
+        return logits
+
+
+def test_weights_that_were_not_finite_before_are_named(bench: Callable[..., Any]) -> None:
+    loop = loop_of(bench, "raise", FUSED, Look(1))
+    loop.source = loop.source._source
+    with torch.no_grad():
+        loop.state.model[1].bias[0] = float("inf")
+    with pytest.raises(Diverged, match=r"step 1 .* weights are not finite: 1\.bias"):
+        loop.run()
+
+
+def test_looking_into_it_leaves_everything_as_it_was(bench: Callable[..., Any]) -> None:
+    class Watch:
+        found = 0
+
+        def on_step(self, loop: Any) -> None:
+            before = torch.get_rng_state(), weights(loop.state.model)
+            loop.settle()
+            assert torch.equal(before[0], torch.get_rng_state())
+            assert same(before[1], weights(loop.state.model))
+
+        def on_left_out(self, loop: Any, step: int, diagnosis: Any) -> None:
+            self.found += 1
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(12, 3))
+
+    watch = Watch()
+    loop_of(bench, "skip", FUSED, watch, build=build).run()
+    assert watch.found == 1
+
+
+def test_going_back_leaves_the_step_out_the_second_time(bench: Callable[..., Any]) -> None:
+    saved: list[dict[str, Any]] = []
+
+    class Save:
+        def on_boundary(self, loop: Any) -> None:
+            if loop.state.position.global_step % 2 == 0:
+                loop.settle()
+                saved.append(copied(loop.state.state_dict()))
+
+    class Told:
+        found: list[int] = []  # noqa: RUF012
+
+        def on_rollback(self, loop: Any, found: Any) -> None:
+            self.found.append(found.step)
+            assert loop.state.position.global_step == 2
+
+    loop = loop_of(bench, "rollback", FUSED, Told(), Save())
+    loop._roll_back = lambda loop: loop.state.load_state_dict(saved[-1])
+    loop.run()
+    assert Told.found == [4]
+    assert loop.state.position.left_out == [4]
+    other = loop_of(bench, "rollback", FUSED)
+    other.source = other.source._source
+    other.state.position.left_out = [4]
+    other.run()
+    assert same(weights(other.state.model), weights(loop.state.model))
+
+
+def test_going_back_again_and_again_ends(bench: Callable[..., Any]) -> None:
+    loop = loop_of(bench, "rollback", FUSED, Look(1))
+    loop.source = loop.source._source
+    loop._roll_back = lambda loop: None
+    with torch.no_grad():
+        loop.state.model[1].bias[0] = float("nan")
+    loop.limits.__dict__["epochs"] = 9
+    with pytest.raises(Diverged, match="rolled back 10 times before"):
+        loop.run()
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def test_a_plain_step_makes_the_same_weights_and_calls_hooks_that_are_registered(bench: Callable[..., Any]) -> None:
+    ends = []
+    for plain in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+        step = plain_step(optimizer) if plain else optimizer.step
+        for _ in range(3):
+            layer(torch.ones(1, 3)).sum().backward()
+            step()
+        ends.append(weights(layer))
+    assert same(*ends)
+    called: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    step()
+    assert called == [1]
+
+
+def test_a_plain_step_of_a_class_from_elsewhere_is_its_own() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    optimizer = Own([torch.zeros(1, requires_grad=True)], lr=0.1)
+    assert plain_step(optimizer) == optimizer.step
+
+
+def test_a_buffer_that_a_model_assigns_anew_is_put_back_too(bench: Callable[..., Any]) -> None:
+    class Drifting(nn.Module):
+        mean: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean()
+            return inputs
+
+    def build() -> nn.Module:
+        return nn.Sequential(Drifting(), nn.Flatten(), nn.Linear(12, 3))
+
+    loop = loop_of(bench, "skip", FUSED, Look(3), build=build)
+    loop.run()
+    assert loop.state.model[0].mean.isfinite()
+    assert loop.state.model[0].mean != 0
+
+
+def test_weights_of_complex_numbers_are_watched_as_well() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model = nn.ParameterList([weight])
+    guard = Guard(model, torch.optim.SGD([weight], lr=0.1), "raise", False)
+    weight.grad = torch.ones_like(weight)
+    assert guard.allows_step()
+    weight.grad[1] = float("nan")
+    assert not guard.allows_step()
+    weight.grad = None
+    guard.start()
+    assert guard.allows_step()
+
+
+def test_looking_into_it_draws_from_no_generator(bench: Callable[..., Any]) -> None:
+    class Drawing(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs * random.random() * float(np.random.rand())
+
+    def ends(look: bool) -> list[Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        loop = loop_of(bench, "skip", FUSED, *([Look(5)] if look else []), build=lambda: Flat(nn.Linear(12, 3)))
+        loop.state.model.inner = nn.Sequential(Drawing(), loop.state.model.inner)
+        loop.run()
+        return weights(loop.state.model)
+
+    assert same(ends(True), ends(False))
+
+
+def test_an_evaluation_that_is_due_after_going_back_comes_before_the_next_step(bench: Callable[..., Any]) -> None:
+    order: list[tuple[str, int]] = []
+
+    class Diary:
+        def on_step(self, loop: Any) -> None:
+            order.append(("step", loop.state.position.global_step))
+
+        def on_evaluation(self, loop: Any, metrics: Any) -> None:
+            order.append(("evaluation", loop.state.position.global_step))
+
+    loop = loop_of(bench, "rollback", FUSED, Diary(), Look(1))
+    loop._evaluate = lambda interrupted: {"val/loss": 1.0}
+    start = copied(loop.state.state_dict())
+    start["position"] |= {"evaluation_due": True}
+    loop._roll_back = lambda loop: loop.state.load_state_dict(copied(start))
+    loop.run()
+    back = order.index(("evaluation", 0))
+    assert order[back - 1] == ("step", 4)
+    assert order[back + 1] == ("step", 1)

@@ -1,0 +1,82 @@
+"""Test-time augmentation is the mean over views, and each view is what its name says."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.config.schema import checkpoints as schema
+from runner.engine.tta import VIEWS, Averaged, as_it_is, shifted, views_named
+
+
+class Probe(nn.Module):
+    """Three outputs that tell views apart."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        places = torch.arange(flat.shape[1], dtype=torch.float32)
+        return torch.stack([flat.mean(1), (flat * places).mean(1), (flat * places.sin()).sum(1)], 1)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_name_of_the_schema_is_a_view_and_the_reverse() -> None:
+    assert set(get_args(schema.View)) == set(VIEWS)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_the_output_is_the_mean_over_the_plain_image_and_its_views(name: str, images: Tensor) -> None:
+    views = views_named([name])
+    assert views[0] is as_it_is
+    expected = torch.stack([Probe()(view(images)) for view in views]).mean(0)
+    torch.testing.assert_close(Averaged(Probe(), views)(images), expected)
+    shares = torch.stack([Probe()(view(images)).softmax(1) for view in views]).mean(0)
+    torch.testing.assert_close(Averaged(Probe(), views, probabilities=True)(images).softmax(1), shares)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_differs_from_the_image_and_keeps_its_shape(name: str, images: Tensor) -> None:
+    for view in VIEWS[name]:
+        seen = view(images)
+        assert seen.shape == images.shape
+        assert not torch.equal(seen, images)
+
+
+def test_views_that_two_names_share_are_seen_once() -> None:
+    assert len(views_named(["five_crop", "ten_crop", "flip", "hflip"])) == 1 + 10 + 1
+
+
+def test_a_shift_moves_by_a_sixteenth_and_repeats_the_edge(images: Tensor) -> None:
+    moved = shifted(images, 1, 0)
+    assert torch.equal(moved[..., 1:, :], images[..., :-1, :])
+    assert torch.equal(moved[..., 0, :], images[..., 0, :])
+
+
+def test_corners_are_the_corners_and_a_tenth_crop_is_a_mirrored_one(images: Tensor) -> None:
+    crops = VIEWS["ten_crop"]
+    ramp = torch.arange(16.0).expand(1, 1, 16, 16)
+    left, right = crops[0](ramp).mean(), crops[1](ramp).mean()
+    assert left < ramp.mean() < right
+    for plain, mirrored in zip(crops[:5], crops[5:], strict=True):
+        assert torch.equal(mirrored(images), plain(images).flip(-1))
+
+
+def test_images_that_are_not_square_are_not_rotated() -> None:
+    with pytest.raises(ValueError, match="8x4"):
+        VIEWS["rotations"][0](torch.zeros(1, 1, 8, 4))
+
+
+def test_a_class_that_every_view_rules_out_is_finite() -> None:
+    class Sure(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return torch.tensor([[500.0, -500.0]]).expand(len(images), 2)
+
+    outputs = Averaged(Sure(), views_named(["flip"]), probabilities=True)(torch.zeros(1, 1, 2, 2))
+    assert outputs.isfinite().all()
+    torch.testing.assert_close(outputs.softmax(1), torch.tensor([[1.0, 0.0]]))

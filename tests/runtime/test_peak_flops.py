@@ -1,0 +1,91 @@
+"""Peaks come from data sheets where the GPU is known, and from a measurement that says so elsewhere."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from runner.runtime.peak_flops import kind_of, known_peak, listed_peak, peak
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-PCIE-40GB", "tf32", 156),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.5),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA H100 NVL", "fp16", 835.5),
+        ("NVIDIA H200", "float32", 67),
+        ("NVIDIA GH200 480GB", "bf16", 989.5),
+        ("NVIDIA B200", "bf16", 2250),
+        ("NVIDIA L4", "fp16", 121),
+        ("NVIDIA L40S", "tf32", 183),
+        ("NVIDIA GeForce RTX 3090", "bf16", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
+        ("NVIDIA GeForce RTX 4090", "fp16", 165.2),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-PCIE-32GB", "fp16", 112),
+        ("Tesla T4", "float32", 8.1),
+    ],
+)
+def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet(name: str, kind: str, tera: float) -> None:
+    found = listed_peak(name, kind)  # type: ignore[arg-type]
+    assert found is not None
+    assert (found.flops, found.kind, found.measured) == (tera * 1e12, kind, False)
+    assert name in found.source
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA T400",
+     "NVIDIA GeForce RTX 4090 D", "AMD Instinct MI300X", "NVIDIA A1000"],
+)  # fmt: skip
+def test_a_gpu_that_only_resembles_a_known_one_has_no_listed_peak(name: str) -> None:
+    assert listed_peak(name, "fp16") is None
+
+
+def test_gpus_without_the_units_say_so_by_their_peak() -> None:
+    tf32 = listed_peak("Tesla T4", "tf32")
+    assert tf32 is not None
+    assert (tf32.flops, tf32.kind) == (8.1e12, "float32")
+    assert listed_peak("Tesla V100-SXM2-16GB", "bf16") is None
+
+
+def test_the_kind_is_what_products_are_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind_of(torch.bfloat16, CUDA) == "bf16"
+    assert kind_of(torch.float16, CPU) == "fp16"
+    assert kind_of(None, CUDA) == "float32"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert kind_of(None, CUDA) == "tf32"
+    assert kind_of(None, CPU) == "float32"
+
+
+def test_elsewhere_the_peak_is_measured_and_leaves_the_generators_alone() -> None:
+    assert known_peak(CPU, "float32") is None
+    state = torch.get_rng_state()
+    found = peak(CPU, "float32")
+    assert found.measured
+    assert "measured" in found.source
+    assert "cpu" in found.source
+    assert torch.equal(torch.get_rng_state(), state)
+    a = torch.randn(64, 2048)
+    began = time.perf_counter()
+    torch.mm(a, a.T)
+    small = 2 * 64 * 64 * 2048 / (time.perf_counter() - began)
+    assert 1e8 < small < 20 * found.flops, "within what a processor can do"
+
+
+def test_a_gpu_that_is_not_listed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU of tomorrow")
+    monkeypatch.setattr("runner.runtime.peak_flops.measured_peak", lambda *args: asked.append(args))
+    peak(CUDA, "bf16")
+    assert asked == [(CUDA, "bf16")]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert peak(CUDA, "bf16").flops == 989.5e12
+    assert len(asked) == 1
