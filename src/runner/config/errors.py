@@ -14,14 +14,6 @@ from runner.config.secrets import MASK, is_secret, mask_word
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
-class UserError(Exception):
-    """A mistake that the user can mend: shown as its message alone, without a traceback; exit status 2."""
-
-
-class DataFailed(UserError):
-    """Reading broke down while the run was sound: a worker process died or hangs. What was trained so far can be saved."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """One mistake in the configuration.
@@ -43,7 +35,8 @@ class Problem:
     def lines(self) -> list[str]:
         """The problem as lines of text, the key first."""
         secret = is_secret(self.key.rpartition(".")[2])
-        head = f"{mask_word(self.key)}: {_REJECTED.sub(MASK, self.message) if secret else self.message}"
+        text = _REJECTED.sub(MASK, self.message) if secret else self.message
+        head = f"{mask_word(self.key)}: {text}" if self.key else text
         if self.nearest:
             head += f"; did you mean '{self.nearest}'?"
         lines = [head]
@@ -54,6 +47,34 @@ class Problem:
         return lines
 
 
+class UserError(Exception):
+    """A mistake that the user can fix: shown as its message alone, without a traceback; exit status 2.
+
+    Attributes:
+        problems: what is wrong; more than one only where all mistakes of a config are reported together.
+    """
+
+    problems: tuple[Problem, ...]
+
+    def __init__(self, key: str, problem: str = "", allowed: str = "", suggestion: str = "") -> None:
+        """Describe one mistake; `UserError("sentence")` where no key is to blame.
+
+        Args:
+            key: dotted key, verb or file that the problem is about.
+            problem: what is wrong with it, a clause without a full stop.
+            allowed: what would be right.
+            suggestion: the valid spelling that is nearest to what was given.
+        """
+        if not problem:
+            key, problem = "", key
+        self.problems = (Problem(key, problem, allowed, suggestion),)
+        super().__init__("\n".join(self.problems[0].lines()))
+
+
+class DataFailed(UserError):
+    """Reading broke down while the run was sound: a worker process died or hangs. What was trained so far can be saved."""
+
+
 class ConfigError(UserError):
     """All problems of one configuration, reported together."""
 
@@ -62,7 +83,7 @@ class ConfigError(UserError):
         count = len(self.problems)
         title = "1 problem in the configuration" if count == 1 else f"{count} problems in the configuration"
         body = "\n".join("  " + "\n  ".join(problem.lines()) for problem in self.problems)
-        super().__init__(f"{title}\n{body}")
+        Exception.__init__(self, f"{title}\n{body}")
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
