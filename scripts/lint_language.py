@@ -18,7 +18,7 @@ PHRASES = {
     r"cannot be had": "is not supported",
     r"of several that": "if several ...",
     r"the last one holds": "the last one wins",
-    r"\bof (?:one|your|our|my|his|their|the user)['’]s? own\b|\b(?:one|somebody else)['’]s own\b": "custom, user-defined",
+    r"\bof (?:one|your|our|my|his|their|the user)(?:'s)? own\b|\b(?:one|somebody else)'s own\b": "custom, user-defined",
     r"of (?:your|our|my) own\b": "custom, user-defined",
     r"has no end": "can be anything",
     r"left out": "skipped, omitted",
