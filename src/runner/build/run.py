@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.build.batch_size import settle_batch_size
 from runner.build.determinism import named
-from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
-from runner.build.metrics import monitored, stops_early
-from runner.build.optimizer import build_optimizer, build_schedule
-from runner.build.init_from import Started, start_from
 from runner.build.finetune import freeze, initialise, known_head, never_thawed
+from runner.build.init_from import Started, start_from
+from runner.build.metrics import monitored, stops_early
+from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
+from runner.build.optimizer import build_optimizer, build_schedule
+from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import Splits, assemble
-from runner.engine.buffers import untouched_buffers
 from runner.engine.clipping import AdaptiveClip
-from runner.engine.nonfinite import Guard
 from runner.engine.loop import Limits
-from runner.engine.plan import Plan, Timeline
+from runner.engine.nonfinite import Guard
 from runner.engine.oom_retry import SplittingStep
+from runner.engine.plan import Plan, Timeline
 from runner.engine.state import FiniteMeter, Meter, Position, TrainState
 from runner.engine.step import StepParts, train_step
 from runner.engine.tasks import Task
+from runner.instrument.flops import Flops, count_flops
+from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels, plain_step
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
-from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled, toggle
 
@@ -245,7 +245,7 @@ def training_flops(training: Training, position: Position | None = None, samples
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    with training.state.freezing.as_at(position), untouched_buffers(training.loss):
+    with training.state.freezing.as_at(position), preserved_buffers(training.loss):
         return count_flops(
             training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
         )

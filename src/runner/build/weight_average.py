@@ -13,12 +13,12 @@ from runner.build.batch_size import memory_told
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.engine.weight_average import Averaged, prefix
 from runner.engine.errors import Interrupted
-from runner.engine.generators import untouched_generators
 from runner.engine.loop import Limits
 from runner.engine.plan import Timeline
 from runner.engine.state import Schedule, load_weights
+from runner.engine.weight_average import Averaged, prefix
+from runner.instrument.no_trace import preserved_rng
 from runner.optim.schedules import Annealed
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _feed(training: Training, limit: int | None, interrupted: Callable[[], bool]
     if samples > size and samples % size == 1:
         samples -= 1  # a single sample has no variance
     read = loader.batches(0, 0, math.ceil(samples / loader.batch_size))
-    with untouched_generators(training.model), torch.no_grad():
+    with preserved_rng(), torch.no_grad():
         for images in _in_batches_of(size, (batch.images for batch in read), samples):
             if interrupted():
                 raise Interrupted

@@ -28,11 +28,11 @@ from typing import Any
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
-from runner.engine.generators import untouched_generators
 from runner.engine.plan import Plan, Timeline
 from runner.engine.state import Best, Position, TrainState
 from runner.engine.step import StepParts, train_step
 from runner.engine.weight_average import loss_beside
+from runner.instrument.no_trace import preserved_rng
 
 _STEPS_BETWEEN_COLLECTIONS = 500
 _MOST_ROLLBACKS = 10
@@ -254,7 +254,7 @@ class Loop:
             if guard.policy == "skip" and self._told >= _TOLD:
                 self.emit("on_left_out", step, None)
                 continue
-            with untouched_generators(self.state.model):  # batches may be made with draws
+            with preserved_rng():  # batches may be made with draws
                 epoch, batches = self._batches_of(step)
             diagnosis = diagnose(self.state, self.parts, batches, step, epoch + 1)
             self._told += 1
