@@ -116,7 +116,9 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        advice = (
+            "lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        )
         complain(directory, f"diverged: {error}; {advice}")
         raised = error if debugged else None
     except SystemExit as stop:  # its status may be 0, and the run is not finished

@@ -90,11 +90,11 @@ def swa_start(swa: float, timeline: Timeline, limits: Limits, total_steps: int) 
 
 def with_swa_rate(schedule: Schedule, config: Train, timeline: Timeline, limits: Limits, total_steps: int) -> Schedule:
     """The schedule, going over to SWA's rate where SWA begins."""
-    if config.swa is None or config.averaging.lr is None:
+    if config.swa is None or config.averaging.lr_factor is None:
         return schedule
     start = swa_start(config.swa, timeline, limits, total_steps)
     steps = config.averaging.anneal_epochs * timeline.steps
-    return Annealed(schedule, start, steps, config.averaging.lr, timeline.scaled)
+    return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
 def evaluate_both(

@@ -188,16 +188,16 @@ def _place(
     """Decide where images live: on a device, in RAM, in a cache file, or on the disk to be read through workers."""
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
-    if data.residency in ("device", "ram") and not possible:
+    if data.placement in ("device", "ram") and not possible:
         if not plan._cache_missing:
             raise UserError(
-                f"data.residency: '{data.residency}' needs a data set of image tensors in memory\n"
+                f"data.placement: '{data.placement}' needs a data set of image tensors in memory\n"
                 "    allowed: auto or disk, or data.cache=disk"
             )
-        plan.warnings.append(f"data.residency={data.residency} has no effect: the cache of data.cache is not there")
-    if data.residency == "disk" or not possible or sample_transforms:
+        plan.warnings.append(f"data.placement={data.placement} has no effect: the cache of data.cache is not there")
+    if data.placement == "disk" or not possible or sample_transforms:
         reason = "images are read one by one"
-        if data.residency == "disk":
+        if data.placement == "disk":
             reason = "as set"
         elif sample_transforms:
             reason = "transform has sample transforms"
@@ -216,25 +216,25 @@ def _place(
 def _home(data: Data, size: int, cached: bool, device: torch.device) -> tuple[torch.device, str, str]:
     """Where tensors of this size live, in words, and why."""
     cpu, shown = torch.device("cpu"), f"{size / 2**20:.1f} MiB of images"
-    if data.residency == "ram":
+    if data.placement == "ram":
         return cpu, "in RAM", "as set"
     home = "cache file" if cached else "in RAM"
     if device.type == "cpu":
-        return cpu, home, "as set" if data.residency == "device" else f"{shown}, and the CPU computes"
+        return cpu, home, "as set" if data.placement == "device" else f"{shown}, and the CPU computes"
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        if data.residency == "device":
+        if data.placement == "device":
             _require_device_memory(size, free, device)
         elif size > _SHARE_OF_DEVICE * free:
             return cpu, home, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
-    return device, f"on {device}", "as set" if data.residency == "device" else f"{shown} fit"
+    return device, f"on {device}", "as set" if data.placement == "device" else f"{shown} fit"
 
 
 def _require_memory(size: int) -> None:
     available = psutil.virtual_memory().available
     if size > available:
         raise UserError(
-            f"data.residency: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
+            f"data.placement: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
             "    allowed: auto, which reads from the cache file and leaves to the system what is in RAM"
         )
 
@@ -244,7 +244,7 @@ def _require_device_memory(size: int, free: int, device: torch.device) -> None:
     available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if size > available:
         raise UserError(
-            f"data.residency: 'device' needs {size / 2**30:.1f} GiB, and {device} has {available / 2**30:.1f} GiB free\n"
+            f"data.placement: 'device' needs {size / 2**30:.1f} GiB, and {device} has {available / 2**30:.1f} GiB free\n"
             "    allowed: auto or ram, which leave the images in the memory of the CPU"
         )
 
@@ -256,10 +256,10 @@ def _without_effect(plan: Reading, data: Data, device: torch.device) -> list[str
     def say(setting: str, reason: str) -> None:
         useless.append(f"{setting} has no effect: {reason}")
 
-    if data.residency == "device" and device.type == "cpu":
-        say("data.residency=device", "the device is the CPU")
+    if data.placement == "device" and device.type == "cpu":
+        say("data.placement=device", "the device is the CPU")
     if plan.in_memory is not None:
-        reason = "the images are in memory (data.residency=disk reads them through workers)"
+        reason = "the images are in memory (data.placement=disk reads them through workers)"
         if isinstance(data.num_workers, int) and data.num_workers > 0 and not plan._caches:
             say(f"data.num_workers={data.num_workers}", reason)
     else:

@@ -237,4 +237,4 @@ def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
         told = _told(error)
         if broken.setdefault(told, each.name) != each.name:
             return skipped(f"broke off like {broken[told]}")
-        return failed(told, "a smaller optimizer.lr, or clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)
+        return failed(told, "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)
