@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.engine.buffers import untouched_buffers
 from runner.engine.generators import untouched_generators
 from runner.engine.state import TrainState
-from runner.engine.step import Batch, StepParts
+from runner.engine.step import Batch, StepConfig
 
 _NAMED = 8  # samples or tensors that a sentence lists
 
@@ -40,7 +40,7 @@ class Diagnosis:
         return f"the gradients of step {self.step} (epoch {self.epoch}) are not finite: {self.cause}"
 
 
-def diagnose(state: TrainState, parts: StepParts, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
+def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
     """Train on the batches of a step again, without an update, and see where the first number that is not finite comes from.
 
     Weights, buffers, gradients and random generators are left as they are.
@@ -61,7 +61,7 @@ def diagnose(state: TrainState, parts: StepParts, batches: Sequence[Batch], step
     return Diagnosis(step, epoch, cause, {})
 
 
-def _cause(model: nn.Module, parts: StepParts, batch: Batch) -> str:
+def _cause(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
     """What is not finite first in the order of computing, with the samples concerned; empty if everything is finite."""
     if samples := _samples_with(batch.images, batch.indices):
         return f"the images of {samples} have values that are not finite"

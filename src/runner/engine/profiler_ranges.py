@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.engine.state import TrainState
-from runner.engine.step import StepParts, backward, forward, update_weights
+from runner.engine.step import StepConfig, backward, forward, update_weights
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
 
@@ -15,10 +15,10 @@ Mark = Callable[[str], contextlib.AbstractContextManager[object]]
 """Gives a context for a range of that name."""
 
 
-def marked_step(mark: Mark) -> Callable[[TrainState, StepParts, Any, float, int, bool], None]:
+def marked_step(mark: Mark) -> Callable[[TrainState, StepConfig, Any, float, int, bool], None]:
     """`train_step` with its parts in ranges, to be given to `Loop`; a run that is not profiled pays nothing for them."""
 
-    def step(state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool) -> None:
+    def step(state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool) -> None:
         with mark(FORWARD):
             loss = forward(state, parts, batch, samples)
         with mark(BACKWARD):
