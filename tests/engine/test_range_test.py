@@ -17,7 +17,7 @@ from runner.engine.freezing import Freezing, Frozen
 from runner.engine.nonfinite import Guard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
 from runner.engine.step import train_step
-from runner.engine.weight_average import Averaged
+from runner.engine.weight_average import AveragedModel
 from runner.instrument.no_trace import preserved_rng
 
 
@@ -66,7 +66,7 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
     state = small.state()
     frozen = list(state.model[0].parameters())
     state.freezing = Freezing(state.model, [Frozen("stem", tuple(frozen), (state.model[1],))])
-    averaged = state.averaged = Averaged("ema", state.model, list(state.model.parameters()), decay=0.5)
+    averaged = state.averaged = AveragedModel("ema", state.model, list(state.model.parameters()), decay=0.5)
     before = copy.deepcopy(averaged.state_dict())
     seen = []
 

@@ -136,7 +136,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
             "freeze: leaves nothing to train in the first step\n    allowed: all-but-head, or fewer patterns"
         )
     for part in parts:
-        if part.for_good:
+        if part.permanent:
             for parameter in part.parameters:
                 parameter.requires_grad_(False)
     return Freezing(model, parts)
@@ -144,7 +144,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
 
 def never_thawed(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
     """Warnings about what is frozen for a while that the run does not outlast."""
-    late = [part for part in freezing.parts if not part.for_good and _ends(part, timeline) >= total_steps]
+    late = [part for part in freezing.parts if not part.permanent and _ends(part, timeline) >= total_steps]
     return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
 
 

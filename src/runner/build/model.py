@@ -17,7 +17,7 @@ from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import Splits
 from runner.data.transforms.augment import Pipeline
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.runtime.determinism import refusal
@@ -300,7 +300,7 @@ def _probe_other_sizes(model: nn.Module, splits: Splits) -> None:
             ) from error
 
 
-def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: Plan) -> None:
+def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan) -> None:
     """Refuse batches of one sample where BatchNorm layers would get a single value a channel.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.engine.state import TrainState
-from runner.engine.step import Batch, StepParts
+from runner.engine.step import Batch, StepConfig
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
 from runner.instrument.observer import module_label
@@ -36,7 +36,7 @@ class Diagnosis:
         return f"the gradients of step {self.step} (epoch {self.epoch}) are not finite: {self.cause}"
 
 
-def diagnose(state: TrainState, parts: StepParts, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
+def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
     """Train on the batches of a step again, without an update, and see where the first number that is not finite comes from.
 
     Weights, buffers, gradients and random generators are left as they are.
@@ -57,7 +57,7 @@ def diagnose(state: TrainState, parts: StepParts, batches: Sequence[Batch], step
     return Diagnosis(step, epoch, cause, {})
 
 
-def _cause(model: nn.Module, parts: StepParts, batch: Batch) -> str:
+def _cause(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
     """What is not finite first in the order of computing, with the samples concerned; empty if everything is finite."""
     if samples := nonfinite_samples(batch.images, batch.indices):
         return f"the images of {samples} have values that are not finite"

@@ -12,9 +12,9 @@ from typing import Any
 
 from runner.engine.errors import Preempted
 from runner.engine.evaluation import Source
-from runner.engine.plan import Plan
-from runner.engine.state import Meter, TrainState
-from runner.engine.step import StepParts, train_step
+from runner.engine.plan import EpochPlan
+from runner.engine.state import RunningMean, TrainState
+from runner.engine.step import StepConfig, train_step
 from runner.instrument.no_trace import no_trace
 
 _KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
@@ -68,11 +68,11 @@ def exponential(start: float, end: float, steps: int) -> list[float]:
 def range_test(
     state: TrainState,
     source: Source,
-    plan: Plan,
-    parts: StepParts,
+    plan: EpochPlan,
+    parts: StepConfig,
     rates: Sequence[float],
     reference: float,
-    step: Callable[[TrainState, StepParts, Any, float, int, bool], None] = train_step,
+    step: Callable[[TrainState, StepConfig, Any, float, int, bool], None] = train_step,
     interrupted: Callable[[], str] = lambda: "",
 ) -> Curve:
     """Train a step at each rate, until the loss diverges; everything is then put back, bit for bit.
@@ -99,7 +99,7 @@ def range_test(
     stopped = ""
     windows = _windows(source, plan, len(rates))
     with unchanged(state, parts.loss):
-        meter = state.meter = Meter(next(state.model.parameters()).device)
+        meter = state.meter = RunningMean(next(state.model.parameters()).device)
         state.averaged = None  # weights on the way through all rates are worth no average
         state.train()
         guard = parts.guard
@@ -182,7 +182,7 @@ def _corrected(values: Sequence[float]) -> float:
     return mean / (1 - _KEPT ** len(values))
 
 
-def _windows(source: Source, plan: Plan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
+def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
     """The batches of each step with their sizes, weights and whether they end it; epoch after epoch."""
     for epoch in itertools.count():
         # No batch is asked for that is not used: workers would read it for nothing.

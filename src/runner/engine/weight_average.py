@@ -26,7 +26,7 @@ def loss_beside(metric: str) -> str:
     return f"val/{found}loss"
 
 
-class Averaged:
+class AveragedModel:
     """A running average of weights, kept beside them on their device.
 
     EMA: average <- d · average + (1 - d) · weights after every step. With warm-up d is min(decay, (1 + n) / (10 + n)) at
