@@ -39,9 +39,9 @@ from runner.config.resolve import writes_where_told
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import Thaw
+from runner.engine.freezing import UnfreezeCallback
 from runner.engine.loop import Loop
-from runner.engine.oom_retry import TellPieces
+from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
@@ -52,10 +52,10 @@ from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.metrics_buffer import Outbox
+from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory
-from runner.tracking.skipped_steps import LeftOut
+from runner.tracking.skipped_steps import SkippedSteps
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
@@ -223,7 +223,7 @@ def train(
     )
 
     text = stored.dump(values)  # complete from here on
-    show = Outbox([console.metrics, *(logger.log for logger in loggers)])
+    show = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
     known = (text, classes, identity, splits.image_shape, sources)
     saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
@@ -241,11 +241,11 @@ def train(
     )
     callbacks = [
         *compiling,
-        *([] if all(part.for_good for part in state.freezing.parts) else [Thaw(console.line)]),
+        *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
         *extra.values(),
-        LeftOut(directory.path, console),
-        *([TellPieces(console.warn)] if config.on_oom == "split" else []),
+        SkippedSteps(directory.path, console),
+        *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [show], gauges, console.warn),
         checkpointing,
     ]

@@ -16,7 +16,7 @@ from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import checked
 from runner.config.schema import Train
-from runner.engine.plan import Plan, Timeline
+from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.state import Position
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
@@ -220,7 +220,7 @@ def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: C
 
 
 def test_moments_in_steps_and_in_epochs_belong_together() -> None:
-    plan = Plan(samples=48, batch_size=4)
+    plan = EpochPlan(samples=48, batch_size=4)
     timeline = Timeline.of(Position(epoch=3, batch=2, global_step=20), plan)
     assert timeline.turns == ((18, 3),)
     assert [timeline.step(epoch) for epoch in (0, 1.5, 3, 3.25, 5)] == [0, 9, 18, 21, 42]

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.data.marks import PREPARE, WAIT
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.stopwatch import OTHER, Step
 from runner.verbs.profile.measure import Measured
 from runner.verbs.profile.verdict import Facts, verdict

@@ -11,8 +11,8 @@ from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument
 from runner.data.build import Splits
-from runner.engine.weight_average import Kind, prefix
 from runner.engine.tasks import Task
+from runner.engine.weight_average import Kind, prefix
 
 _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric itself does not say
 

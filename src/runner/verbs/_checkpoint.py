@@ -25,7 +25,7 @@ from runner.data.build import Splits, assemble, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
-from runner.engine.tta import Averaged, views_named
+from runner.engine.tta import TTAModel, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
 from runner.tracking.console import Console
@@ -270,7 +270,7 @@ def fill(model: nn.Module, settled: Settled[Any]) -> None:
         raise UserError(f"{settled.found.path}: {error}") from error
 
 
-def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> Averaged:
+def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
@@ -292,7 +292,7 @@ def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence
             view(image)
     except ValueError as error:
         raise UserError(f"tta: {error}\n    allowed: other views") from error
-    return Averaged(model, views, probabilities)
+    return TTAModel(model, views, probabilities)
 
 
 def class_count(task: Task) -> int | None:

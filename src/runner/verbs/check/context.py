@@ -22,7 +22,7 @@ from runner.data.build import Splits
 from runner.data.loaders import Batch, Loader
 from runner.data.samples import Keyed, SampleTransform, collate
 from runner.data.splits import targets_of
-from runner.engine.evaluation import untouched
+from runner.instrument.no_trace import evaluating
 from runner.verbs.check.split_stats import Look, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
@@ -222,7 +222,7 @@ class Subject:
             return 0.0
         images = self._plain(indices).images
         taken = float("inf")
-        with untouched(self.model):
+        with evaluating(self.model):
             for _ in range(2):  # the first call may prepare kernels
                 start = time.monotonic()
                 self.model(images).sum().item()

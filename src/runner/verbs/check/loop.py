@@ -18,10 +18,10 @@ from runner.build.weight_average import evaluate_both
 from runner.checkpoint import resume
 from runner.engine.errors import Diverged, NotFinite
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import Thaw
+from runner.engine.freezing import UnfreezeCallback
 from runner.engine.loop import Limits, Loop
-from runner.engine.state import Meter, TrainState
-from runner.engine.step import StepParts
+from runner.engine.state import RunningMean, TrainState
+from runner.engine.step import StepConfig
 from runner.verbs.check.context import Subject
 from runner.verbs.check.overfit_batch import SHARE, by_heart, few_samples, learn
 from runner.verbs.check.verdict import Verdict, check, failed, listed, out_of_time, passed, skipped, warned
@@ -89,7 +89,7 @@ class _Watch:
         self.steps = 0
 
     def __call__(
-        self, state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool
+        self, state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool
     ) -> None:
         if self.begins:
             for name, parameter in state.model.named_parameters():
@@ -117,7 +117,7 @@ def _callbacks(subject: Subject) -> tuple[list[Any], Callable[[Loop], None]]:
             if hasattr(extra[name], "load_state_dict"):
                 extra[name].load_state_dict(resume.copied(before))
 
-    return [Thaw(lambda line: None), *extra.values()], roll_back
+    return [UnfreezeCallback(lambda line: None), *extra.values()], roll_back
 
 
 def _added_by_hooks(subject: Subject) -> list[str]:
@@ -252,7 +252,7 @@ def repeatability(subject: Subject) -> Verdict:
 def _every_loss(state: TrainState) -> Iterator[None]:
     """Count losses that are not finite as well, which the meter of `on_nonfinite=skip` leaves out."""
     usual = state.meter
-    state.meter = Meter(next(state.model.parameters()).device)
+    state.meter = RunningMean(next(state.model.parameters()).device)
     try:
         yield
     finally:
@@ -333,7 +333,7 @@ def _short_training(subject: Subject) -> Verdict:
         def on_step(self, loop: Loop) -> None:
             done = loop.state.position.global_step
             if done % every == 0:
-                loop.settle()
+                loop.check_nonfinite()
                 if set(range(done - every + 1, done + 1)) <= set(loop.state.position.left_out):
                     return  # nothing was read
                 losses.append((done, loop.state.meter.read()))

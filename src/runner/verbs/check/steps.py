@@ -15,7 +15,7 @@ from runner.data.loaders import Batch
 from runner.engine.errors import Diverged
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Limits, Loop
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.state import Schedule
 from runner.verbs.check.context import Subject
 from runner.verbs.check.loop import _callbacks
@@ -115,7 +115,7 @@ def _course(subject: Subject, batch: Batch, scale: float, callbacks: bool, clip:
         loop = Loop(
             state,
             source,
-            Plan(source.samples, source.batch_size),
+            EpochPlan(source.samples, source.batch_size),
             parts,
             Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None),
             (lambda _: evaluate_both(training, subject.config, evaluate_once)) if callbacks else None,

@@ -21,8 +21,8 @@ from runner.config.app import Composition
 from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
-from runner.engine.evaluation import untouched
 from runner.engine.state import Position
+from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
@@ -164,7 +164,7 @@ def _written_features(
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        with untouched(training.model):
+        with evaluating(training.model):
             for batch in batches_of(split, config.limit.eval_batches):
                 with training.precision.autocast():
                     here = features(batch.images)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.data.marks import PREPARE, WAIT, reading
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
+from runner.data.profiler_ranges import reading
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import has_matrix_units
 from runner.runtime.stopwatch import OTHER
