@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.build.batch_size import settle_batch_size
 from runner.build.determinism import named
-from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
-from runner.build.metrics import monitored, stops_early
-from runner.build.optimizer import build_optimizer, build_schedule
-from runner.build.init_from import Started, start_from
 from runner.build.finetune import freeze, initialise, known_head, never_thawed
+from runner.build.init_from import Started, start_from
+from runner.build.metrics import monitored, stops_early
+from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
+from runner.build.optimizer import build_optimizer, build_schedule
+from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.engine.buffers import untouched_buffers
 from runner.engine.clipping import AdaptiveClip
-from runner.engine.nonfinite import Guard
 from runner.engine.loop import Limits
-from runner.engine.plan import Plan, Timeline
+from runner.engine.nonfinite import Guard
 from runner.engine.oom_retry import SplittingStep
+from runner.engine.plan import Plan, Timeline
 from runner.engine.state import FiniteMeter, Meter, Position, TrainState
 from runner.engine.step import StepParts, train_step
 from runner.engine.tasks import Task
@@ -45,7 +45,7 @@ class Training:
     device: torch.device
     device_reason: str
     precision: Precision
-    splits: Splits
+    splits: DataModule
     plan: Plan
     timeline: Timeline
     task: Task
@@ -73,7 +73,7 @@ def build_training(
     config: Train,
     values: dict[str, Any],
     start: Position | None = None,
-    splits: Splits | None = None,
+    splits: DataModule | None = None,
     make_cache: bool = True,
     fresh: bool = True,
 ) -> Training:
@@ -103,7 +103,7 @@ def build_training(
     precision = choose_precision(config.amp, device)
 
     # Data
-    splits = splits or assemble(
+    splits = splits or build_data(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
     if fitting is not None:
