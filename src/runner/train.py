@@ -209,10 +209,10 @@ def train(
     built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
-    identity, sources = splits.identify(), own_sources(values)
+    identity, sources = splits.fingerprint(), own_sources(values)
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, sources, config.data.identity == "ignore")
-    splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
+    splits.bad_samples.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers = build_loggers(config.logger, console.warn)
@@ -254,7 +254,7 @@ def train(
     metrics = fresh_metrics(config, task, training.device)
 
     def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
-        split = splits.named(name)
+        split = splits.eval_split(name)
         assert split is not None, f"there is no split {name}"
         with memory_for_evaluation(config):
             found = evaluate(
@@ -379,8 +379,8 @@ def train(
             for report in compiling:
                 summary |= report.summary()
             splits.close()
-            if said := splits.skipped.summary():
-                summary["skipped"] = len(splits.skipped)
+            if said := splits.bad_samples.summary():
+                summary["skipped"] = len(splits.bad_samples)
                 console.warn(said)
     try:
         if config.log.curves:

@@ -69,7 +69,7 @@ def _inspect(composition: Composition) -> float:
     training = build_training(plain, values, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
-        training.splits.skipped.open(None, console.warn)
+        training.splits.bad_samples.open(None, console.warn)
         kind = ""
         if settled is not None:
             check_classes(settled.classes, training.splits.classes)
@@ -91,7 +91,7 @@ def _inspect(composition: Composition) -> float:
             record |= _written_features(config, training, found, composition, console)
         if not config.features or config.what is not None:
             record |= _looked_at(config, training, found, composition, console)
-        if said := training.splits.skipped.summary():
+        if said := training.splits.bad_samples.summary():
             console.warn(said)
     if config.json:
         print(json.dumps(finite(record)))
