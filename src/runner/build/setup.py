@@ -35,7 +35,7 @@ class Setup:
 
     config: Train
     values: dict[str, Any]
-    found: find.Found | None = None
+    found: find.LoadedCheckpoint | None = None
     differences: list[tuple[str, str, str]] = field(default_factory=list)
     again: RunDirectory | None = None
     finished: RunDirectory | None = None
@@ -153,6 +153,6 @@ def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
     return RunDirectory(path)
 
 
-def is_inside(found: find.Found | None, path: Path) -> bool:
+def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:
     """Whether a checkpoint that was found lies in a run's directory."""
     return found is not None and path.resolve() in found.path.resolve().parents

@@ -87,7 +87,7 @@ def mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
     return kind(value) if kind in (set, bytearray) else value
 
 
-class Background:
+class AsyncWriter:
     """Does one piece of work at a time in a thread; what goes wrong there is raised where the program next looks."""
 
     def __init__(self) -> None:

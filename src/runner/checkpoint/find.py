@@ -13,7 +13,7 @@ from runner.config.reading import modified, start_time
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
-class Found(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint that was read, where it lies, and what was passed over on the way to it."""
 
     path: Path
@@ -21,7 +21,7 @@ class Found(NamedTuple):
     warnings: list[str]
 
 
-def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> Found:
+def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> LoadedCheckpoint:
     """Read the checkpoint that `ckpt_path` names.
 
     Args:
@@ -80,9 +80,9 @@ def step_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*.pt"), key=lambda path: path.name, reverse=True)
 
 
-def _load_file(path: Path, key: str) -> Found:
+def _load_file(path: Path, key: str) -> LoadedCheckpoint:
     try:
-        return Found(path, read(path), [])
+        return LoadedCheckpoint(path, read(path), [])
     except DamagedCheckpoint as error:
         others = [other for other in [path.with_name("last.pt"), *step_files(path.parent)] if other.name != path.name]
         for other in others:
@@ -91,14 +91,14 @@ def _load_file(path: Path, key: str) -> Found:
         raise
 
 
-def _newest_valid(folder: Path, key: str) -> Found:
+def _newest_valid(folder: Path, key: str) -> LoadedCheckpoint:
     warnings: list[str] = []
     candidates = [path for path in [folder / "last.pt", *step_files(folder)] if path.is_file()]
     if not candidates:
         raise UserError(f"{key}: {folder} has no checkpoint (last.pt or step_*.pt)")
     for path in candidates:
         try:
-            return Found(path, read(path), warnings)
+            return LoadedCheckpoint(path, read(path), warnings)
         except DamagedCheckpoint as error:
             warnings.append(str(error))
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))

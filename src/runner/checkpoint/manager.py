@@ -16,7 +16,7 @@ def step_name(global_step: int) -> str:
     return f"step_{global_step:010d}.pt"
 
 
-class Keeper:
+class CheckpointManager:
     """Writes checkpoints into a folder and deletes those that are no longer wanted.
 
     `last.pt` and `best.pt` are links to files of single steps, so a state is written once whatever it is called.

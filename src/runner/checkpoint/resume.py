@@ -10,8 +10,8 @@ import torch
 
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
-from runner.checkpoint.find import Found
-from runner.checkpoint.manager import Keeper, step_name
+from runner.checkpoint.find import LoadedCheckpoint
+from runner.checkpoint.manager import CheckpointManager, step_name
 from runner.config.errors import UserError
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def copied(value: Any) -> Any:
     return mapped(value, lambda item, _: copied(item))
 
 
-def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
+def made_of(found: LoadedCheckpoint, key: str, kind: Callable[..., T]) -> T:
     """What a part of a checkpoint describes, such as its position.
 
     Raises:
@@ -89,7 +89,7 @@ def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
         raise UserError(f"{found.path}: {key} does not fit this version of the program: {error}") from error
 
 
-def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
+def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any]) -> None:
     """Put a run back to where a checkpoint was written.
 
     Raises:
@@ -125,14 +125,14 @@ def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:
+def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bool:
     """Make the checkpoint of the best evaluation `best.pt` of a resumed run.
 
     The `best.pt` beside an older checkpoint may be of a later evaluation, which the resumed run does not know of.
 
     Args:
         source: checkpoint that is resumed from; the others of its run lie beside it.
-        keeper: of the resumed run.
+        manager: of the resumed run.
         global_step: step of the best evaluation.
 
     Returns:
@@ -144,11 +144,11 @@ def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:
         except UserError:
             continue
         if found["position"]["global_step"] == global_step:
-            file.link(path, keeper.best)
+            file.link(path, manager.best)
             return True
     return False
 
 
-def is_last(path: Path, keeper: Keeper) -> bool:
+def is_last(path: Path, manager: CheckpointManager) -> bool:
     """Whether a checkpoint of a run is the one that its `last.pt` stands for."""
-    return keeper.last.is_file() and path.samefile(keeper.last)
+    return manager.last.is_file() and path.samefile(manager.last)

@@ -46,7 +46,7 @@ class Settled(Generic[T]):
         which: the weights that are meant, the key `weights` of the verb.
     """
 
-    found: find.Found
+    found: find.LoadedCheckpoint
     config: T
     values: dict[str, Any]
     words: list[str]
@@ -102,7 +102,7 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
 
 def line_or_checkpoint(
     composition: Composition, schema: type[T], prefer: str = "last"
-) -> tuple[T, dict[str, Any], find.Found | None]:
+) -> tuple[T, dict[str, Any], find.LoadedCheckpoint | None]:
     """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
 
     Args:
@@ -122,7 +122,7 @@ def line_or_checkpoint(
     return checked(values, composition, schema, str(found.path) if found else ""), values, found
 
 
-def _merged(composition: Composition, schema: type[Train], prefer: str) -> tuple[find.Found, dict[str, Any]]:
+def _merged(composition: Composition, schema: type[Train], prefer: str) -> tuple[find.LoadedCheckpoint, dict[str, Any]]:
     values = composition.values
     runs = Path(str(values["output_root"])) / str(values["name"])
     found = find.load(str(values["ckpt_path"]), runs, prefer=prefer)
@@ -132,7 +132,7 @@ def _merged(composition: Composition, schema: type[Train], prefer: str) -> tuple
     return found, combined | own
 
 
-def stored_data(found: find.Found) -> dict[str, Any]:
+def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
     """The section `data` of the config in a checkpoint, empty if it has none."""
     data = stored.load(found.contents["config"], str(found.path)).get("data")
     return data if isinstance(data, dict) else {}

@@ -142,7 +142,7 @@ def choose(config: Settings) -> list[Check]:
 def examine(
     config: Settings,
     values: dict[str, Any],
-    found: find.Found | None,
+    found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
     began: float,
