@@ -28,8 +28,9 @@ from runner.build.setup import Setup, is_inside, open_directory, open_job, read_
 from runner.build.sources import own_sources
 from runner.build.weight_average import evaluate_both, load_best
 from runner.checkpoint import file as checkpoint_file
-from runner.checkpoint import resume
+from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import part_with
 from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.changes import changes_result
@@ -153,7 +154,7 @@ def run(cfg: DictConfig) -> float | None:
 
 def after_stop(directory: RunDirectory | None) -> str:
     """How to go on with a run that was asked to stop."""
-    if directory is None or not (directory.checkpoints / "last.pt").is_file():
+    if directory is None or find.named(directory.checkpoints, "last") is None:
         return "nothing was saved yet: give the same command again"
     return f"resume with ckpt_path={directory.path}"
 
@@ -298,8 +299,8 @@ def train(
         elif best is not None and not resume.carry_best(path, manager, best.global_step):
             warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
-        if continued and not resume.is_last(path, manager):
-            checkpoint_file.link(path, manager.last)  # later ones are of a future that is computed anew
+        if continued:
+            manager.make_last(path)  # later ones are of a future that is computed again
         # A checkpoint that was moved away from its run has no metrics beside it.
         if not continued and path.parent.name == directory.checkpoints.name:
             directory.copy_metrics(path.parents[1], resumed_step)
@@ -355,7 +356,7 @@ def train(
         # Test, with the best weights if there are any
         if splits.test is not None and config.evaluate.test:
             has_best = manager.best.is_file() and state.best is not None
-            of_best = load_best(training, checkpoint_file.read(manager.best)) if has_best else "raw"
+            of_best = load_best(training, checkpoint_file.read(manager.best, part_with())) if has_best else "raw"
             if has_best and (state.averaged is not None or of_best != "raw"):
                 summary["test_weights"] = of_best
             test = functools.partial(evaluate_split, "test", stopped)

@@ -57,7 +57,7 @@ def settle(composition: Composition) -> Setup:
         again, warnings = to_continue(composition)
         if again is not None and (again.read_summary() or {}).get("status") == "finished":
             return Setup(checked(values, composition, Train), values, finished=again)
-        if again is not None and any(again.checkpoints.glob("*.pt")):
+        if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
     if ckpt_path is None:
         return Setup(checked(values, composition, Train), values, again=again, warnings=warnings)
