@@ -59,7 +59,12 @@ class CheckContext:
     """
 
     def __init__(
-        self, config: Check, values: dict[str, Any], splits: DataModule, found: find.Found | None, began: float
+        self,
+        config: Check,
+        values: dict[str, Any],
+        splits: DataModule,
+        found: find.LoadedCheckpoint | None,
+        began: float,
     ) -> None:
         self.config, self.values, self.splits, self.found, self.began = config, values, splits, found, began
         self._training: Training | None = None

@@ -142,7 +142,7 @@ def select_checks(config: Settings) -> list[Check]:
 def run_checks(
     config: Settings,
     values: dict[str, Any],
-    found: find.Found | None,
+    found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
     began: float,
