@@ -1,4 +1,4 @@
-"""Averaged weights: what is averaged, evaluated beside the weights themselves, and with which learning rate."""
+"""AveragedModel weights: what is averaged, evaluated beside the weights themselves, and with which learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.engine.errors import Interrupted
 from runner.engine.loop import Limits
 from runner.engine.plan import Timeline
 from runner.engine.state import Schedule, load_weights
-from runner.engine.weight_average import Averaged, prefix
+from runner.engine.weight_average import AveragedModel, prefix
 from runner.instrument.no_trace import preserved_rng
 from runner.optim.schedules import Annealed
 

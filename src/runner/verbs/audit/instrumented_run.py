@@ -71,7 +71,9 @@ class Side:
         self._parts = dataclasses.replace(
             self.training.parts,
             loss=self._written(self.training.parts.loss),
-            compiled_loss=self._written(self.training.parts.compiled_loss) if self.training.parts.compiled_loss else None,
+            compiled_loss=self._written(self.training.parts.compiled_loss)
+            if self.training.parts.compiled_loss
+            else None,
         )
         self._step = step_in_ranges(self._mark, forward, backward, update_weights)
         self._batches = self._endless()
