@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.verbs.check import spelled_out
+from runner.verbs.check import expand_shorthand
 from runner.verbs.check.work import CHECKS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
@@ -98,9 +98,9 @@ def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[...,
 
 
 def test_short_words_stand_for_keys() -> None:
-    assert spelled_out(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
-    assert spelled_out(["only=labels,overfit", "-m"]) == ["only=labels,overfit", "-m"]
-    assert spelled_out(["--json", "--strict", "--train", "seed=1"]) == [
+    assert expand_shorthand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
+    assert expand_shorthand(["only=labels,overfit", "-m"]) == ["only=labels,overfit", "-m"]
+    assert expand_shorthand(["--json", "--strict", "--train", "seed=1"]) == [
         "json=true",
         "strict=true",
         "train=true",

@@ -1,4 +1,4 @@
-"""AveragedModel weights: what is averaged, evaluated beside the weights themselves, and with which learning rate."""
+"""Averaged weights: what is averaged, evaluated beside the weights themselves, and with which learning rate."""
 
 from __future__ import annotations
 

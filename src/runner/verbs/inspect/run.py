@@ -34,7 +34,7 @@ from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
 from runner.verbs.inspect.page import Table, page
-from runner.verbs.inspect.parts import PARTS, Found, split_of
+from runner.verbs.inspect.parts import PARTS, Inspection, split_of
 
 _MOST_ROWS = 60
 
@@ -106,7 +106,7 @@ def _looked_at(
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
     folder = _folder(config, found, composition)
-    seen = Found(config, training, folder)
+    seen = Inspection(config, training, folder)
     for name in PARTS:
         if name in parts:
             PARTS[name](seen)
@@ -115,11 +115,11 @@ def _looked_at(
         console.line(line)
     for table in tables:
         _show(console, table)
-    for note in seen.left_out:
+    for note in seen.skipped:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
     told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
-    lines = [told, *seen.lines, *seen.left_out]
+    lines = [told, *seen.lines, *seen.skipped]
     pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
     record["files"] = [path.name for path in pictures] + ["report.html"]
