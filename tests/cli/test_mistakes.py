@@ -332,7 +332,7 @@ ROWS = [
     Mistake(
         "data that are not there",
         ("train", "data=mnist", "data.root=nowhere", "logger=none"),
-        ("data.root: MNIST is not complete in", "nowhere/MNIST/raw", "data.download=true"),
+        ("data.root: MNIST is incomplete in", "nowhere/MNIST/raw", "data.download=true"),
         tiny=False,
     ),
     Mistake(

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.data.cache import Cache, Opened
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Header, Unusable
 from runner.data.loaders import MemoryLoader
@@ -488,14 +488,14 @@ AUGMENTED = Transform(
 NOISY = Transform(sample_train=[{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": None}])
 
 
-def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> Splits:
+def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> DataModule:
     settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
     node = {"_target_": "runner.data.sources.folders.image_folder"}
     data = Data(dataset=node, root=str(root), **(settings | keys))
-    return assemble(data, transform or Transform(), 3, CPU, 4, channels_last=False)
+    return build_data(data, transform or Transform(), 3, CPU, 4, channels_last=False)
 
 
-def assert_same_batches(one: Splits, other: Splits) -> None:
+def assert_same_batches(one: DataModule, other: DataModule) -> None:
     assert (one.mean, one.std, one.classes) == (other.mean, other.std, other.classes)
     assert torch.equal(one.class_counts, other.class_counts)  # type: ignore[arg-type]
     for first, second in zip(
@@ -537,7 +537,7 @@ def test_batches_are_the_same_bits_with_it_and_without(
         splits.close()
 
 
-def rows(splits: Splits) -> dict[str, tuple[str, str]]:
+def rows(splits: DataModule) -> dict[str, tuple[str, str]]:
     return {label: (value, reason) for label, value, reason in splits.choices}
 
 
@@ -555,11 +555,11 @@ def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Pat
 
 
 def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
-    def read_once(placement: Any = "auto") -> Splits:
+    def read_once(placement: Any = "auto") -> DataModule:
         node = {"_target_": "runner.data.sources.folders.image_folder"}
         data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0)
         data.placement = placement
-        return assemble(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
+        return build_data(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
 
     splits = read_once()
     assert rows(splits) == rows(read_once())

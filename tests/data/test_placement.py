@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.cache_file import CachedImages
-from runner.data.placement import Reading, plan_reading
+from runner.data.placement import DataPlacement, plan_placement
 from runner.data.sources.synthetic import synthetic
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,10 +32,10 @@ class Read(Dataset[Any]):
         return ARRAYS[index]
 
 
-def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> Reading:
+def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> DataPlacement:
     data = Data(dataset={"_target_": "some.where"}, **keys)
     parts = {"train": (dataset, torch.arange(24)), "val": (dataset, torch.arange(4))}
-    return plan_reading(data, parts, [], [], device, ARRAYS.images[0], 16)
+    return plan_placement(data, parts, [], [], device, ARRAYS.images[0], 16)
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ class Noting(Dataset[Any]):
 
 def pipeline(diary: Diary) -> Pipeline:
     class Shift(RandomShift):
-        def __call__(self, images: Tensor, draws: Any) -> Tensor:
+        def __call__(self, images: Tensor, rng: Any) -> Tensor:
             diary.note("augment")
-            return super().__call__(images, draws)
+            return super().__call__(images, rng)
 
     return Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU)
 

@@ -21,7 +21,7 @@ from runner.build.weight_average import build_averaged, check_average, with_swa_
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.loop import Limits
 from runner.engine.nonfinite import NonFiniteGuard
@@ -45,7 +45,7 @@ class Training:
     device: torch.device
     device_reason: str
     precision: Precision
-    splits: Splits
+    splits: DataModule
     plan: EpochPlan
     timeline: Timeline
     task: Task
@@ -73,7 +73,7 @@ def build_training(
     config: Train,
     values: dict[str, Any],
     start: Position | None = None,
-    splits: Splits | None = None,
+    splits: DataModule | None = None,
     make_cache: bool = True,
     fresh: bool = True,
 ) -> Training:
@@ -103,7 +103,7 @@ def build_training(
     precision = choose_precision(config.amp, device)
 
     # Data
-    splits = splits or assemble(
+    splits = splits or build_data(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
     if fitting is not None:

@@ -10,7 +10,7 @@ import torch
 
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, Loader, MemoryLoader
-from runner.data.samples import Keyed
+from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.data.workers import WorkerLoader
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
@@ -37,7 +37,7 @@ def reading(loader: Loader) -> Reading:
         return Reading(None, loader._images.device, False)
     assert isinstance(loader, WorkerLoader), "there are two kinds of loaders"
     keyed = loader._loader.dataset
-    assert isinstance(keyed, Keyed), "a worker loader reads with keyed draws"
+    assert isinstance(keyed, SeededDataset), "a worker loader reads with keyed draws"
     as_they_are = keyed._cut is None and not keyed._transforms
     tensors = isinstance(keyed._dataset, ImageArrays | CachedImages)
     return Reading(loader._loader.num_workers, None, tensors and as_they_are)

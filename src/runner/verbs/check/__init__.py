@@ -1,4 +1,4 @@
-"""Look for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix."""
+"""SplitStats for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expand_shorthand(argv: Sequence[str]) -> list[str]:
 
 def job(cfg: DictConfig) -> float | None:
     """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
-    from runner.verbs.check.work import run
+    from runner.verbs.check.run import run
 
     return run(cfg)
 
