@@ -87,6 +87,6 @@ def choose_hardware_metrics(
     except RuntimeError as error:
         reason = f"the operations of this model cannot be counted: {str(error).strip().splitlines()[0]}"
         if wanted is True:
-            raise UserError(f"log.utilization: {reason}\n    allowed: log.utilization=false") from error
+            raise UserError("log.utilization", reason, "log.utilization=false") from error
         warnings.append(f"log.utilization=auto has no effect: {reason}")
         return HardwareMetrics(device)

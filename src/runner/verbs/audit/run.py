@@ -117,8 +117,9 @@ def _trained(composition: Composition, console: Console) -> AuditResult:
         return _compared(config, sides, varied)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            "data.batch_size: two trainings side by side need more memory than the device has\n"
-            "    allowed: a smaller data.batch_size, a smaller model, or device=cpu"
+            "data.batch_size",
+            "two trainings side by side need more memory than the device has",
+            "a smaller data.batch_size, a smaller model, or device=cpu",
         ) from error
     finally:
         for side in sides:
@@ -149,7 +150,7 @@ def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any,
     found = AuditResult(varied=varied)
     left = min(side.steps_left for side in sides)
     if left <= 0:
-        raise UserError("ckpt_path: there is nothing left to train\n    allowed: an earlier checkpoint, or more epochs")
+        raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
     steps = min(config.steps, left)
     if steps < config.steps:
         found.notes.append(f"{steps} steps in place of {config.steps}: the run ends there")

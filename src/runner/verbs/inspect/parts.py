@@ -96,7 +96,7 @@ def split_of(config: Inspect, training: Training) -> SplitData:
     split = training.splits.eval_split(config.split)
     if split is None:
         there = [name for name in ("train", "val", "test") if training.splits.eval_split(name) is not None]
-        raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(there)}")
+        raise UserError("split", f"this data has no '{config.split}' split", f"{', '.join(there)}")
     return split
 
 
@@ -194,7 +194,7 @@ def errors(found: Inspection) -> None:
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
-            raise UserError("what: errors are those of classes, and this task has none\n    allowed: the other parts")
+            raise UserError("what", "errors are those of classes, and this task has none", "the other parts")
         found.skipped.append("errors: the task has no classes")
         return
     mistakes = mistakes_in(training, split_of(config, training), outputs, config.limit.eval_batches, config.samples)
