@@ -115,9 +115,14 @@ def missing(unreadable: Tensor, indices: Indices) -> Tensor:
     return unreadable if isinstance(indices, AllSamples) else unreadable[torch.isin(unreadable, indices)]
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error in one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    kind, text = type(error).__name__, one_line(error)
+    return text if isinstance(error, UserError) or text == kind else f"{kind}: {text}"
 
 
 class BadSampleLog:
