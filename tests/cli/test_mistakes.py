@@ -379,7 +379,7 @@ ROWS = [
     Mistake(
         "channels", ("train", "data.normalize={mean: [0, 0], std: [1, 1]}"), ("data.normalize: has 2", "3 channels")
     ),
-    Mistake("split of nothing", ("train", "data.dataset.samples=2"), ("data.split.val=0.1 of 2", "not even one")),
+    Mistake("split of nothing", ("train", "data.dataset.samples=2"), ("data.split.val: 0.1 of 2", "not even one")),
     # Checkpoints
     Mistake("eval of nothing", EVAL, ("ckpt_path: is missing", "allowed: a checkpoint file")),
     Mistake(

@@ -320,7 +320,7 @@ ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
     ("items", "message"),
     [
         ([ITEM] * 64 + [(torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"one size.*gives uint8 1x4x4 and uint8 1x4x5"),
-        ([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"different shapes.*data\.image_size"),
+        ([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"different shapes.*\n.*data\.image_size"),
         ([(ITEM[0], 1j)] * 3, r"data.cache: 'disk' keeps targets that are real numbers"),
         ([(torch.zeros(1, 4, 4), 0)] * 3, r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
     ],
