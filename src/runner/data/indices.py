@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AllSamples:
-    """All samples of a data set in its order, without a list of them: as `torch.arange(samples)` where it is read.
+    """All samples of a data set in order, without a list: reads like `torch.arange(samples)`.
 
     Attributes:
-        samples: how many there are.
+        samples: their number.
     """
 
     samples: int
