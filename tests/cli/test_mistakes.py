@@ -367,7 +367,7 @@ ROWS = [
     Mistake(
         "sizes that differ",
         ("train", *IMAGES, "data.image_size=null", "data.num_workers=0"),
-        ("different shapes", "(3, 8, 8)", "(3, 8, 9)", "set data.image_size"),
+        ("different shapes", "(3, 8, 8)", "(3, 8, 9)", "allowed: data.image_size"),
         lambda place: images(place, ((8, 8), (9, 8))),
         tiny=False,
     ),

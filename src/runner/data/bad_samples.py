@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 
 class BadSample(NamedTuple):
-    """A sample that could not be read.
-
-    Attributes:
-        sample: its identity in the data set.
-        reason: what reading it raised, in one line.
-    """
+    """A sample that could not be read: its index in the data set, and the error in one line."""
 
     sample: int
     reason: str
@@ -55,16 +50,9 @@ class ReplacementSampler:
             yield int(self.indices[hash_ints(self.seed, epoch, index, _OWN_STREAM, draw) % len(self.indices)])
 
     def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[BadSample]) -> T:
-        """Read a sample, or the first replacement that can be read.
+        """Read sample `index`, or the first replacement that can be read; those that cannot are appended to `skipped`.
 
-        Args:
-            read: reads the sample of an index; any error but `MemoryError` means that it cannot be read.
-            epoch: number of the epoch.
-            index: the sample.
-            skipped: samples that could not be read are appended.
-
-        Raises:
-            UserError: if no replacement can be read either.
+        Any error of `read` but `MemoryError` means that the sample cannot be read. Raises `UserError` if all replacements fail.
         """
         errors: list[Exception] = []
         for source in (index, *self.candidates(epoch, index)):
@@ -79,15 +67,9 @@ class ReplacementSampler:
         raise UserError("data.on_error", problem) from errors[0]
 
     def sources(self, places: Tensor, epoch: int, unreadable: Tensor) -> Tensor:
-        """The sample that is read for each of `places`, given those that cannot be read.
+        """The sample that is read for each of `places`, given those that are known to be unreadable.
 
-        Args:
-            places: samples, int64 of shape (B,), on the CPU.
-            epoch: number of the epoch.
-            unreadable: those that cannot be read, int64 of shape (U,), on the CPU.
-
-        Raises:
-            UserError: if no replacement of a sample can be read.
+        Both are int64 on the CPU, of shape (B,) and (U,). Raises `UserError` if all replacements of a sample fail.
         """
         missing = torch.isin(places, unreadable)
         if not bool(missing.any()):
@@ -156,12 +138,7 @@ class BadSampleLog:
         return note
 
     def open(self, path: Path | None, tell: Callable[[str], None]) -> None:
-        """Set the file of the log, and the callback for warnings.
-
-        Args:
-            path: a file of JSON lines, which is continued; None writes none.
-            tell: called with a sentence.
-        """
+        """Set the file of JSON lines, which is continued (None writes none), and the callback for warnings."""
         self._path, self._tell = path, tell
         if path is not None and path.is_file():
             try:

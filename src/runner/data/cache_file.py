@@ -54,8 +54,7 @@ class Header:
 
     Attributes:
         key: digest of all that its images depend on.
-        images: (N, C, H, W).
-        targets: (N, ...).
+        images, targets: their shapes, (N, C, H, W) and (N, ...).
         targets_dtype: name of a torch dtype.
         rest_crc32: checksum of all that follows the images.
         unreadable: how many images could not be read.

@@ -33,18 +33,9 @@ Examples = Mapping[str, tuple[Tensor, Tensor]]
 def known_targets(
     parts: Parts, sources: Mapping[str, Dataset[Any]], examples: Examples
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The targets of all samples, of data sets whose attribute `targets` agrees with their samples.
+    """The targets of all samples, (N, ...) for each split where the attribute `targets` agrees with its first sample; warnings.
 
-    Args:
-        parts: the splits.
-        sources: for each split what is read instead of its data set.
-        examples: their first samples.
-
-    Returns:
-        For each split with known targets those of its whole data set, (N, ...); and warnings.
-
-    Raises:
-        UserError: if the attribute does not have one target for each sample.
+    `sources` are what is read instead of the data sets. Raises `UserError` if the attribute has another length.
     """
     known, warnings = {}, []
     for name, (dataset, indices) in parts.items():
@@ -68,18 +59,9 @@ def known_targets(
 
 
 def check_classes(parts: Parts, classes: Sequence[str], known: Mapping[str, Tensor]) -> list[str]:
-    """Compare the names of classes between splits, and look for classes without samples.
+    """Warnings about names of classes, and about classes without samples.
 
-    Args:
-        parts: the splits.
-        classes: names of the classes of the training split; empty for regression.
-        known: targets, see `known_targets`.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        UserError: if a class has different numbers in two splits.
+    Raises `UserError` if a class has different numbers in two splits. `classes` is empty for regression.
     """
     train = parts["train"][0]
     for name, (dataset, _) in parts.items():
@@ -126,16 +108,13 @@ def _without_samples(parts: Parts, classes: Sequence[str], known: Mapping[str, T
 def check_images(
     parts: Parts, examples: Examples, transforms: Sequence[SampleTransform], normalize: Normalize
 ) -> list[str]:
-    """Compare channels, dtype and range of values of the images between splits; a few float images of each are read.
+    """Warnings about channels, dtype and range of values of the images; a few float images of each split are read.
 
     Args:
         parts: the splits.
         examples: their first samples, as they are evaluated.
         transforms: sample transforms of an evaluation.
         normalize: section of the config.
-
-    Returns:
-        Warnings.
 
     Raises:
         UserError: if the images of one split cannot be used with those of another.
@@ -183,10 +162,9 @@ def check_images(
 def _range(
     name: str, dataset: Dataset[Any], indices: Indices, example: Tensor, transforms: Sequence[SampleTransform]
 ) -> tuple[float, float]:
-    """The smallest and the largest value of a few images of a split; 0 and 1 for uint8, which is divided by 255.
+    """The extreme values of a few images of a split; 0 and 1 for uint8, which is divided by 255.
 
-    Raises:
-        UserError: if an image of an evaluated split is not finite.
+    Raises `UserError` if an image of an evaluated split is not finite.
     """
     if example.dtype == torch.uint8:
         return 0.0, 1.0
@@ -208,12 +186,7 @@ def _range(
 
 
 def not_finite(batches: Any, name: str) -> str:
-    """A sentence on the first sample whose image or target is not finite; empty if there is none.
-
-    Args:
-        batches: of a split, as the model takes them.
-        name: of the split.
-    """
+    """A sentence on the first sample of a split with a pixel or target that is not finite; empty if there is none."""
     for images, targets, indices in batches:
         for what, values in (("pixels", images), ("a target", targets)):
             wrong = (~values.isfinite()).flatten(1).any(1) if values.ndim > 1 else ~values.isfinite()

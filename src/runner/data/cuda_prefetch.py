@@ -12,14 +12,10 @@ Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
 
 def prefetch_to_cuda(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
-    """The same batches, each made one ahead on its own stream; on other devices than CUDA, just the batches.
+    """The same tuples of tensors, each made one ahead on its own stream; on other devices than CUDA, just `batches`.
 
     The producer must use no stateful generator: one batch is always made before it is requested, and a checkpoint written in
     between must not depend on that.
-
-    Args:
-        batches: gives tuples of tensors on the device; their computation is put on the stream.
-        device: where the batches are.
     """
     return _ahead(batches, device) if device.type == "cuda" else batches
 

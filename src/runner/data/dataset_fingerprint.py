@@ -33,11 +33,6 @@ def fingerprint_data(
 ) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
-    Args:
-        parts: for each split the data set, and its samples in it.
-        sources: for each split what is read instead of the data set.
-        full: whether every sample is read.
-
     Returns:
         For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
         its samples, before any transform; and, if known without reading samples, `targets`, `files` (path relative to the
@@ -127,12 +122,7 @@ def data_changes(
 ) -> list[str]:
     """How the data differ from those of a checkpoint, in clauses; empty if they do not.
 
-    Facts that change at every reading, or that only one of the two has, are not compared.
-
-    Args:
-        before: the result of `fingerprint_data` when the checkpoint was written.
-        now: its result for the current data.
-        identify: computes it again.
+    Facts that change at every reading, or that only one of the two has, are not compared; `identify` computes `now` again.
     """
     if before == now:
         return []

@@ -22,10 +22,8 @@ _FOLDS = "data.split.folds"
 def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
     """The group of each sample of a data set, as text.
 
-    Args:
-        dataset: has an attribute of this name with a group for each sample, or `paths`, the files of its samples.
-        group: the name of the attribute; or a regular expression that is searched for in the path of each file, relative to
-            the common folder of all files. The group is its first group in parentheses, or the whole match.
+    `group` is an attribute of the data set with a group for each sample; or a regular expression that is searched for in the
+    path of each file of `dataset.paths`, relative to their common folder: its first group in parentheses, or the whole match.
 
     Raises:
         UserError: if the data set has neither, the numbers differ, or a file does not match.
@@ -74,8 +72,7 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
     split is further from its share than the groups are large.
 
     Args:
-        classes: class of each sample, int64 (N,) from 0 on; all 0 for no classes.
-        groups: group of each sample, int64 (N,) from 0 on.
+        classes, groups: of each sample, int64 (N,) from 0 on; classes all 0 for none.
         shares: share of each split, together 1.
         order: a random permutation of the samples, int64 (N,).
 
@@ -101,18 +98,9 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
 
 
 def stratified_folds(classes: Tensor, folds: int, order: Tensor) -> Tensor:
-    """Deal samples into folds, class by class: folds, and each class in them, differ by at most one sample in size.
+    """The fold of each sample, int64 (N,): folds, and each class in them, differ by at most one sample in size.
 
-    Args:
-        classes: class of each sample, int64 (N,) from 0 on; all 0 for no classes.
-        folds: number of folds.
-        order: a random permutation of the samples, int64 (N,).
-
-    Returns:
-        The fold of each sample, int64 (N,).
-
-    Raises:
-        UserError: if a class has fewer samples than there are folds.
+    `classes` and `order` are as for `split_groups`. Raises `UserError` if a class has fewer samples than there are folds.
     """
     counts = torch.bincount(classes)
     scarce = ((counts < folds) & (counts > 0)).nonzero()[:, 0].tolist()

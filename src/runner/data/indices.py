@@ -11,11 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AllSamples:
-    """All samples of a data set in order, without a list: reads like `torch.arange(samples)`.
-
-    Attributes:
-        samples: their number.
-    """
+    """All samples of a data set in order, without a list: reads like `torch.arange(samples)`."""
 
     samples: int
 

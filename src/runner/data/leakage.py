@@ -17,12 +17,7 @@ from runner.data.sources.arrays import ImageArrays
 
 
 def find_leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
-    """Warnings about groups, and images in memory, that are in two splits.
-
-    Args:
-        parts: for each split the data set that it is read from, and its samples in it.
-        group: how groups are found, see `groups_of`; None for no groups.
-    """
+    """Warnings about groups (see `groups_of`; None for none), and images in memory, that are in two splits."""
     found = _shared_groups(parts, group) if group is not None else []
     arrays = {name: part for name, part in parts.items() if isinstance(part[0], ImageArrays)}
     return found + _shared_images(arrays)

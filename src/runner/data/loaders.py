@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     """Samples on the device.
 
     Attributes:
-        images: (B, C, H, W), as the model is given them.
+        images: (B, C, H, W), as the model takes them.
         targets: (B,) int64 classes or (B, ...) float values.
         indices: identity of each sample in its data set, (B,) int64.
     """

@@ -24,12 +24,9 @@ _NONE: Any = None
 
 
 class Nondeterminism(NamedTuple):
-    """What gives different results for the same sample.
+    """What gives different results for the same sample: key of the config, and type of the transform or data set.
 
-    Attributes:
-        key: of the config.
-        name: type of the transform or the data set.
-        by_worker: whether the result depends on the worker process alone, and not on the number of calls.
+    `by_worker` is whether the result depends on the worker process alone, and not on the number of calls.
     """
 
     key: str
@@ -38,19 +35,10 @@ class Nondeterminism(NamedTuple):
 
 
 def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
-    """Find what gives different images, or targets, for the same samples of a training split.
+    """Find what gives different images, or targets, for the same samples of a training split; None if all repeats.
 
     Every part gets the same input several times, with the generators seeded alike, as if in this process and as if in
     different workers. State that the data set or the transforms keep between calls is changed.
-
-    Args:
-        loader: of the training split.
-        seed: seed of the run.
-        epoch: number of the epoch.
-        indices: samples to try.
-
-    Returns:
-        The first part that does not repeat, or None if all do.
     """
     if isinstance(loader, WorkerLoader):
         seeded = loader._loader.dataset

@@ -31,13 +31,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """The workers that read samples.
-
-    Attributes:
-        workers: processes; 0 reads in the main one.
-        reason: why that many; empty if they were set.
-        warnings: problems to expect with that many.
-    """
+    """The worker processes (0 reads in the main one), the reason (empty if they were set), and problems to expect."""
 
     workers: int
     reason: str = ""
@@ -65,17 +59,8 @@ def choose_num_workers(
 ) -> WorkerChoice:
     """Choose how many workers read, by reading a few samples if `wanted` is 'auto'.
 
-    The global generators are untouched, and measuring changes no sample.
-
-    Args:
-        wanted: the setting.
-        dataset: what the training split is read from.
-        indices: its samples.
-        transforms: callables on one image.
-        batch_size: samples of a batch.
-        bytes_ahead: bytes of all batches that one worker of every loader may hold at the same time.
-        sample_bytes: bytes of an image.
-        replacements: replaces samples that cannot be read.
+    The global generators are untouched, and measuring changes no sample. `bytes_ahead` are the bytes of all batches that one
+    worker of every loader may hold at the same time, `sample_bytes` those of an image.
     """
     room = _free_shared_memory()
     if wanted != "auto":
@@ -100,15 +85,10 @@ def choose_num_workers(
 
 
 def enough(timing: BatchTiming, cores: int, allowed: int) -> tuple[int, str]:
-    """The fewest workers that keep ahead of any consumer, and why.
+    """The fewest workers that keep ahead of any consumer, and why; `allowed` is how many there is memory for.
 
     How long a training step takes is not known yet. But the main process cannot receive batches faster than they are handed
     over: more workers than the time to read divided by the time to hand over would never be waited for.
-
-    Args:
-        timing: the cost of a batch.
-        cores: CPU cores.
-        allowed: workers that there is memory for.
     """
     read = f"auto: a batch takes {_time(timing.read)} to read"
     if timing.read < max(_CHEAP_S, 2 * timing.handed_over):

@@ -91,14 +91,7 @@ def plan_placement(
 ) -> DataPlacement:
     """Decide how the splits are read, and make their cache if there is to be one.
 
-    Args:
-        data: section of the config.
-        parts: the splits.
-        sample_train, sample_eval: transforms of one image.
-        device: where batches are wanted.
-        example: an image as it is read.
-        eval_batch_size: samples of a batch of an evaluation.
-        make_cache: False uses an existing cache and makes none.
+    `example` is an image as it is read; `make_cache=False` uses an existing cache and makes none.
 
     Raises:
         UserError: if settings contradict each other, or the cache cannot be made.

@@ -63,8 +63,7 @@ class SampleRNG:
     """Random numbers for the samples of one batch: each call gives new ones, one per sample.
 
     Args:
-        seed: seed of the run.
-        epoch: number of the epoch.
+        seed, epoch: of the run.
         indices: identity of each sample in the data set, int64 of shape (B,), on the device of the numbers.
         stream: separates consumers of the same samples, such as the place in a list of transforms.
     """

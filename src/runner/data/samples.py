@@ -47,14 +47,9 @@ class Items(list[tuple[Any, Any]]):
 class SeededDataset(Dataset[Any]):
     """A data set that is indexed by (epoch, index), many at a time; both seed the generators of a sample.
 
-    Args:
-        dataset: map-style data set giving (image, target).
-        seed: seed of the run.
-        transforms: callables on one image, in order. If the first has a method `region(height, width)` and a `size`, and
-            the data set a method `read_part`, only that part of the image is read.
-        replacements: replaces samples that cannot be read; None raises the error. A replacement is transformed with the
-            random numbers of the sample.
-        split: name of the split, for messages.
+    If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
+    only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
+    random numbers of the sample. `split` is for messages.
     """
 
     def __init__(

@@ -129,14 +129,10 @@ def _whole_groups(
 def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
     """Complete the splits of a data set: those that it does not have are taken from 'train'.
 
-    Args:
-        datasets: 'train' and optionally 'val' and 'test', map-style data sets.
-        split: section of the config.
-
     Returns:
         For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and its indices,
-        ascending. A split of the data set is used whole, whatever the fractions. A whole data set has no list of indices,
-        so it may have any size.
+        ascending. A split of the data set is used whole, whatever the fractions; it has no list of indices, so it may have any
+        size.
 
     Raises:
         UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, a
@@ -172,10 +168,9 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
 
 
 def targets_of(dataset: Dataset[Any]) -> Tensor | None:
-    """The targets of a data set without reading its samples, from its attribute `targets` if it has one.
+    """The attribute `targets` of a data set on the CPU, int64 for whole numbers and float32 for others.
 
-    Returns:
-        A CPU tensor, int64 for whole numbers and float32 for others, or None if there are none or no numbers.
+    None if there is none, or it holds no numbers.
     """
     raw = getattr(dataset, "targets", None)
     if raw is None:

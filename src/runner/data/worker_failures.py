@@ -99,11 +99,9 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 
 def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
-    """What is wrong with the workers of some DataLoader iterators, and what is allowed; None if all is well.
+    """What is wrong with the workers of the iterators of all loaders, and what is allowed; None if all is well.
 
-    Args:
-        iterators: those of all loaders.
-        error: what was raised while a batch was waited for.
+    `error` is what was raised while a batch was waited for.
     """
     text = str(error)
     if _FROM_A_WORKER in text and "</torch_" in text:  # how torch names its shared memory

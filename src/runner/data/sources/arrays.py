@@ -17,10 +17,10 @@ _AT_ONCE = 2**10  # images, so that they stay in the CPU cache
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
-    """Images and targets as two tensors, so that a batch is one gather and the set can live on any device.
+    """Images and targets as two tensors on the CPU, so that a batch is one gather and the set can live on any device.
 
     Attributes:
-        images: uint8 (N, C, H, W) on the CPU, values 0 to 255.
+        images: uint8 (N, C, H, W), values 0 to 255.
         targets: int64 (N,) class indices into `classes`, or finite float32 (N,) values to regress.
         classes: names of the classes; empty for regression, and only then.
 

@@ -28,7 +28,8 @@ EXTENSIONS = frozenset(
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index).
 
-    Attributes:
+    Args and attributes:
+        paths: the files; the attribute is computed.
         targets: int64 (N,) class indices.
         classes: names of the classes.
         image_size: edge of the square that every image is cropped and resized to; None keeps the image's own size.
@@ -76,13 +77,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return self._read(index, self.image_size, middle)
 
     def read_part(self, index: int, cut: Cut, size: int) -> tuple[Tensor, int]:
-        """Decode only the part of an image that a crop needs, see `runner.data.transforms.crops`.
-
-        Args:
-            index: number of the item.
-            cut: gives the part of an image of a given height and width.
-            size: edge of the square that the part is resized to.
-        """
+        """Decode only the part `cut(height, width)` of an image, resized to a square, see `runner.data.transforms.crops`."""
         return self._read(index, size, cut)
 
     def _read(self, index: int, size: int | None, cut: Cut) -> tuple[Tensor, int]:

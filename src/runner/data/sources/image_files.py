@@ -30,19 +30,10 @@ _MOST_WORKERS = 8
 
 
 class ImageFiles(ImageFolder):
-    """Map-style data set of image files; item i is (image (C, H, W), 0).
+    """Map-style data set of image files; item i is (image of `shape` (C, H, W), 0).
 
-    Files are decoded as by `runner.data.sources.folders.image_folder`, then the sample transforms follow. If the model was
-    trained on a data set of another kind, the central part in the shape of its images is resized to their size.
-
-    Args:
-        paths: the files.
-        shape: channels, height and width of every image that results.
-        size: edge of the square that the image is cropped and resized to, before the transforms; None keeps the whole.
-        channels: 3 for RGB, 1 for grey.
-        crop_share: edge of that square as a share of the shorter side.
-        transforms: sample transforms.
-        max_pixels: most pixels that a file may have.
+    Files are decoded as by `runner.data.sources.folders.image_folder`, then the sample transforms follow; `size` None gives
+    them the whole image. Without transforms, the central part in the shape of `shape` is resized to it.
     """
 
     def __init__(
@@ -96,12 +87,7 @@ def fitted(image: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BlankReplacement(ReplacementSampler):
-    """Replaces an image that cannot be read by a blank one.
-
-    Attributes:
-        image: the blank image.
-        path: gives the file of an index.
-    """
+    """Replaces an image that cannot be read by a blank `image`; `path` gives the file of an index."""
 
     image: Tensor
     path: Callable[[int], Path]
@@ -142,7 +128,7 @@ def files_loader(
         data: section of the config that the model was trained with.
         transforms: those of `transform.sample_eval`.
         shape: channels, height and width of the images that the model was trained on.
-        prepare: what is done to batches on the device.
+        prepare: prepares batches on the device.
         device: where batches are wanted.
         batch_size: images of a batch.
         on_unreadable: called with images that cannot be read, at the latest with the batch that they belong to.
@@ -198,13 +184,7 @@ def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) ->
 
 
 def reading_steps(data: Data, sample_transforms: Sequence[Any], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """The steps from an image file to pixels, for other programs; see `ImageFiles`.
-
-    Args:
-        data: section of the config.
-        sample_transforms: nodes of `transform.sample_eval`.
-        shape: channels, height and width of the images that the model was trained on.
-    """
+    """The steps from an image file to pixels of `shape` (C, H, W), as data for other programs; see `ImageFiles`."""
     channels, size, share = _decoding(data, bool(sample_transforms), shape)
     steps = image_io.reading_steps(size, channels, share)
     if sample_transforms:

@@ -115,15 +115,9 @@ def read_image(
 
 
 def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tensor:
-    """Crop a part of an image and resize it (bilinear, antialiased).
+    """Crop a part of an image (C, H, W), uint8 or float, and resize it (bilinear, antialiased).
 
-    Args:
-        image: (C, H, W), uint8 or float.
-        region: the part, inside the image.
-        size: height and width of the result in pixels; one number for a square.
-
-    Returns:
-        (C, height, width) of the same dtype, contiguous.
+    Returns (C, height, width) of the same dtype, contiguous; a `size` of one number is a square.
     """
     size = (size, size) if isinstance(size, int) else size
     top, left, height, width = region

@@ -23,19 +23,12 @@ _COPIED_BYTES = 2**26
 
 
 class StoredImages:
-    """Images in a file, read and checked when they are gathered.
+    """Images (N, C, H, W) in a file, read and checked when they are gathered.
 
     They are read with pread instead of mapped: if a mapped file is truncated, the system kills the process with SIGBUS. The
-    checksum of an image is compared when it is first read, and again after the file was changed. A damaged image is read
-    from the data set instead, and the file is removed, so that the next run rebuilds it.
-
-    Args:
-        path: the file.
-        opened: its descriptor, which is closed with this object.
-        start: offset of the images.
-        shape: (N, C, H, W).
-        checksums: CRC-32 of each image, uint32 (N,).
-        source: what the images were read from; None makes a damaged image an error.
+    CRC-32 of an image is compared when it is first read, and again after the file was changed. A damaged image is read from
+    `source` instead (None makes it an error), and the file is removed, so that the next run rebuilds it. The images begin at
+    offset `start`; the descriptor `opened` is closed with this object.
     """
 
     device = torch.device("cpu")

@@ -136,12 +136,9 @@ class RandomFlip:
 
 
 def chosen_from(chosen: Tensor, inputs: Tensor, others: Tensor) -> Tensor:
-    """`inputs` where `chosen` and `others` elsewhere; `inputs` is overwritten on the CPU.
+    """`inputs` (B, C, H, W) where `chosen` and `others` elsewhere; `inputs` is overwritten on the CPU.
 
-    Args:
-        chosen: bool, of shape (B,) to choose whole images, or (B, 1, H, W) to choose pixels.
-        inputs: (B, C, H, W).
-        others: of the same shape and dtype.
+    `chosen` is bool, of shape (B,) to choose whole images, or (B, 1, H, W) to choose pixels.
     """
     chosen = chosen.view(-1, 1, 1, 1) if chosen.ndim == 1 else chosen
     if inputs.device.type != "cpu":
@@ -226,12 +223,11 @@ class RandomErasing:
 
 
 class Pipeline:
-    """Batch transforms in order, then normalisation.
+    """Batch transforms in order, each with its own stream of random numbers, then normalisation.
 
     Args:
-        transforms: batch transforms; each gets its own stream of random numbers, by its place in the list.
-        mean: mean of each channel for pixels in [0, 1], one value for all channels or one for each.
-        std: standard deviation likewise.
+        transforms: batch transforms.
+        mean, std: statistics for pixels in [0, 1], one value for all channels or one for each.
         seed: seed of the run.
         device: device that batches are on.
         channels_last: NHWC memory layout.
@@ -262,15 +258,12 @@ class Pipeline:
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise a batch.
+        """Transform and normalise a batch; the result is float32.
 
         Args:
             images: (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1.
             indices: identity of each sample in its data set, int64 of shape (B,), on the device of `images`.
             epoch: number of the epoch.
-
-        Returns:
-            Float32 images of the same batch size.
 
         Raises:
             UserError: if the statistics do not fit the channels.

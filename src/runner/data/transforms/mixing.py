@@ -109,13 +109,7 @@ class OneOf:
 
 
 class Mixing:
-    """A way to mix as loaders call it: `runner.data.loaders.Mix`.
-
-    Args:
-        mix: the way to mix.
-        seed: seed of the run.
-        num_classes: number of classes, or None where targets are numbers.
-    """
+    """A way to mix as loaders call it: `runner.data.loaders.Mix`; `num_classes` is None if targets are numbers."""
 
     def __init__(self, mix: BatchMix, seed: int, num_classes: int | None) -> None:
         self.mix, self.seed, self.num_classes = mix, seed, num_classes

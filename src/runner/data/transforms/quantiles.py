@@ -18,11 +18,7 @@ _POINTS = 2**16 + 1
 
 
 class Quantiles:
-    """A distribution by its quantiles.
-
-    Args:
-        values: quantiles for 0, 1/n, 2/n, ..., 1, float64 of shape (n + 1,); n a power of two.
-    """
+    """A distribution by its quantiles at 0, 1/n, 2/n, ..., 1, float64 of shape (n + 1,); n a power of two."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._table = torch.from_numpy(values).to(torch.float32)

@@ -52,10 +52,8 @@ class RandomResizedCrop:
 def _places(share: Tensor, start: Tensor, size: int) -> Tensor:
     """Source positions of the pixels of one axis, (B, size), from -1 at one edge of the image to 1 at the other.
 
-    Args:
-        share: length of the part as a share of the axis, (B,).
-        start: start of the part, from 0 for the lowest place to 1 for the highest, (B,).
-        size: pixels of the axis.
+    `share` (B,) is the length of the part as a share of the axis; `start` (B,) from 0 for the lowest place to 1 for the
+    highest.
     """
     share = share.clamp(max=1)
     middles = (torch.arange(size, device=share.device) + 0.5) * (2 / size)
