@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.build.batch_size import settle_batch_size
 from runner.build.determinism import named
-from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
-from runner.build.metrics import monitored, stops_early
-from runner.build.optimizer import build_optimizer, build_schedule
-from runner.build.init_from import Started, start_from
 from runner.build.finetune import freeze, initialise, known_head, never_thawed
+from runner.build.init_from import Started, start_from
+from runner.build.metrics import monitored, stops_early
+from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
+from runner.build.optimizer import build_optimizer, build_schedule
+from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
@@ -25,10 +25,10 @@ from runner.data.build import Splits, assemble
 from runner.engine.buffers import untouched_buffers
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import Guard
-from runner.engine.loop import Limits
-from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.oom_retry import OOMRetryStep
-from runner.engine.state import FiniteMean, RunningMean, Position, TrainState
+from runner.engine.plan import EpochPlan, Limits, Timeline
+from runner.engine.position import Position
+from runner.engine.state import FiniteMean, RunningMean, TrainState
 from runner.engine.step import StepConfig, train_step
 from runner.engine.tasks import Task
 from runner.optim.kernels import Kernels, plain_step

@@ -13,12 +13,12 @@ from runner.build.batch_size import memory_told
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.engine.weight_average import AveragedModel, prefix
 from runner.engine.errors import Interrupted
 from runner.engine.generators import untouched_generators
-from runner.engine.loop import Limits
-from runner.engine.plan import Timeline
-from runner.engine.state import Schedule, load_weights
+from runner.engine.plan import Limits, Timeline
+from runner.engine.protocols import Schedule
+from runner.engine.state import load_weights
+from runner.engine.weight_average import AveragedModel, prefix
 from runner.optim.schedules import Annealed
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from runner.engine.buffers import untouched_buffers
 from runner.engine.generators import untouched_generators
+from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import Batch, StepConfig
+from runner.engine.step import StepConfig
 
 _NAMED = 8  # samples or tensors that a sentence lists
 

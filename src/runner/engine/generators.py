@@ -1,4 +1,4 @@
-"""The global random number generators, left as they were found."""
+"""The global random number generators, restored after use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def untouched_generators(model: nn.Module) -> Iterator[None]:
-    """Put back the generators of Python, NumPy and torch, on the CPU and on the devices of a model."""
+    """Restore the generators of Python, NumPy and torch, on the CPU and on the model's devices."""
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()
-    # fork_rng looks after the CPU and one kind of device, and of Apple's GPU it needs other arguments.
+    # fork_rng handles the CPU and one kind of device, and takes other arguments for Apple's GPU.
     on_mps = any(tensor.device.type == "mps" for tensor in model.parameters())
     apple = torch.mps.get_rng_state() if on_mps else None
     try:

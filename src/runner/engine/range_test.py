@@ -12,9 +12,9 @@ from typing import Any
 
 from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Preempted
-from runner.engine.evaluation import Source
 from runner.engine.generators import untouched_generators
 from runner.engine.plan import EpochPlan
+from runner.engine.protocols import Source
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig, train_step
 

@@ -16,8 +16,8 @@ from runner.checkpoint import resume, rng
 from runner.checkpoint.find import Found
 from runner.config.schema.audit import Audit
 from runner.data.loaders import Batch
+from runner.engine.position import Position
 from runner.engine.profiler_ranges import FORWARD, marked_step
-from runner.engine.state import Position
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.determinism import tensors_in
 from runner.verbs.audit.record import (

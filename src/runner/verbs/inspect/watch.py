@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner.build.run import Training
 from runner.engine.buffers import untouched_buffers
-from runner.engine.step import Batch
+from runner.engine.protocols import Batch
 from runner.models.features import listener
 from runner.runtime.determinism import refusal
 from runner.runtime.flops import as_it_was

@@ -22,7 +22,7 @@ from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.evaluation import untouched
-from runner.engine.state import Position
+from runner.engine.position import Position
 from runner.models.features import PerImage, extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json

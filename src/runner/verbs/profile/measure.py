@@ -21,7 +21,8 @@ from runner.config.schema.profile import Profile
 from runner.data.marks import marked
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
-from runner.engine.loop import Limits, Loop
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits
 from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, marked_step
 from runner.runtime.memory import Peak, SavedTensors, memory_history, peak_memory, reset_peak_memory
 from runner.runtime.stopwatch import Step, Stopwatch
