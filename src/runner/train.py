@@ -115,7 +115,9 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        advice = (
+            "lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        )
         complain(directory, f"diverged: {error}; {advice}")
         raised = error if debugged else None
     except SystemExit as stop:  # its status may be 0, and the run is not finished
@@ -206,10 +208,10 @@ def train(
     built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
-    identity, sources = splits.identify(), own_sources(values)
+    identity, sources = splits.fingerprint(), own_sources(values)
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, sources, config.data.identity == "ignore")
-    splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
+    splits.bad_samples.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers = build_loggers(config.logger, console.warn)
@@ -251,7 +253,7 @@ def train(
     metrics = fresh_metrics(config, task, training.device)
 
     def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
-        split = splits.named(name)
+        split = splits.eval_split(name)
         assert split is not None, f"there is no split {name}"
         with memory_for_evaluation(config):
             found = evaluate(
@@ -376,8 +378,8 @@ def train(
             for report in compiling:
                 summary |= report.summary()
             splits.close()
-            if said := splits.skipped.summary():
-                summary["skipped"] = len(splits.skipped)
+            if said := splits.bad_samples.summary():
+                summary["skipped"] = len(splits.bad_samples)
                 console.warn(said)
     try:
         if config.log.curves:

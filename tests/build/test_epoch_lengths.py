@@ -34,8 +34,8 @@ SCHEDULES = [
     ("scheduler=wsd", "scheduler.warmup=0", "scheduler.decay=0.7"),
     ("scheduler=constant", "scheduler.warmup=0.9"),
     ("scheduler=plateau", "scheduler.warmup=0.9"),
-    ("scheduler=constant", "swa=0.5", "averaging.lr=0.1", "averaging.anneal_epochs=2"),
-    ("scheduler=cosine", "swa=2", "averaging.lr=0.1", "averaging.anneal_epochs=3"),
+    ("scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1", "averaging.anneal_epochs=2"),
+    ("scheduler=cosine", "swa=2", "averaging.lr_factor=0.1", "averaging.anneal_epochs=3"),
 ]
 
 
@@ -121,7 +121,7 @@ def test_a_schedule_that_is_given_in_steps_stays_where_it_is(
 
 
 def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Callable[..., Training]) -> None:
-    words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr=0.1")
+    words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1")
     for size in (4, 16):
         rest = training(*words, size=size, start=Position(epoch=2, global_step=12))
         assert rest.state.schedule.factor(17) == 1
@@ -151,7 +151,7 @@ def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of
 @pytest.mark.parametrize("size", [4, 16])
 @pytest.mark.parametrize("swa", ["swa=2", "swa=0.35", "swa=0.6"])
 def test_swa_takes_the_weights_of_as_many_epochs(train: Callable[..., Any], swa: str, size: int, workdir: Path) -> None:
-    words = (*RUN, swa, "averaging.lr=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
+    words = (*RUN, swa, "averaging.lr_factor=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
     whole = train(*words)
     expected = read(whole.directory / "checkpoints" / "last.pt")["averaged"]["updates"]
     checkpoint = whole.directory / "checkpoints" / "step_0000000018.pt"

@@ -10,9 +10,9 @@ from runner.config.errors import UserError, first_line
 from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
 from runner.config.patterns import matching
 from runner.config.schema.train import Train
-from runner.engine.evaluation import untouched
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.plan import Timeline
+from runner.instrument.no_trace import evaluating
 from runner.models.heads import Head, HeadNotFound, find_head, replace_head
 from runner.models.initial import draw_weights, set_prior, zero_last_norms
 from runner.runtime.determinism import refusal
@@ -24,7 +24,7 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         UserError: if it cannot take them.
     """
-    with untouched(model):
+    with evaluating(model):
         try:
             outputs: Tensor = model(images)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -21,8 +21,7 @@ from runner.build.weight_average import build_averaged, check_average, with_swa_
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble
-from runner.engine.buffers import untouched_buffers
+from runner.data.build import DataModule, build_data
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import Guard
 from runner.engine.oom_retry import OOMRetryStep
@@ -31,9 +30,10 @@ from runner.engine.position import Position
 from runner.engine.state import FiniteMean, RunningMean, TrainState
 from runner.engine.step import StepConfig, train_step
 from runner.engine.tasks import Task
+from runner.instrument.flops import Flops, count_flops
+from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels, plain_step
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
-from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled, toggle
 
@@ -45,7 +45,7 @@ class Training:
     device: torch.device
     device_reason: str
     precision: Precision
-    splits: Splits
+    splits: DataModule
     plan: EpochPlan
     timeline: Timeline
     task: Task
@@ -73,7 +73,7 @@ def build_training(
     config: Train,
     values: dict[str, Any],
     start: Position | None = None,
-    splits: Splits | None = None,
+    splits: DataModule | None = None,
     make_cache: bool = True,
     fresh: bool = True,
 ) -> Training:
@@ -103,7 +103,7 @@ def build_training(
     precision = choose_precision(config.amp, device)
 
     # Data
-    splits = splits or assemble(
+    splits = splits or build_data(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
     if fitting is not None:
@@ -167,9 +167,9 @@ def build_training(
         targets=task.targets,
         loss=loss,
         autocast=precision.autocast,
-        clip_norm=config.clip.norm,
-        clip_value=config.clip.value,
-        clip_adaptive=AdaptiveClip.of(model, config.clip.agc) if config.clip.agc is not None else None,
+        clip_norm=config.grad_clip.norm,
+        clip_value=config.grad_clip.value,
+        clip_adaptive=AdaptiveClip.of(model, config.grad_clip.agc) if config.grad_clip.agc is not None else None,
         compiled_loss=toggled.objective,
         guard=guard,
         optimizer_step=plain_step(optimizer),
@@ -245,7 +245,7 @@ def training_flops(training: Training, position: Position | None = None, samples
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    with training.state.freezing.as_at(position), untouched_buffers(training.loss):
+    with training.state.freezing.as_at(position), preserved_buffers(training.loss):
         return count_flops(
             training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
         )

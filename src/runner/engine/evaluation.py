@@ -4,34 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Interrupted
-from runner.engine.generators import untouched_generators
 from runner.engine.protocols import Batch, Metric, Source
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module, *others: object) -> Iterator[None]:
-    """Evaluation mode and inference mode; modes, buffers and random generators are restored afterwards.
-
-    Args:
-        model: the model to evaluate.
-        *others: further modules whose buffers are restored, such as a loss; other objects are ignored.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        # Buffers are restored outside inference mode, because its tensors cannot be used in training.
-        with untouched_generators(model), untouched_buffers(model, *others), torch.inference_mode():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
+from runner.instrument.no_trace import evaluating
 
 
 def evaluate(
@@ -68,7 +48,7 @@ def evaluate(
         batches = min(batches, limit)
     total: Tensor | None = None
     samples = 0
-    with untouched(model, loss):
+    with evaluating(model, loss):
         batch: Batch
         for batch in source.batches(0, 0, batches):
             if interrupted():

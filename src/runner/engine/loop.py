@@ -27,13 +27,13 @@ from typing import Any
 
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
-from runner.engine.generators import untouched_generators
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.position import Best
 from runner.engine.protocols import Source
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, train_step
 from runner.engine.weight_average import loss_beside
+from runner.instrument.no_trace import preserved_rng
 
 _STEPS_BETWEEN_COLLECTIONS = 500
 _MOST_ROLLBACKS = 10
@@ -272,7 +272,7 @@ class Loop:
             if guard.policy == "skip" and self._diagnosed >= _MOST_DIAGNOSES:
                 self.emit("on_step_skipped", step, None)
                 continue
-            with untouched_generators(self.state.model):  # making batches may draw random numbers
+            with preserved_rng():  # making batches may draw random numbers
                 epoch, batches = self._batches_of(step)
             diagnosis = diagnose(self.state, self.parts, batches, step, epoch + 1)
             self._diagnosed += 1

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.engine.buffers import KeptBuffers
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, backward, batch_loss, update_weights
+from runner.instrument.no_trace import SavedBuffers
 
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
@@ -132,7 +132,7 @@ class _Snapshot:
     """Generators and buffers at the start of a step."""
 
     def __init__(self, model: nn.Module, loss: object) -> None:
-        self._buffers = KeptBuffers(model, loss)
+        self._buffers = SavedBuffers(model, loss)
         self._device = next(model.parameters()).device
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = torch.get_rng_state()

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Preempted
-from runner.engine.generators import untouched_generators
 from runner.engine.plan import EpochPlan
 from runner.engine.protocols import Source
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig, train_step
+from runner.instrument.no_trace import no_trace
 
 _KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
@@ -208,14 +207,10 @@ def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[A
 
 @contextlib.contextmanager
 def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
-    """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the random generators and all else."""
+    """Put back all that training changes: weights, optimizer, loss scale, position, and what `no_trace` puts back."""
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
     meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
-    modes = [(module, module.training) for module in model.modules()]
-    weights = [
-        (parameter, parameter.detach().clone(), parameter.grad, parameter.requires_grad)
-        for parameter in model.parameters()
-    ]
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     moments = {weight: copy.deepcopy(found) for weight, found in optimizer.state.items()}
     settings = [
         {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
@@ -223,12 +218,11 @@ def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
     ]
     scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     try:
-        with untouched_generators(model), untouched_buffers(model, loss):
+        with no_trace(model, loss):
             yield
     finally:
-        for parameter, values, gradient, trained in weights:
+        for parameter, values in weights:
             parameter.data.copy_(values)
-            parameter.grad, parameter.requires_grad = gradient, trained
         optimizer.state.clear()
         optimizer.state.update(moments)
         for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -236,5 +230,3 @@ def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
         if scaler is not None and scale:
             scaler.load_state_dict(scale)
         state.meter, state.averaged, state.position = meter, averaged, position
-        for module, mode in modes:
-            module.training = mode

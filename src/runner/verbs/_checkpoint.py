@@ -21,7 +21,7 @@ from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble, callables
+from runner.data.build import DataModule, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
@@ -162,7 +162,7 @@ def _of_training_alone(words: list[str], verb: str) -> list[str]:
     return [f"{key} has no effect on {verb}, {reason}" for key, reason in reasons.items() if key in given]
 
 
-def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
+def splits_of(settled: Settled[Any], device: torch.device) -> DataModule:
     """The data that the config names, which must have the checkpoint's classes.
 
     Raises:
@@ -170,7 +170,7 @@ def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
     """
     config = settled.config
     parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-    splits = assemble(*parts, make_cache=False)
+    splits = build_data(*parts, make_cache=False)
     try:
         check_classes(settled.classes, splits.classes)
     except UserError:

@@ -135,7 +135,7 @@ def beats_baselines(subject: Subject) -> Verdict:
     if subject.found is None:
         return skipped("ckpt_path names no run to compare")
     found, training = subject.once(_baselines), subject.training
-    split = training.splits.named(found.split)
+    split = training.splits.eval_split(found.split)
     assert split is not None
     metrics: dict[str, Any] = build_metrics(subject.config, training.task, training.device)
     limit = subject.config.limit.eval_batches

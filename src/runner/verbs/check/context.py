@@ -18,11 +18,11 @@ from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
 from runner.config.schema.check import Check
 from runner.config.targets import build
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.loaders import Batch, Loader
-from runner.data.samples import Keyed, SampleTransform, collate
+from runner.data.samples import SampleTransform, SeededDataset, collate
 from runner.data.splits import targets_of
-from runner.engine.evaluation import untouched
+from runner.instrument.no_trace import evaluating
 from runner.verbs.check.split_stats import Look, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
@@ -59,7 +59,7 @@ class Subject:
     """
 
     def __init__(
-        self, config: Check, values: dict[str, Any], splits: Splits, found: find.Found | None, began: float
+        self, config: Check, values: dict[str, Any], splits: DataModule, found: find.Found | None, began: float
     ) -> None:
         self.config, self.values, self.splits, self.found, self.began = config, values, splits, found, began
         self._training: Training | None = None
@@ -169,12 +169,12 @@ class Subject:
             indices: identities of the samples.
             epoch: number of the epoch, which makes a difference only to what is random.
         """
-        keyed = Keyed(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
+        keyed = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
         return self._prepared(split, keyed.__getitems__([(epoch, index) for index in indices]), indices, epoch)
 
     def _prepared(self, split: str, items: list[tuple[Any, Any]], indices: Sequence[int], epoch: int) -> Batch:
         read = collate(items)
-        data = self.splits.named(split)
+        data = self.splits.eval_split(split)
         assert data is not None
         device = self.splits.example[0].device
         places = torch.tensor(list(indices), device=device)
@@ -222,7 +222,7 @@ class Subject:
             return 0.0
         images = self._plain(indices).images
         taken = float("inf")
-        with untouched(self.model):
+        with evaluating(self.model):
             for _ in range(2):  # the first call may prepare kernels
                 start = time.monotonic()
                 self.model(images).sum().item()

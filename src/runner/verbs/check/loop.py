@@ -369,7 +369,7 @@ def _short_training(subject: Subject) -> Verdict:
     try:
         loop.run()
     except Diverged as error:
-        return failed(f"diverged: {error}", f"a smaller optimizer.lr, or clip.norm=1.0: {fix}")
+        return failed(f"diverged: {error}", f"a smaller optimizer.lr, or grad_clip.norm=1.0: {fix}")
     wrong = [done for done, value in losses if not math.isfinite(value)]
     if wrong:
         return failed(f"the loss is not finite up to step {wrong[0]} of {steps}", f"a smaller optimizer.lr: {fix}")

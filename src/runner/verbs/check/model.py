@@ -167,7 +167,7 @@ def gradient_scale(subject: Subject) -> Verdict:
     if len(gradients) < 2:
         return skipped("fewer than two weights get a gradient")
     wrong = next((name for name, (gradient, _) in gradients.items() if not math.isfinite(gradient)), None)
-    fix = "initial weights, normalisation layers or shortcuts; clip.norm=1.0 for those that explode"
+    fix = "initial weights, normalisation layers or shortcuts; grad_clip.norm=1.0 for those that explode"
     if wrong is not None:
         return failed(f"the gradient of {wrong} is not finite", fix)
     zero = [name for name, (gradient, _) in gradients.items() if gradient == 0]

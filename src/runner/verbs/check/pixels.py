@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.data.samples import Keyed, as_target, as_tensor
+from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.verbs.check.context import Subject
 
 _MOST = 256  # images of a split
@@ -40,7 +40,7 @@ def pictures(subject: Subject) -> dict[str, Pictures]:
     found = {}
     for name, (dataset, _) in subject.splits.parts.items():
         size = subject.splits.channels * subject.splits.image_size[0] * subject.splits.image_size[1]
-        keyed = Keyed(dataset, subject.config.seed, subject.sample_transforms)
+        keyed = SeededDataset(dataset, subject.config.seed, subject.sample_transforms)
         until = subject.left * (1 - _SHARE)
         read: list[tuple[Tensor, Tensor, int]] = []
         for index in subject.readable(name, max(16, min(_MOST, _VALUES // size))):

@@ -163,7 +163,7 @@ def step_size(subject: Subject) -> Verdict:
     if not moved:
         return skipped("the model has no weights of two dimensions")
     if not all(math.isfinite(each) for each in moved.values()):
-        return failed("weights are not finite after three steps", "a smaller optimizer.lr, or clip.norm=1.0")
+        return failed("weights are not finite after three steps", "a smaller optimizer.lr, or grad_clip.norm=1.0")
     config, total = subject.config, subject.training.total_steps
     factors = _factors(subject)
     mean = sum(factors) / len(factors)
@@ -171,16 +171,16 @@ def step_size(subject: Subject) -> Verdict:
     middle = sorted(moved.values())[len(moved) // 2]
     reach = high * mean * total
     evidence = f"weights move by up to {high:.2g} of their size in a step at the full rate, by {reach:.2g} in all {total:,} steps"
-    clip, fix = config.clip, "a larger optimizer.lr, or a longer run"
-    if clip.norm is not None and clip.norm < 0.01 * norm:
-        evidence += f"; gradients of a norm of {norm:.3g} are clipped to clip.norm={clip.norm:g}"
-        fix = f"clip.norm of about {norm:.1g}, or null"
-        if clip.norm < 1e-4 * norm and _kind(subject).lower() not in _ADAM:
+    grad_clip, fix = config.grad_clip, "a larger optimizer.lr, or a longer run"
+    if grad_clip.norm is not None and grad_clip.norm < 0.01 * norm:
+        evidence += f"; gradients of a norm of {norm:.3g} are clipped to grad_clip.norm={grad_clip.norm:g}"
+        fix = f"grad_clip.norm of about {norm:.1g}, or null"
+        if grad_clip.norm < 1e-4 * norm and _kind(subject).lower() not in _ADAM:
             return failed(evidence, fix)
-    elif clip.value is not None or clip.agc is not None:
-        fix = "larger clip.value and clip.agc, or null"
+    elif grad_clip.value is not None or grad_clip.agc is not None:
+        fix = "larger grad_clip.value and grad_clip.agc, or null"
     still = [name for name, each in moved.items() if each * mean * total < _STUCK]
-    if (clip.norm, clip.value, clip.agc) != (None, None, None) and 2 * len(still) > len(moved):
+    if (grad_clip.norm, grad_clip.value, grad_clip.agc) != (None, None, None) and 2 * len(still) > len(moved):
         return failed(f"{evidence}; {len(still)} of {len(moved)} weights hardly move at all", fix)
     if reach < _STUCK:
         return failed(evidence, fix)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.indices import Indices
-from runner.data.samples import Keyed, SampleTransform, as_target, as_tensor
+from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
 
@@ -157,7 +157,7 @@ def _one_by_one(
     transforms: Sequence[SampleTransform],
     in_time: Callable[[int], bool],
 ) -> Look:
-    keyed = Keyed(dataset, 0, transforms)
+    keyed = SeededDataset(dataset, 0, transforms)
     chosen: list[int] = []
     targets: list[Tensor] = []
     seen: list[_Seen] = []

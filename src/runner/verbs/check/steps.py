@@ -199,7 +199,7 @@ def short_training(subject: Subject) -> Verdict:
         return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {told}")
     for what, arguments, fix in (
         ("without callbacks", (False, True, False), "look at what the callbacks do to weights and rates"),
-        ("without clipping", (True, False, False), "larger bounds in clip, or null"),
+        ("without clipping", (True, False, False), "larger bounds in grad_clip, or null"),
         ("at a constant rate", (True, True, True), "another scheduler: scheduler=constant tells"),
     ):
         value = min(_course(subject, batch, each, *arguments) for each in _RATES[:2])

@@ -22,7 +22,7 @@ from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.schema.check import Check as Settings
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
@@ -188,10 +188,10 @@ def _device(config: Settings) -> Any:
     return choose_device(config.device)[0]
 
 
-def _assembled(config: Settings) -> Splits:
+def _assembled(config: Settings) -> DataModule:
     size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
     data = dataclasses.replace(config.data, on_error="skip")  # what cannot be read is counted here, and not fatal
-    return assemble(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+    return build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
 def _built(start: float, error: Exception | None = None) -> Result:
@@ -237,4 +237,4 @@ def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
         told = _told(error)
         if broken.setdefault(told, each.name) != each.name:
             return skipped(f"broke off like {broken[told]}")
-        return failed(told, "a smaller optimizer.lr, or clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)
+        return failed(told, "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)
