@@ -147,8 +147,8 @@ def call(*words: str) -> tuple[int, str, str]:
 def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
     schema = VERBS[verb]
-    spelled_out = getattr(verb_modules()[verb], "spelled_out", list)
-    request = app.parse(spelled_out(words), verb)
+    expand_shorthand = getattr(verb_modules()[verb], "expand_shorthand", list)
+    request = app.parse(expand_shorthand(words), verb)
     sources = Sources(app._folders(request))
     known = overrides.examine(request.words, schema, sources, multirun=True)
     composition, _ = app._compose(request, known, schema, sources, lambda _: [])

@@ -28,8 +28,9 @@ from runner.build.setup import Setup, is_inside, open_directory, open_job, read_
 from runner.build.sources import own_sources
 from runner.build.weight_average import evaluate_both, load_best
 from runner.checkpoint import file as checkpoint_file
-from runner.checkpoint import resume
+from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import part_with
 from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.changes import changes_result
@@ -45,7 +46,7 @@ from runner.engine.position import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
 from runner.runtime.determinism import operations_named
-from runner.runtime.hardware_metrics import choose_gauges
+from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
@@ -154,7 +155,7 @@ def run(cfg: DictConfig) -> float | None:
 
 def after_stop(directory: RunDirectory | None) -> str:
     """How to go on with a run that was asked to stop."""
-    if directory is None or not (directory.checkpoints / "last.pt").is_file():
+    if directory is None or find.named(directory.checkpoints, "last") is None:
         return "nothing was saved yet: give the same command again"
     return f"resume with ckpt_path={directory.path}"
 
@@ -217,7 +218,7 @@ def train(
     loggers = build_loggers(config.logger, console.warn)
     extra = build_callbacks(config, task, monitor, mode)
     kind = kind_of(training.precision.dtype, training.device)
-    gauges = choose_gauges(
+    hardware_metrics = choose_hardware_metrics(
         config.log.utilization, training.device, kind, lambda: training_flops(training), training.warnings
     )
 
@@ -226,7 +227,7 @@ def train(
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
     known = (text, classes, identity, splits.image_shape, sources)
     saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
-    keeper = saving.keeper
+    manager = saving.manager
 
     compilation = training.toggled.compilation
     compiling = [CompileReport(compilation, console.line, console.warn)] if compilation else []
@@ -245,7 +246,7 @@ def train(
         *extra.values(),
         SkippedSteps(directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
-        Log(config.log.every_steps, [show], gauges, console.warn),
+        Log(config.log.every_steps, [show], hardware_metrics, console.warn),
         checkpointing,
     ]
 
@@ -296,11 +297,11 @@ def train(
             before, now = f"{best.metric} ({best.mode})", f"{monitor} ({mode})"
             warnings.append(f"the best evaluation was by {before}, and is decided anew by {now}")
             state.best = None
-        elif best is not None and not resume.carry_best(path, keeper, best.global_step):
+        elif best is not None and not resume.carry_best(path, manager, best.global_step):
             warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
-        if continued and not resume.is_last(path, keeper):
-            checkpoint_file.link(path, keeper.last)  # later ones are of a future that is computed anew
+        if continued:
+            manager.make_last(path)  # later ones are of a future that is computed again
         # A checkpoint that was moved away from its run has no metrics beside it.
         if not continued and path.parent.name == directory.checkpoints.name:
             directory.copy_metrics(path.parents[1], resumed_step)
@@ -311,7 +312,7 @@ def train(
         logger.open(directory.path, resumed_step if setup.found else None)
 
     # Tell
-    rows = [*describe(config, training), *gauges.rows()]
+    rows = [*describe(config, training), *hardware_metrics.rows()]
     console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
     if groups := table_of_groups(state.optimizer):
         columns = ["group", "tensors", "parameters", "lr", "weight decay"]
@@ -341,12 +342,12 @@ def train(
     try:
         if warning := saving.room_for(state):
             console.warn(warning)
-        if config.on_nonfinite == "rollback" and not keeper.last.is_file():
+        if config.on_nonfinite == "rollback" and not manager.last.is_file():
             saving.save(loop, False)  # something to go back to
         with memory_for_training(config):
             loop.run()
         saving.wait()
-        if not keeper.last.is_file():
+        if not manager.last.is_file():
             saving.save(loop, False)
             saving.wait()
         if loop.stop_reason:
@@ -355,8 +356,8 @@ def train(
         summary["weights_sha256"] = weights_sha256(model.state_dict())
         # Test, with the best weights if there are any
         if splits.test is not None and config.evaluate.test:
-            has_best = keeper.best.is_file() and state.best is not None
-            of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
+            has_best = manager.best.is_file() and state.best is not None
+            of_best = load_best(training, checkpoint_file.read(manager.best, part_with())) if has_best else "raw"
             if has_best and (state.averaged is not None or of_best != "raw"):
                 summary["test_weights"] = of_best
             test = functools.partial(evaluate_split, "test", stopped)

@@ -20,10 +20,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("audit", __doc__, argv)
-    return launch_verb("audit", spelled_out(argv), job, claimed(lambda values: Path("audits"))).status
+    return launch_verb("audit", expand_shorthand(argv), job, claimed(lambda values: Path("audits"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `vary.KEY=[A,B]` in place of `vary=KEY:A,B`, which Hydra would take for a sweep."""
     return [_long(short[1], short[2]) if (short := _SHORT.fullmatch(word)) else word for word in argv]
 
@@ -34,7 +34,7 @@ def _long(key: str, values: str) -> str:
 
 def job(cfg: DictConfig) -> float | None:
     """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
-    from runner.verbs.audit.work import run
+    from runner.verbs.audit.run import run
 
     return run(cfg)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.build.run import build_training, set_switches
 from runner.checkpoint import resume, rng
-from runner.checkpoint.find import Found
+from runner.checkpoint.find import LoadedCheckpoint
 from runner.config.schema.audit import Audit
 from runner.data.loaders import Batch
 from runner.engine.position import Position
@@ -51,7 +51,7 @@ class Side:
         found: checkpoint to start from; None for the beginning.
     """
 
-    def __init__(self, config: Audit, values: dict[str, Any], found: Found | None = None) -> None:
+    def __init__(self, config: Audit, values: dict[str, Any], found: LoadedCheckpoint | None = None) -> None:
         self.config = config
         start = resume.made_of(found, "position", Position) if found else None
         self.training = build_training(config, values, start, make_cache=found is None)
