@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from runner.build.weight_average import check_average
 from runner.build.run import Training, build_training, look_ahead
+from runner.build.weight_average import check_average
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import checked
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Timeline
-from runner.engine.state import Position
+from runner.engine.position import Position
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
 EPOCHS, STEPS = 6, 6

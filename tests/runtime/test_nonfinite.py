@@ -126,7 +126,7 @@ def test_training_goes_on_without_the_step(faulty: Callable[..., Any], policy: s
 def test_a_weight_is_healed_by_going_back(faulty: Callable[..., Any]) -> None:
     result = faulty("Weight", "rollback")
     assert result.status == 0, result.err + result.out
-    assert "training goes on from step 10, and leaves out step 13" in result.out
+    assert "training continues from step 10 and will skip step 13" in result.out
     assert finite(result.directory)
 
 

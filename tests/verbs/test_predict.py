@@ -403,7 +403,7 @@ def test_views_are_tried_on_what_the_model_is_given(
     monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, rng: images[..., :6]])
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
     assert result.status == 2, result.out
-    assert "tta: rotations are views of square images, and these have 8x6 pixels" in result.err
+    assert "tta: rotations require square images, and these have 8x6 pixels" in result.err
 
 
 def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photos: Path) -> None:
