@@ -98,7 +98,7 @@ def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(train: C
             assert same(left[key], right[key]), (name, key)
 
 
-@pytest.mark.parametrize("name", ["step_0000000007.pt", "best.pt"])
+@pytest.mark.parametrize("name", ["step_0000000007.safetensors", "best.safetensors"])
 def test_what_was_saved_in_the_background_resumes_to_the_same_bits(train: Callable[..., Any], name: str) -> None:
     whole = train(*SMALL, "checkpoint.async=true")
     rest = train(f"ckpt_path={whole.directory / 'checkpoints' / name}")
@@ -125,7 +125,7 @@ def test_a_failure_in_the_background_ends_the_run_with_a_sentence(
     assert "no space left" in result.err
     assert "Traceback" not in result.err
     assert result.summary["status"] == "failed"
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 4
 
 
 def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
@@ -148,7 +148,7 @@ def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
     )
     assert result.status == 2
     assert "do not fit its checksum" in result.err
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 4
 
 
 def test_the_size_counts_every_storage_once() -> None:
@@ -234,7 +234,7 @@ def test_a_buffer_that_is_infinite_by_design_is_saved(train: Callable[..., Any])
     words = [word for word in SMALL if not word.startswith("model.")]
     own = ("model._target_=own.Masked", "~model.width", "~model.dropout", "+model.image_size=null")
     result = train(*words, *own)
-    assert read(result.directory / "checkpoints" / "last.pt")["model"]["mask"].isinf().any()
+    assert read(result.directory / "checkpoints" / "last.safetensors")["model"]["mask"].isinf().any()
 
 
 @pytest.mark.usefixtures("own")
@@ -256,7 +256,7 @@ def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Callable[
         "+callbacks.fail._target_=own.Fail",
     )
     assert result.status == 1
-    best = read(result.directory / "checkpoints" / "best.pt")
+    best = read(result.directory / "checkpoints" / "best.safetensors")
     assert best["position"]["global_step"] in (6, 12)
     assert best["metrics"]["best"]["global_step"] == best["position"]["global_step"]
 
@@ -266,9 +266,9 @@ def test_going_on_from_an_older_checkpoint_makes_it_the_last(
 ) -> None:
     whole = train(*SMALL)
     digest = whole.summary["weights_sha256"]
-    older = whole.directory / "checkpoints" / "step_0000000007.pt"
+    older = whole.directory / "checkpoints" / "step_0000000007.safetensors"
     words = (f"ckpt_path={older}", f"hydra.run.dir={whole.directory}", "+callbacks.fail._target_=own.Fail")
     assert run("train", *words, "+callbacks.fail.step=8", "checkpoint.every_steps=1000", "threads=1").status == 1
-    assert read(whole.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 7
+    assert read(whole.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 7
     rest = train(f"ckpt_path={whole.directory}")
     assert rest.summary["weights_sha256"] == digest

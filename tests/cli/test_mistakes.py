@@ -88,16 +88,16 @@ def checkpoint(place: Place, content: bytes) -> None:
 
 
 def a_good_checkpoint(place: Place) -> None:
-    checkpoint(place, (place.trained / "checkpoints" / "last.pt").read_bytes())
+    checkpoint(place, (place.trained / "checkpoints" / "last.safetensors").read_bytes())
 
 
 def a_truncated_checkpoint(place: Place) -> None:
-    content = (place.trained / "checkpoints" / "last.pt").read_bytes()
+    content = (place.trained / "checkpoints" / "last.safetensors").read_bytes()
     checkpoint(place, content[: len(content) // 2])
 
 
 def a_flipped_byte(place: Place) -> None:
-    content = bytearray((place.trained / "checkpoints" / "last.pt").read_bytes())
+    content = bytearray((place.trained / "checkpoints" / "last.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
     checkpoint(place, bytes(content))
 
@@ -105,13 +105,13 @@ def a_flipped_byte(place: Place) -> None:
 def a_damaged_last_of_a_run(place: Place) -> None:
     run = place.folder / "run"
     shutil.copytree(place.trained, run)
-    content = (run / "checkpoints" / "best.pt").read_bytes()
-    (run / "checkpoints" / "best.pt").unlink()
-    (run / "checkpoints" / "best.pt").write_bytes(content[:-7])
+    content = (run / "checkpoints" / "best.safetensors").read_bytes()
+    (run / "checkpoints" / "best.safetensors").unlink()
+    (run / "checkpoints" / "best.safetensors").write_bytes(content[:-7])
 
 
 def another_architecture(place: Place) -> None:
-    contents = checkpoint_file.read(place.trained / "checkpoints" / "last.pt")
+    contents = checkpoint_file.read(place.trained / "checkpoints" / "last.safetensors")
     assert "width: 4" in contents["config"]
     contents["config"] = contents["config"].replace("width: 4", "width: 6")
     checkpoint_file.write(place.folder / "mine.pt", contents)
@@ -408,8 +408,8 @@ ROWS = [
     ),
     Mistake(
         "damaged checkpoint beside a whole one",
-        (*EVAL, "ckpt_path=run/checkpoints/best.pt"),
-        ("run/checkpoints/best.pt", "the newest valid one beside it: ckpt_path=run/checkpoints/last.pt"),
+        (*EVAL, "ckpt_path=run/checkpoints/best.safetensors"),
+        ("run/checkpoints/best.safetensors", "the newest valid one beside it: ckpt_path=run/checkpoints/last.safetensors"),
         a_damaged_last_of_a_run,
     ),
     Mistake("file of another program", (*EVAL, "ckpt_path=mine.pt"), ("mine.pt: has no checksum",), a_foreign_file),
