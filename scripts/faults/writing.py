@@ -78,16 +78,14 @@ def _damage(run: Path) -> str:
     steps = {}
     for path in sorted((run / "checkpoints").glob("*.safetensors")):
         try:
-            steps[path.name] = file.read(path)["position"]["global_step"]
+            steps[path.stem] = file.read(path)["position"]["global_step"]
         except UserError as error:
             return f"{error}"
     reported, best = summary.get("global_step", 0), summary.get("best")
-    if reported and steps.get("last.safetensors", -1) < reported:
-        return f"{run}: step {reported} was reported as saved, and last.safetensors is of step {steps.get('last.safetensors')}"
-    if best is not None and steps.get("best.safetensors", -1) < best["global_step"]:
-        return (
-            f"{run}: the best of step {best['global_step']} was reported, and best.safetensors is of step {steps.get('best.safetensors')}"
-        )
+    if reported and steps.get("last", -1) < reported:
+        return f"{run}: step {reported} was reported as saved, and last is of step {steps.get('last')}"
+    if best is not None and steps.get("best", -1) < best["global_step"]:
+        return f"{run}: the best of step {best['global_step']} was reported, and best is of step {steps.get('best')}"
     return ""
 
 

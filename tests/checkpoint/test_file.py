@@ -198,7 +198,7 @@ def test_every_truncation_is_found_and_named(sample: Path, tmp_path: Path) -> No
     for length in sorted(lengths):
         short.write_bytes(data[:length])
         for look in (verify, read):
-            with pytest.raises(DamagedCheckpoint, match=r"short\.safetensors: (it is truncated|its header is not one)"):
+            with pytest.raises(DamagedCheckpoint, match=r"short\.safetensors: (is truncated|is not a checkpoint)"):
                 look(short)
 
 
@@ -447,9 +447,9 @@ DIGESTS = {"digests": json.dumps({"a": hashlib.sha256(bytes(8)).hexdigest(), "b"
         ({"a": F32 | {"data_offsets": [0, 2**70]}}, bytes(8), "the entry of a"),
         ({"a": F32 | {"more": 1}}, bytes(8), "the entry of a"),
         ({"a": F32 | {"dtype": "F31"}}, bytes(8), "F31"),
-        ({"a": F32 | {"data_offsets": "08"}}, bytes(8), "header is not one of safetensors"),
-        ({"a": 5}, bytes(8), "header is not one of safetensors"),
-        ({"c": F32}, bytes(8), "header is not one of safetensors"),
+        ({"a": F32 | {"data_offsets": "08"}}, bytes(8), "its header is damaged or forged"),
+        ({"a": 5}, bytes(8), "its header is damaged or forged"),
+        ({"c": F32}, bytes(8), "its header is damaged or forged"),
         ({"a": F32}, bytes(8), "tensors that belong to no part"),
     ],
 )
@@ -476,14 +476,14 @@ HEAD = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
 )  # fmt: skip
 def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_header: Callable[..., None]) -> None:
     forge_header(tmp_path / "odd.safetensors", {}, {}, text=text)
-    with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: (its header|is not a checkpoint)"):
+    with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: is not a checkpoint"):
         read(tmp_path / "odd.safetensors")
 
 
 @pytest.mark.parametrize("length", [0, 2**40, 2**63, 100_000_001, 10_000])
 def test_a_header_that_claims_another_length_takes_no_memory(length: int, sample: Path) -> None:
     sample.write_bytes(length.to_bytes(8, "little") + sample.read_bytes()[8:])
-    with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: it"):
+    with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint)"):
         read(sample)
 
 

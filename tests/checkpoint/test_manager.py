@@ -108,7 +108,9 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_reported_checkpoint_or_a
         killed = killed_at(count, manager, contents(2), 2)
         for prefer in ("last", "best"):
             found = find.load(str(folder), folder, prefer)
-            assert found.path.name == f"{prefer}.safetensors", "the name that people and `ckpt_path=last` look for is gone"
+            assert found.path.name == f"{prefer}.safetensors", (
+                "the name that people and `ckpt_path=last` look for is gone"
+            )
             assert found.contents["position"]["global_step"] in (1, 2)
             assert found.warnings == []
         restarted = CheckpointManager(folder, 1)

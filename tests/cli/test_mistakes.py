@@ -409,7 +409,10 @@ ROWS = [
     Mistake(
         "damaged checkpoint beside a whole one",
         (*EVAL, "ckpt_path=run/checkpoints/best.safetensors"),
-        ("run/checkpoints/best.safetensors", "the newest valid one beside it: ckpt_path=run/checkpoints/last.safetensors"),
+        (
+            "run/checkpoints/best.safetensors",
+            "the newest valid one beside it: ckpt_path=run/checkpoints/last.safetensors",
+        ),
         a_damaged_last_of_a_run,
     ),
     Mistake("file of another program", (*EVAL, "ckpt_path=mine.pt"), ("mine.pt: has no checksum",), a_foreign_file),

@@ -51,7 +51,10 @@ def test_the_first_step_whose_loss_differs_and_the_first_tensor_are_named(
     found = compared(a, b)
     assert found["config"] == [["optimizer.lr", "0.005", "0.004"]]
     first = found["difference"]
-    assert (first["phase"], first["name"]) == ("model", next(iter(file.read(a / "checkpoints" / "last.safetensors")["model"])))
+    assert (first["phase"], first["name"]) == (
+        "model",
+        next(iter(file.read(a / "checkpoints" / "last.safetensors")["model"])),
+    )
     assert first["amount"]["differing"] > 0
     assert found["cause"] == "the configs differ in optimizer.lr"
     assert found["parts"]["rng"]["differ"] == 0

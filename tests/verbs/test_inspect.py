@@ -407,7 +407,9 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
     trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
     contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
-        found = inspect(f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=weights", f"weights={which}")
+        found = inspect(
+            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=weights", f"weights={which}"
+        )
         norms = {each["name"]: each["norm"] for each in found["weights"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]

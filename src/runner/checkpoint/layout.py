@@ -125,12 +125,12 @@ def read_header(file: BinaryIO) -> Header:
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(size - 8, _LARGEST_HEADER):
-        raise Damaged("it is truncated, or not a safetensors file")
+        raise Damaged("is truncated, or not a safetensors file")
     file.seek(0)
     data = file.read(8 + length)
     head = _HEAD.match(data)
     if head is None:
-        raise Damaged("its header has no checksum")
+        raise Damaged("is not a checkpoint of runner's: its header has no checksum")
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
         raise Damaged("its contents do not fit its checksum (header): the file is damaged")
     try:
@@ -141,7 +141,8 @@ def read_header(file: BinaryIO) -> Header:
         digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)
         tensors = _tensors(entries, digests, size - 8 - length, 8 + length)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"its header is not one of safetensors: {str(error)[:200] or type(error).__name__}") from error
+        reason = str(error)[:200] or type(error).__name__
+        raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason}") from error
     return Header(int(head[1]), metadata, tensors)
 
 
@@ -208,7 +209,7 @@ def _read_verified(file: BinaryIO, name: str, stored: Stored, memory: memoryview
         start = start if start < len(memory) else 0
         block = memory[start : start + min(left, _BLOCK)]
         if file.readinto(block) != len(block):  # type: ignore[attr-defined]
-            raise Damaged("it is truncated")
+            raise Damaged("is truncated")
         digest.update(block)
         left, start = left - len(block), start + len(block)
     if digest.hexdigest() != stored.sha256:
