@@ -25,7 +25,7 @@ from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.disk_space import size_of
 from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.resume import contents
-from runner.engine.state import Meter, TrainState
+from runner.engine.state import RunningMean, TrainState
 from runner.optim.schedules import Constant
 
 
@@ -57,7 +57,7 @@ def trained(model: nn.Module) -> TrainState:
     """A state after one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step(model, optimizer)
-    return TrainState(model, optimizer, Constant(1000), None, Meter(torch.device("cpu")))
+    return TrainState(model, optimizer, Constant(1000), None, RunningMean(torch.device("cpu")))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -40,9 +40,9 @@ from runner.config.resolve import writes_where_told
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import Thaw
+from runner.engine.freezing import UnfreezeCallback
 from runner.engine.loop import Loop
-from runner.engine.oom_retry import TellPieces
+from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
@@ -53,10 +53,10 @@ from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.metrics_buffer import Outbox
+from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory
-from runner.tracking.skipped_steps import LeftOut
+from runner.tracking.skipped_steps import SkippedSteps
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
@@ -117,7 +117,9 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        advice = (
+            "lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        )
         complain(directory, f"diverged: {error}; {advice}")
         raised = error if debugged else None
     except SystemExit as stop:  # its status may be 0, and the run is not finished
@@ -208,10 +210,10 @@ def train(
     built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
-    identity, sources = splits.identify(), own_sources(values)
+    identity, sources = splits.fingerprint(), own_sources(values)
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, sources, config.data.identity == "ignore")
-    splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
+    splits.bad_samples.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers = build_loggers(config.logger, console.warn)
@@ -222,7 +224,7 @@ def train(
     )
 
     text = stored.dump(values)  # complete from here on
-    show = Outbox([console.metrics, *(logger.log for logger in loggers)])
+    show = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
     known = (text, classes, identity, splits.image_shape, sources)
     saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
@@ -240,11 +242,11 @@ def train(
     )
     callbacks = [
         *compiling,
-        *([] if all(part.for_good for part in state.freezing.parts) else [Thaw(console.line)]),
+        *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
         *extra.values(),
-        LeftOut(directory.path, console),
-        *([TellPieces(console.warn)] if config.on_oom == "split" else []),
+        SkippedSteps(directory.path, console),
+        *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [show], gauges, console.warn),
         checkpointing,
     ]
@@ -253,7 +255,7 @@ def train(
     metrics = fresh_metrics(config, task, training.device)
 
     def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
-        split = splits.named(name)
+        split = splits.eval_split(name)
         assert split is not None, f"there is no split {name}"
         with memory_for_evaluation(config):
             found = evaluate(
@@ -378,8 +380,8 @@ def train(
             for report in compiling:
                 summary |= report.summary()
             splits.close()
-            if said := splits.skipped.summary():
-                summary["skipped"] = len(splits.skipped)
+            if said := splits.bad_samples.summary():
+                summary["skipped"] = len(splits.bad_samples)
                 console.warn(said)
     try:
         if config.log.curves:

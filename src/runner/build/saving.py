@@ -21,7 +21,7 @@ from runner.engine.state import TrainState, not_finite
 from runner.tracking.console import Console
 from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger
-from runner.tracking.metrics_buffer import Outbox
+from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.run_directory import RunDirectory
 
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
@@ -57,7 +57,7 @@ class Saving:
         images: Sequence[int],
         sources: dict[str, str],
         loggers: Sequence[Logger],
-        show: Outbox,
+        show: MetricsBuffer,
         summary: dict[str, Any],
         monitor: str,
         in_background: bool,
@@ -182,7 +182,7 @@ class Saving:
             logger.open(self._directory.path, loop.state.position.global_step)
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
-        loop.settle()
+        loop.check_nonfinite()
         known = (self._config, self._classes, self._versions, self._identity, self._images, self._sources)
         return resume.contents(loop.state, self._callbacks, *known)
 

@@ -22,11 +22,11 @@ from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble, callables
+from runner.data.build import DataModule, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
-from runner.engine.tta import Averaged, views_named
+from runner.engine.tta import TTAModel, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
 from runner.tracking.console import Console
@@ -166,7 +166,7 @@ def _of_training_alone(words: list[str], verb: str) -> list[str]:
     return [f"{key} has no effect on {verb}, {reason}" for key, reason in reasons.items() if key in given]
 
 
-def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
+def splits_of(settled: Settled[Any], device: torch.device) -> DataModule:
     """The data that the config names, which must have the checkpoint's classes.
 
     Raises:
@@ -174,7 +174,7 @@ def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
     """
     config = settled.config
     parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-    splits = assemble(*parts, make_cache=False)
+    splits = build_data(*parts, make_cache=False)
     try:
         check_classes(settled.classes, splits.classes)
     except UserError:
@@ -274,7 +274,7 @@ def fill(model: nn.Module, settled: Settled[Any]) -> None:
         raise UserError(f"{settled.found.path}: {error}") from error
 
 
-def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> Averaged:
+def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
@@ -296,7 +296,7 @@ def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence
             view(image)
     except ValueError as error:
         raise UserError(f"tta: {error}\n    allowed: other views") from error
-    return Averaged(model, views, probabilities)
+    return TTAModel(model, views, probabilities)
 
 
 def class_count(task: Task) -> int | None:

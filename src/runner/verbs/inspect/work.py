@@ -21,8 +21,8 @@ from runner.config.app import Composition
 from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
-from runner.engine.evaluation import untouched
 from runner.engine.state import Position
+from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
@@ -69,7 +69,7 @@ def _inspect(composition: Composition) -> float:
     training = build_training(plain, values, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
-        training.splits.skipped.open(None, console.warn)
+        training.splits.bad_samples.open(None, console.warn)
         kind = ""
         if settled is not None:
             check_classes(settled.classes, training.splits.classes)
@@ -91,7 +91,7 @@ def _inspect(composition: Composition) -> float:
             record |= _written_features(config, training, found, composition, console)
         if not config.features or config.what is not None:
             record |= _looked_at(config, training, found, composition, console)
-        if said := training.splits.skipped.summary():
+        if said := training.splits.bad_samples.summary():
             console.warn(said)
     if config.json:
         print(json.dumps(finite(record)))
@@ -164,7 +164,7 @@ def _written_features(
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        with untouched(training.model):
+        with evaluating(training.model):
             for batch in batches_of(split, config.limit.eval_batches):
                 with training.precision.autocast():
                     here = features(batch.images)
