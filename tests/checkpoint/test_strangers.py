@@ -199,7 +199,7 @@ def test_a_config_that_is_no_plain_mapping_is_a_sentence(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("config", 3), ("position", 5), ("position", {}), ("position", {"epoch": 0, "batch": -1, "global_step": 0}),
+        ("position", 5), ("position", {}), ("position", {"epoch": 0, "batch": -1, "global_step": 0}),
         ("classes", None), ("model", None), ("optimizer", None), ("scheduler", 4), ("rng", []), ("metrics", {}),
         ("metrics", {"callbacks": {}, "data": 3}), ("metrics", {"callbacks": {}, "data": {"train": 3}}),
         ("metrics", {"callbacks": {}, "data": {"train": {"samples": "9", "content": "a"}}}),
