@@ -84,7 +84,7 @@ def a_file_named_outputs(place: Place) -> None:
 
 
 def checkpoint(place: Place, content: bytes) -> None:
-    (place.folder / "mine.pt").write_bytes(content)
+    (place.folder / "mine.safetensors").write_bytes(content)
 
 
 def a_good_checkpoint(place: Place) -> None:
@@ -114,11 +114,11 @@ def another_architecture(place: Place) -> None:
     contents = checkpoint_file.read(place.trained / "checkpoints" / "last.safetensors")
     assert "width: 4" in contents["config"]
     contents["config"] = contents["config"].replace("width: 4", "width: 6")
-    checkpoint_file.write(place.folder / "mine.pt", contents)
+    checkpoint_file.write(place.folder / "mine.safetensors", contents)
 
 
 def a_foreign_file(place: Place) -> None:
-    torch.save({"state_dict": {}}, place.folder / "mine.pt")
+    torch.save({"state_dict": {}}, place.folder / "mine.safetensors")
 
 
 def another_run(place: Place) -> None:
@@ -384,8 +384,12 @@ ROWS = [
     Mistake("eval of nothing", EVAL, ("ckpt_path: is missing", "allowed: a checkpoint file")),
     Mistake(
         "checkpoint that is not there",
-        (*EVAL, "ckpt_path=mien.pt"),
-        ("ckpt_path: there is no mien.pt", "did you mean 'mine.pt'?", "allowed: a checkpoint file, a run directory"),
+        (*EVAL, "ckpt_path=mien.safetensors"),
+        (
+            "ckpt_path: there is no mien.safetensors",
+            "did you mean 'mine.safetensors'?",
+            "allowed: a checkpoint file, a run directory",
+        ),
         a_good_checkpoint,
     ),
     Mistake(
@@ -395,14 +399,14 @@ ROWS = [
     ),
     Mistake(
         "truncated checkpoint",
-        (*EVAL, "ckpt_path=mine.pt"),
-        ("mine.pt: has no checksum at its end: truncated",),
+        (*EVAL, "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: is truncated",),
         a_truncated_checkpoint,
     ),
     Mistake(
         "flipped byte",
-        ("train", "ckpt_path=mine.pt"),
-        ("mine.pt: its contents do not fit its checksum", "damaged"),
+        ("train", "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: its contents do not fit its checksum", "damaged"),
         a_flipped_byte,
         tiny=False,
     ),
@@ -415,30 +419,35 @@ ROWS = [
         ),
         a_damaged_last_of_a_run,
     ),
-    Mistake("file of another program", (*EVAL, "ckpt_path=mine.pt"), ("mine.pt: has no checksum",), a_foreign_file),
+    Mistake(
+        "file of another program",
+        (*EVAL, "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: has no checksum",),
+        a_foreign_file,
+    ),
     Mistake(
         "resuming with another model",
-        ("train", "ckpt_path=mine.pt", "model.width=8"),
+        ("train", "ckpt_path=mine.safetensors", "model.width=8"),
         ("model.width: cannot change when resuming", "allowed: the checkpoint's value, or a new run"),
         a_good_checkpoint,
         tiny=False,
     ),
     Mistake(
         "resuming another architecture",
-        ("train", "ckpt_path=mine.pt", "epochs=2"),
-        ("mine.pt: does not fit this run", "another shape"),
+        ("train", "ckpt_path=mine.safetensors", "epochs=2"),
+        ("mine.safetensors: does not fit this run", "another shape"),
         another_architecture,
         tiny=False,
     ),
     Mistake(
         "evaluating another architecture",
-        (*EVAL, "ckpt_path=mine.pt"),
-        ("mine.pt: ", "tensors are not those of this model", "another shape"),
+        (*EVAL, "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: ", "tensors are not those of this model", "another shape"),
         another_architecture,
     ),
     Mistake(
         "split",
-        (*EVAL[:-1], "split=tset", "ckpt_path=mine.pt"),
+        (*EVAL[:-1], "split=tset", "ckpt_path=mine.safetensors"),
         (
             "split: cannot be tset",
             "did you mean 'test'?",
@@ -449,13 +458,13 @@ ROWS = [
     ),
     Mistake(
         "split that the data lack",
-        (*EVAL, "ckpt_path=mine.pt", "data.split.val=0"),
+        (*EVAL, "ckpt_path=mine.safetensors", "data.split.val=0"),
         ("split: this data has no 'val' split", "allowed: train, test"),
         a_good_checkpoint,
     ),
     Mistake(
         "data with other classes",
-        (*EVAL, "ckpt_path=mine.pt", "data.dataset.classes=4"),
+        (*EVAL, "ckpt_path=mine.safetensors", "data.dataset.classes=4"),
         ("data: has 4 classes, but the checkpoint was trained on 10",),
         a_good_checkpoint,
     ),

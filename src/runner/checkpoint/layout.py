@@ -139,10 +139,13 @@ def read_header(file: BinaryIO) -> Header:
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("a value of its metadata is not a text")
         digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)
-        tensors = _tensors(entries, digests, size - 8 - length, 8 + length)
+        tensors = _tensors(entries, digests, 8 + length)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = str(error)[:200] or type(error).__name__
         raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason}") from error
+    end = max((stored.end for stored in tensors.values()), default=8 + length)
+    if end != size:
+        raise Damaged(f"is truncated, or has bytes after its end: it should have {end:,} bytes and has {size:,}")
     return Header(int(head[1]), metadata, tensors)
 
 
@@ -153,8 +156,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _tensors(entries: dict[str, Any], digests: Any, size: int, start: int) -> dict[str, Stored]:
-    """What the header says of tensors, whose bytes have to fill the rest of the file without gap or overlap.
+def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Stored]:
+    """What the header says of tensors, whose bytes have to follow each other without gap or overlap.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: if they do not, or an entry is of another form.
@@ -170,8 +173,6 @@ def _tensors(entries: dict[str, Any], digests: Any, size: int, start: int) -> di
         if not isinstance(digests[name], str):
             raise ValueError(f"{name[:100]} has no checksum")
         found[name], end = Stored(dtype, tuple(shape), start + begin, start + stop, digests[name]), stop
-    if end != size:
-        raise ValueError(f"its tensors take {end:,} bytes, and the file has {size:,} for them")
     return found
 
 
