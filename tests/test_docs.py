@@ -111,7 +111,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 file.write_text(body)
         (folder / "my_package").mkdir(exist_ok=True)
         (folder / "my_package" / "__init__.py").touch()
-        (folder / "stranger.pt").write_text("not a checkpoint\n")
+        (folder / "stranger.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
     with inside(found["docs"]):
         assert call("train", "debug=smoke", "threads=1", "logger=none", "evaluate.test=false")[0] == 0

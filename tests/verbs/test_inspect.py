@@ -259,7 +259,7 @@ def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
 def test_weights_are_those_of_the_checkpoint(trained: Any, inspect: Callable[..., Any]) -> None:
     from runner.checkpoint.file import read
 
-    state = read(trained.directory / "checkpoints" / "best.pt")["model"]
+    state = read(trained.directory / "checkpoints" / "best.safetensors")["model"]
     found = inspect(f"ckpt_path={trained.directory}", "what=[weights]", "output=here")
     assert found["folder"] == "here"
     norms = {each["name"]: each["norm"] for each in found["weights"]}
@@ -310,7 +310,7 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
     from runner.engine.state import load_weights
 
     training = built(*SMALL)
-    load_weights(training.model, read(trained.directory / "checkpoints" / "best.pt")["model"])
+    load_weights(training.model, read(trained.directory / "checkpoints" / "best.safetensors")["model"])
     batch = next(iter(training.splits.eval_split("test").loader.batches(0, 0, 1)))
     with torch.no_grad():
         logits = training.model.eval()(batch.images)
@@ -405,9 +405,11 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
     from runner.checkpoint.file import read
 
     trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
-    contents = read(trained.directory / "checkpoints" / "last.pt")
+    contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
-        found = inspect(f"ckpt_path={trained.directory}/checkpoints/last.pt", "what=weights", f"weights={which}")
+        found = inspect(
+            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=weights", f"weights={which}"
+        )
         norms = {each["name"]: each["norm"] for each in found["weights"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
