@@ -194,9 +194,9 @@ def epochs_of(splits: DataModule) -> list[Batch]:
     [
         {"num_workers": 2},
         {"cache": "disk"},
-        {"cache": "disk", "residency": "ram"},
-        {"cache": "disk", "residency": "disk"},
-        {"cache": "disk", "residency": "disk", "num_workers": 2},
+        {"cache": "disk", "placement": "ram"},
+        {"cache": "disk", "placement": "disk"},
+        {"cache": "disk", "placement": "disk", "num_workers": 2},
     ],
     ids=str,
 )

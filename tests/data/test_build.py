@@ -82,9 +82,9 @@ def indices(splits: DataModule, name: str) -> set[int]:
 
 def test_images_in_memory_stay_there_and_the_reason_is_told() -> None:
     assert choice(put_together(), "data path") == ("in RAM", "0.0 MiB of images, and the CPU computes")
-    assert choice(put_together(residency="ram"), "data path") == ("in RAM", "as set")
-    assert choice(put_together(residency="device"), "data path") == ("in RAM", "as set")
-    assert choice(put_together(residency="disk"), "data path") == ("workers", "as set")
+    assert choice(put_together(placement="ram"), "data path") == ("in RAM", "as set")
+    assert choice(put_together(placement="device"), "data path") == ("in RAM", "as set")
+    assert choice(put_together(placement="disk"), "data path") == ("workers", "as set")
 
 
 def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> None:
@@ -93,23 +93,23 @@ def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> N
     assert choice(put_together(transform=transform), "data path") == ("workers", "transform has sample transforms")
 
 
-@pytest.mark.parametrize("residency", ["ram", "device"])
-def test_a_residency_that_cannot_be_had_is_refused(residency: str) -> None:
-    with pytest.raises(UserError, match=rf"data.residency: '{residency}' needs .*\n.*allowed: auto or disk"):
-        put_together(node("Listed"), residency=residency)
+@pytest.mark.parametrize("placement", ["ram", "device"])
+def test_a_residency_that_cannot_be_had_is_refused(placement: str) -> None:
+    with pytest.raises(UserError, match=rf"data.placement: '{placement}' needs .*\n.*allowed: auto or disk"):
+        put_together(node("Listed"), placement=placement)
 
 
 def test_workers_without_effect_are_a_warning_and_none_else() -> None:
     (warning,) = put_together(num_workers=3).warnings
     assert warning.startswith("data.num_workers=3 has no effect")
     assert put_together(num_workers="auto").warnings == []
-    assert put_together(num_workers=1, residency="disk").warnings == []
-    (warning,) = put_together(num_workers=4096, residency="disk").warnings
+    assert put_together(num_workers=1, placement="disk").warnings == []
+    (warning,) = put_together(num_workers=4096, placement="disk").warnings
     assert warning.startswith("data.num_workers=4096 is more than the")
 
 
 def test_automatic_workers_are_measured_and_told() -> None:
-    value, reason = choice(put_together(residency="disk", num_workers="auto"), "workers")
+    value, reason = choice(put_together(placement="disk", num_workers="auto"), "workers")
     assert value == "0"
     # Which of the two it is depends on how fast the machine is just now; tests/data/test_num_workers.py has each of them.
     assert re.fullmatch(

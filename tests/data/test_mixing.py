@@ -206,8 +206,8 @@ SMALL = (
 def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
     train: Callable[..., Any],
 ) -> None:
-    memory = train(*SMALL, "data.residency=ram").summary
-    workers = train(*SMALL, "data.residency=disk", "data.num_workers=2").summary
+    memory = train(*SMALL, "data.placement=ram").summary
+    workers = train(*SMALL, "data.placement=disk", "data.num_workers=2").summary
     assert memory["weights_sha256"] == workers["weights_sha256"]
     assert train(*SMALL, "transform.mix=null").summary["weights_sha256"] != memory["weights_sha256"]
     # What is evaluated is not blended: its accuracy is a share of whole samples.

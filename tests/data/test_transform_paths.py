@@ -116,7 +116,7 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
     transform = Transform(mix=node) if target in MIX else Transform(train=[node])
     dataset = {"_target_": "runner.data.sources.synthetic.synthetic", "samples": 75, "image_size": 8, "classes": 5}
     found = []
-    for keys in ({"residency": "ram"}, {"residency": "disk", "num_workers": 2 if channels_last else 0}):
+    for keys in ({"placement": "ram"}, {"placement": "disk", "num_workers": 2 if channels_last else 0}):
         data = Data(dataset=dataset, batch_size=16, pin_memory=False, **keys)  # type: ignore[arg-type]
         found.append(batches(build_data(data, transform, 3, CPU, 32, channels_last)))
     for memory, workers in zip(*found, strict=True):

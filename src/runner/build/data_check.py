@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.build.sources import changed_sources
+from runner.checkpoint.find import named
 from runner.config.errors import DataFailed, UserError
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
@@ -67,6 +68,6 @@ def name_not_finite(loss: float, splits: DataModule, name: str, tell: Callable[[
 
 def way_on(directory: RunDirectory | None, error: Exception) -> str:
     """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
-    if directory is None or not isinstance(error, DataFailed) or not (directory.checkpoints / "last.pt").is_file():
+    if directory is None or not isinstance(error, DataFailed) or not named(directory.checkpoints, "last"):
         return ""
     return f"\n    to go on: ckpt_path={directory.path}"

@@ -17,9 +17,9 @@ from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
-from runner.engine.evaluation import untouched
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating, no_trace
 from runner.runtime.determinism import refusal
 
 _BATCHES = (
@@ -171,7 +171,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: DataModule) -> 
     with _single_values(model) as single:
         logits = try_forward(model, inputs)
     _probe_other_sizes(model, splits)
-    with untouched(model, loss):
+    with evaluating(model, loss):
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
@@ -254,7 +254,7 @@ def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
     # Some models keep their last outputs as attributes, and a tensor with a graph cannot be copied for an average.
     kept = [(module, dict(vars(module))) for module in (*model.modules(), *loss.modules())]
     try:
-        with untouched(model, loss), torch.inference_mode(False), torch.enable_grad():
+        with no_trace(model, loss), torch.enable_grad():
             model.train()
             yield
     finally:
@@ -302,7 +302,7 @@ def _probe_other_sizes(model: nn.Module, splits: DataModule) -> None:
             ) from error
 
 
-def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: Plan) -> None:
+def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan) -> None:
     """Refuse batches of one sample where BatchNorm layers would get a single value a channel.
 
     Args:

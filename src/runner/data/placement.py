@@ -182,14 +182,14 @@ def _place(
     """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
-    if data.residency in ("device", "ram") and not possible:
+    if data.placement in ("device", "ram") and not possible:
         if not plan._cache_missing:
-            problem = f"'{data.residency}' needs a data set of image tensors in memory"
-            raise UserError("data.residency", problem, "auto or disk, or data.cache=disk")
-        plan.warnings.append(f"data.residency={data.residency} has no effect: data.cache was not made")
-    if data.residency == "disk" or not possible or sample_transforms:
+            problem = f"'{data.placement}' needs a data set of image tensors in memory"
+            raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
+        plan.warnings.append(f"data.placement={data.placement} has no effect: data.cache was not made")
+    if data.placement == "disk" or not possible or sample_transforms:
         reason = "transform has sample transforms" if sample_transforms else "images are read one by one"
-        plan.choices.insert(0, ("data path", "workers", "as set" if data.residency == "disk" else reason))
+        plan.choices.insert(0, ("data path", "workers", "as set" if data.placement == "disk" else reason))
         return
     cached = any(isinstance(source, CachedImages) for source in arrays)
     size = sum(source.images.nbytes for source in arrays)
@@ -198,7 +198,7 @@ def _place(
         available = psutil.virtual_memory().available
         if size > available:
             problem = f"'ram' needs {size / _GIB:.1f} GiB, and {available / _GIB:.1f} GiB are available"
-            raise UserError("data.residency", problem, "auto, which reads from the cache file")
+            raise UserError("data.placement", problem, "auto, which reads from the cache file")
         plan._in_ram = True
     plan.choices.insert(0, ("data path", value, reason))
 
@@ -206,22 +206,22 @@ def _place(
 def _home(data: Data, size: int, cached: bool, device: torch.device) -> tuple[torch.device, str, str]:
     """Where tensors of this size live, in words, and why."""
     cpu, shown = torch.device("cpu"), f"{size / 2**20:.1f} MiB of images"
-    if data.residency == "ram":
+    if data.placement == "ram":
         return cpu, "in RAM", "as set"
     home = "cache file" if cached else "in RAM"
     if device.type == "cpu":
-        return cpu, home, "as set" if data.residency == "device" else f"{shown}, and the CPU computes"
+        return cpu, home, "as set" if data.placement == "device" else f"{shown}, and the CPU computes"
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        if data.residency == "device":
+        if data.placement == "device":
             # torch returns its reserved memory when an allocation needs it.
             available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             if size > available:
                 problem = f"'device' needs {size / _GIB:.1f} GiB, and {device} has {available / _GIB:.1f} GiB free"
-                raise UserError("data.residency", problem, "auto or ram, which keep the images in CPU memory")
+                raise UserError("data.placement", problem, "auto or ram, which keep the images in CPU memory")
         elif size > _SHARE_OF_DEVICE * free:
             return cpu, home, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
-    return device, f"on {device}", "as set" if data.residency == "device" else f"{shown} fit"
+    return device, f"on {device}", "as set" if data.placement == "device" else f"{shown} fit"
 
 
 def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:
@@ -229,11 +229,11 @@ def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> li
     in_memory, on_cpu, on_cuda = plan.in_memory is not None, device.type == "cpu", device.type == "cuda"
     reason = "no worker process reads"
     if in_memory:
-        reason = "the images are in memory (data.residency=disk reads them through workers)"
+        reason = "the images are in memory (data.placement=disk reads them through workers)"
     count, timeout = data.num_workers, "null" if data.timeout_s is None else f"{data.timeout_s:g}"
     unread = plan.workers == 0
     useless = (
-        (data.residency == "device" and on_cpu, "residency=device", "the device is the CPU"),
+        (data.placement == "device" and on_cpu, "placement=device", "the device is the CPU"),
         (in_memory and isinstance(count, int) and count > 0 and not plan._caches, f"num_workers={count}", reason),
         (unread and data.prefetch != Data.prefetch, f"prefetch={data.prefetch}", reason),
         (unread and not data.persistent_workers, "persistent_workers=false", reason),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from runner.build.model import KnownData, build_model, prepared
 from runner.checkpoint import find
-from runner.checkpoint.weights import weights_of
+from runner.checkpoint.file import Parts
+from runner.checkpoint.weights import part_with, weights_of
 from runner.config import keys, stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
@@ -25,7 +26,7 @@ from runner.data.build import DataModule, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
-from runner.engine.tta import Averaged, views_named
+from runner.engine.tta import TTAModel, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
 from runner.tracking.console import Console
@@ -46,7 +47,7 @@ class Settled(Generic[T]):
         which: the weights that are meant, the key `weights` of the verb.
     """
 
-    found: find.Found
+    found: find.LoadedCheckpoint
     config: T
     values: dict[str, Any]
     words: list[str]
@@ -91,7 +92,8 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     """
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
-    found, combined = _merged(composition, schema, prefer)
+    # Of the checkpoint's tensors, only the weights that are meant are read.
+    found, combined = _merged(composition, schema, prefer, part_with(composition.values["weights"]))
     statistics_given = any(word.startswith("data.normalize") for word in composition.words)
     if not statistics_given and isinstance(combined.get("data"), dict):
         # Other data still has to look to the model like the data that it was trained on.
@@ -102,7 +104,7 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
 
 def line_or_checkpoint(
     composition: Composition, schema: type[T], prefer: str = "last"
-) -> tuple[T, dict[str, Any], find.Found | None]:
+) -> tuple[T, dict[str, Any], find.LoadedCheckpoint | None]:
     """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
 
     Args:
@@ -122,17 +124,19 @@ def line_or_checkpoint(
     return checked(values, composition, schema, str(found.path) if found else ""), values, found
 
 
-def _merged(composition: Composition, schema: type[Train], prefer: str) -> tuple[find.Found, dict[str, Any]]:
+def _merged(
+    composition: Composition, schema: type[Train], prefer: str, parts: Parts | None = None
+) -> tuple[find.LoadedCheckpoint, dict[str, Any]]:
     values = composition.values
     runs = Path(str(values["output_root"])) / str(values["name"])
-    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer)
+    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer, parts=parts)
     combined, _ = merged(found.contents["config"], str(found.path), composition)
     kind: type = schema
     own = {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
     return found, combined | own
 
 
-def stored_data(found: find.Found) -> dict[str, Any]:
+def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
     """The section `data` of the config in a checkpoint, empty if it has none."""
     data = stored.load(found.contents["config"], str(found.path)).get("data")
     return data if isinstance(data, dict) else {}
@@ -270,7 +274,7 @@ def fill(model: nn.Module, settled: Settled[Any]) -> None:
         raise UserError(f"{settled.found.path}: {error}") from error
 
 
-def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> Averaged:
+def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
@@ -292,7 +296,7 @@ def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence
             view(image)
     except ValueError as error:
         raise UserError(f"tta: {error}\n    allowed: other views") from error
-    return Averaged(model, views, probabilities)
+    return TTAModel(model, views, probabilities)
 
 
 def class_count(task: Task) -> int | None:

@@ -31,7 +31,7 @@ _ROUNDING = (
 # Keys that must change no bit.
 _NEUTRAL = (
     *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
-    *("data.residency", "data.cache", "data.cache_dir", "activation_checkpointing", "log", "logger", "checkpoint"),
+    *("data.placement", "data.cache", "data.cache_dir", "activation_checkpointing", "log", "logger", "checkpoint"),
     *("evaluate", "callbacks", "output_root", "name", "detect_anomaly", "trust", "metrics", "max_time", "resume"),
 )
 _SEEDED = "random, numpy.random and torch's global generator"

@@ -23,9 +23,10 @@ from runner.config.schema.bench import Bench
 from runner.data.build import DataModule
 from runner.data.workers import WorkerLoader
 from runner.engine.step import train_step
+from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.device import choose_device
-from runner.runtime.memory import SavedTensors, memory_in_use, peak_memory, reset_peak_memory
+from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
 

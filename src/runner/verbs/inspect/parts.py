@@ -16,7 +16,7 @@ from runner.config.errors import UserError
 from runner.config.schema.inspect import Inspect
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
-from runner.runtime.flops import Flops
+from runner.instrument.flops import Flops
 from runner.tracking.formats import percent
 from runner.tracking.plots import confusion_matrix
 from runner.verbs._checkpoint import distinct

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.build import DataModule
-from runner.engine.evaluation import untouched
+from runner.instrument.no_trace import evaluating
 from runner.models.features import extractor
 from runner.tracking.formats import compact, percent
 from runner.tracking.image_grid import (
@@ -121,7 +121,7 @@ def draw_maps(
 ) -> list[tuple[Path, str]]:
     """Draw what layers make of a few images; gives files and titles. What is no map, nor tokens of a grid, is left out."""
     images, targets = images[:_ROWS], targets[:_ROWS]
-    with untouched(model):
+    with evaluating(model):
         found = extractor(model, names, "tensors")(images)
     pixels, words = pixels_of(images, splits), words_of(targets, splits.classes)
     written: list[tuple[Path, str]] = []

@@ -26,8 +26,8 @@ from runner.data.bad_samples import BadSample
 from runner.data.build import callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
-from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.runtime.precision import Precision
 from runner.tracking.console import Console
@@ -237,7 +237,7 @@ def _outputs(
     """Outputs of the images that could be read, float32 on the CPU, with what their rows begin with, and features."""
     loader = source.loader
     batches = math.ceil(loader.samples / loader.batch_size)
-    with untouched(model):
+    with evaluating(model):
         for batch in loader.batches(0, 0, batches):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()
