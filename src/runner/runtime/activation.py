@@ -132,10 +132,6 @@ class _Shield:
     """Keeps buffers as they are while a block is computed again, and shows it those that it saw the first time.
 
     Random draws are repeated by torch itself, but for those of Apple's GPU.
-
-    Args:
-        modules: the modules whose buffers, and their children's, the block may change.
-        inputs: tensors that the block is given.
     """
 
     def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor] = ()) -> None:

@@ -297,13 +297,7 @@ def _without_graphs(options: Options) -> Mode:
 
 
 class CompileReport:
-    """Reports what compiling cost when the first compiled step has ended, and whenever something is compiled again.
-
-    Args:
-        compilation: what is compiled.
-        line: shows a line.
-        warn: shows a warning.
-    """
+    """Reports what compiling cost when the first compiled step has ended, and whenever something is compiled again."""
 
     def __init__(self, compilation: Compilation, line: Callable[[str], None], warn: Callable[[str], None]) -> None:
         self._meter, self._line, self._warn = compilation.meter, line, warn
