@@ -110,7 +110,7 @@ def _trial(training: Training) -> None:
     image = next(iter(training.splits.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     trial = Trial(training.model, image, contextlib.nullcontext)
     trial.bytes_of_sample()
-    trial.idle([("layer", training.model.get_submodule("layer"))])
+    trial.idle(["layer"])
     trial.backward()
 
 
