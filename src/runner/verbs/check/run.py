@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
@@ -40,6 +40,8 @@ from runner.verbs.check.table import BUILD, CHECKS, Check
 FAILED, INCOMPLETE = 1, 3  # exit statuses
 _TRACEBACK = "HYDRA_FULL_ERROR=1 shows the traceback"
 _SAMPLES = 64  # of a batch of an evaluation
+
+T = TypeVar("T")
 
 
 class OutOfTime(BaseException):
@@ -117,31 +119,21 @@ def run_checks(
     began = time.monotonic()
     set_switches(config, _device(config))
     late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
-    try:
-        with time_limit(began + config.budget_s - time.monotonic()):
-            if config.data.batch_size == "auto":
-                settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
-            splits = _build_data(config)
-    except OutOfTime:
+    splits = _attempt(lambda: _build_data(config, values), began + config.budget_s - time.monotonic())
+    if isinstance(splits, OutOfTime):
         return late, []
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # a custom data set or model can raise anything
+    if isinstance(splits, Exception):
         others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
-        return [_build_failed(error, began), *others], []
+        return [CompletedCheck(BUILD, _build_failed(splits), time.monotonic() - began), *others], []
     with contextlib.closing(splits):
         context = CheckContext(config, values, splits, found, began)
-        try:
-            with time_limit(context.left):
-                context.build()
-        except OutOfTime:
+        error = _attempt(context.build, context.left)
+        if isinstance(error, OutOfTime):
             return late, []
-        except (MemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # as above; the data can still be checked
-            completed = [_build_failed(error, began)]
-        else:
-            completed = [CompletedCheck(BUILD, BUILD.run(context), time.monotonic() - began)]
+        # If the build failed, the data can still be checked.
+        result = BUILD.run(context) if error is None else _build_failed(error)
+        completed = [CompletedCheck(BUILD, result, time.monotonic() - began)]
+        if error is None:
             console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
         errors: dict[str, str] = {}
         for each in sorted(chosen, key=lambda each: each.turn):
@@ -178,9 +170,8 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
         text = _describe(error)
         if errors.setdefault(text, each.name) != each.name:
             return skipped(f"raised the same error as {errors[text]}")
-        return failed(
-            text, "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _TRACEBACK
-        )
+        fix = "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _TRACEBACK
+        return failed(text, fix)
 
 
 @contextlib.contextmanager
@@ -205,18 +196,29 @@ def _device(config: Settings) -> Any:
     return choose_device(config.device)[0]
 
 
-def _build_data(config: Settings) -> DataModule:
+def _attempt(work: Callable[[], T], seconds: float) -> T | Exception | OutOfTime:
+    """What `work` returns or raises within a time; custom data sets and models can raise anything."""
+    try:
+        with time_limit(seconds):
+            return work()
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except (Exception, OutOfTime) as error:
+        return error
+
+
+def _build_data(config: Settings, values: dict[str, Any]) -> DataModule:
+    if config.data.batch_size == "auto":
+        settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
     size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
     data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts images that cannot be read
     return build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
-def _build_failed(error: Exception, began: float) -> CompletedCheck:
+def _build_failed(error: Exception) -> Result:
     if isinstance(error, UserError):
-        result = failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
-    else:
-        result = failed(_describe(error), _TRACEBACK)
-    return CompletedCheck(BUILD, result, time.monotonic() - began)
+        return failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
+    return failed(_describe(error), _TRACEBACK)
 
 
 def _describe(error: Exception) -> str:

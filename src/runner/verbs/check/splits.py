@@ -120,11 +120,8 @@ def split_targets(context: CheckContext) -> Result:
     if len(scores) == 1:
         return skipped(f"there is no other split of {_LEAST} images")
     evidence = f"the accuracy of a linear model is {', '.join(scores)}"
-    return graded(
-        evidence,
-        f"check how images and targets of {join_names(bad)} are paired, and its order of classes",
-        fail=bool(bad),
-    )
+    fix = f"check how images and targets of {join_names(bad)} are paired, and its order of classes"
+    return graded(evidence, fix, fail=bool(bad))
 
 
 def target_blocks(context: CheckContext) -> Result:
