@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from runner.build.weight_average import check_average
 from runner.build.run import Training, build_training, look_ahead
+from runner.build.weight_average import check_average
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import checked
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Timeline
-from runner.engine.state import Position
+from runner.engine.position import Position
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
 EPOCHS, STEPS = 6, 6
@@ -153,21 +153,21 @@ def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of
 def test_swa_takes_the_weights_of_as_many_epochs(train: Callable[..., Any], swa: str, size: int, workdir: Path) -> None:
     words = (*RUN, swa, "averaging.lr_factor=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
     whole = train(*words)
-    expected = read(whole.directory / "checkpoints" / "last.pt")["averaged"]["updates"]
-    checkpoint = whole.directory / "checkpoints" / "step_0000000018.pt"
+    expected = read(whole.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"]
+    checkpoint = whole.directory / "checkpoints" / "step_0000000018.safetensors"
     first = train(f"ckpt_path={checkpoint}", f"data.batch_size={size}", f"hydra.run.dir={workdir}/first")
-    assert read(first.directory / "checkpoints" / "last.pt")["averaged"]["updates"] == expected
+    assert read(first.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"] == expected
     # Stopped once more on the way, and resumed without a change, also in the middle of an epoch.
-    saved = read(first.directory / "checkpoints" / "last.pt")["position"]
+    saved = read(first.directory / "checkpoints" / "last.safetensors")["position"]
     assert saved["turns"] == [[18, 3]]
     steps = 48 // size
-    middle = first.directory / "checkpoints" / f"step_{18 + steps:010d}.pt"
+    middle = first.directory / "checkpoints" / f"step_{18 + steps:010d}.safetensors"
     second = train(f"ckpt_path={middle}", f"hydra.run.dir={workdir}/second")
     assert second.summary["weights_sha256"] == first.summary["weights_sha256"]
-    averages = [read(each.directory / "checkpoints" / "last.pt")["averaged"] for each in (first, second)]
+    averages = [read(each.directory / "checkpoints" / "last.safetensors")["averaged"] for each in (first, second)]
     assert averages[0]["updates"] == averages[1]["updates"]
     # A resume that changes nothing keeps the turns.
-    assert read(second.directory / "checkpoints" / "last.pt")["position"]["turns"] == [[18, 3]]
+    assert read(second.directory / "checkpoints" / "last.safetensors")["position"]["turns"] == [[18, 3]]
 
 
 @pytest.mark.parametrize("words", [("data.batch_size=4",), ("accumulate=2",), ("limit.train_batches=2",)], ids=" ".join)
@@ -178,7 +178,7 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
         *RUN, "freeze=[layers.0@4ep]", "evaluate.every_epochs=2", "checkpoint.keep=99",
         "log.every_steps=1", "scheduler=step", "scheduler.every=4", "scheduler.gamma=0.5",
     )  # fmt: skip
-    checkpoint = first.directory / "checkpoints" / "step_0000000012.pt"
+    checkpoint = first.directory / "checkpoints" / "step_0000000012.safetensors"
     rest = train(f"ckpt_path={checkpoint}", *words, f"hydra.run.dir={workdir}/rest")
     steps = {"data.batch_size=4": 12, "accumulate=2": 3, "limit.train_batches=2": 2}[words[0]]
     assert f"step {12 + 2 * steps}: layers.0 is trained from here on" in rest.out

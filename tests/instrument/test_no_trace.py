@@ -19,10 +19,10 @@ from runner.config.resolve import checked
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
+from runner.engine.position import Position
 from runner.engine.range_test import exponential, range_test
-from runner.engine.state import Position
 from runner.runtime.blocks import _Probe as Trial
-from runner.verbs.inspect.watch import pass_through as watched
+from runner.verbs.inspect.observed_pass import pass_through as watched
 
 
 class Assigning(nn.Module):
@@ -110,7 +110,7 @@ def _trial(training: Training) -> None:
     image = next(iter(training.splits.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     trial = Trial(training.model, image, contextlib.nullcontext)
     trial.bytes_of_sample()
-    trial.idle([("layer", training.model.get_submodule("layer"))])
+    trial.idle(["layer"])
     trial.backward()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from runner.checkpoint import file, resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
+from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager
-from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.config.errors import UserError
 from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing

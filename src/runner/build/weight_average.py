@@ -14,9 +14,9 @@ from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.engine.errors import Interrupted
-from runner.engine.loop import Limits
-from runner.engine.plan import Timeline
-from runner.engine.state import Schedule, load_weights
+from runner.engine.plan import Limits, Timeline
+from runner.engine.protocols import Schedule
+from runner.engine.state import load_weights
 from runner.engine.weight_average import AveragedModel, prefix
 from runner.instrument.no_trace import preserved_rng
 from runner.optim.schedules import Annealed
@@ -38,10 +38,10 @@ def build_averaged(
     """The average that `ema` or `swa` asks for; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
-    leaves_out = config.on_nonfinite == "skip"
+    can_skip = config.on_nonfinite == "skip"
     if config.ema is not None:
         warmup = config.averaging.warmup
-        return AveragedModel("ema", model, parameters, config.ema, warmup, leaves_out=leaves_out)
+        return AveragedModel("ema", model, parameters, config.ema, warmup, can_skip=can_skip)
     if config.swa is None:
         return None
     start = swa_start(config.swa, timeline, limits, total_steps)
@@ -50,7 +50,7 @@ def build_averaged(
         # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
         part = (timeline.scaled(start) / timeline.steps - epoch) % 1
         start = turn + round(part * timeline.steps) - timeline.steps
-    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, leaves_out=leaves_out)
+    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, can_skip=can_skip)
 
 
 def check_average(config: Train, training: Training) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.engine.loop import Limits
+from runner.engine.plan import Limits
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig
 from runner.verbs.check.context import CheckContext

@@ -9,10 +9,10 @@ from runner.build.metrics import build_callbacks, fresh_metrics
 from runner.build.weight_average import evaluate_both
 from runner.checkpoint import resume
 from runner.data.loaders import Loader
+from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import UnfreezeCallback
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
 from runner.verbs.check.context import CheckContext
 
 

@@ -15,9 +15,10 @@ import torch
 
 from runner.data.loaders import Batch
 from runner.engine.errors import Diverged, NotFinite
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
-from runner.engine.state import RunningMean, Schedule, TrainState
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
+from runner.engine.protocols import Schedule
+from runner.engine.state import RunningMean, TrainState
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.loop_runs import build_loop, held_out_loader, run_callbacks
 from runner.verbs.check.overfit_batch import evaluation_with_batch_statistics, overfit_samples, train_on_batch

@@ -21,7 +21,8 @@ from runner.config.schema.profile import Profile
 from runner.data.profiler_ranges import loader_in_ranges
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
-from runner.engine.loop import Limits, Loop
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits
 from runner.engine.step import backward, forward, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
 from runner.instrument.saved_tensors import SavedTensors
@@ -91,15 +92,7 @@ class _Phase:
 
 
 class Phases:
-    """A callback that leads a loop through the phases and ends it; has to be the last in the list.
-
-    Args:
-        config: how many steps, and how long at most.
-        training: what is trained.
-        stopwatch: marks the ranges of a step.
-        folder: where a memory snapshot goes.
-        tell: shows a line of text.
-    """
+    """A callback that leads a loop through the phases and ends it; has to be the last in the list."""
 
     def __init__(
         self, config: Profile, training: Training, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
@@ -202,12 +195,6 @@ class Phases:
 
 def measure(config: Profile, training: Training, folder: Path, tell: Callable[[str], None]) -> Measured:
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them.
-
-    Args:
-        config: what to do.
-        training: what to train; changed by the steps.
-        folder: where a memory snapshot goes.
-        tell: shows a line of text.
 
     Raises:
         UserError: if the loss is not finite.

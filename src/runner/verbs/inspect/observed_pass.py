@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.run import Training
-from runner.engine.step import Batch
+from runner.engine.protocols import Batch
 from runner.instrument.nested import first_tensor
 from runner.instrument.no_trace import no_trace
 from runner.instrument.observer import Observer, observe_gradients
@@ -47,11 +47,6 @@ def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Pa
     """Send a batch of training through model and loss and back.
 
     Weights, buffers, modes, gradients and random generators are left as they were.
-
-    Args:
-        training: what is trained.
-        batch: as a step is given it.
-        tensors: names of modules and operations to look at; without any, every module.
 
     Raises:
         UserError: if there is no operation of a name.
