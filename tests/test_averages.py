@@ -18,7 +18,7 @@ from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.errors import Interrupted
 
@@ -216,8 +216,8 @@ def begun(compose: Callable[..., Any]) -> tuple[Any, Train]:
     """A training whose average has begun, and its config."""
     composition = compose(*SMALL, "model=mlp", "~model.hidden", "~model.dropout", "model._target_=my_parts.Normed", "swa=0.5",
                           "data.batch_size=42", "data.drop_last=true", "evaluate.batch_size=7", "threads=1")  # fmt: skip
-    config = checked(composition.values, composition, Train)
-    training = build_training(config, composition.values)
+    config = resolve_config(composition, Train)
+    training = build_training(config)
     assert training.splits.train.samples == 43
     training.state.train()
     training.state.averaged.update(12)

@@ -24,7 +24,7 @@ from runner.build.metrics import build_callbacks, fresh_metrics
 from runner.build.optimizer import table_of_groups
 from runner.build.run import build_training, look_ahead, training_flops
 from runner.build.saving import Saving, build_loggers, finish_saving, record, repeated
-from runner.build.setup import Setup, is_inside, open_directory, open_job, read_best, settle, why_occupied
+from runner.build.setup import Setup, is_inside, open_directory, open_job, read_best, resolve, why_occupied
 from runner.build.sources import own_sources
 from runner.build.weight_average import evaluate_both, load_best
 from runner.checkpoint import file as checkpoint_file
@@ -35,7 +35,7 @@ from runner.config.app import Composition, current
 from runner.config.changes import changes_result
 from runner.config.durations import seconds
 from runner.config.errors import DataFailed, UserError, called_exit, too_many_files
-from runner.config.resolve import writes_where_told
+from runner.config.resolve import may_write_cache
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
@@ -84,7 +84,7 @@ def run(cfg: DictConfig) -> float | None:
     try:
         with signals, operations_named(lambda text: console.warn(text)), contextlib.ExitStack() as built:
             directory = open_job(composition)
-            setup = settle(composition)
+            setup = resolve(composition)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
             if setup.finished is not None:
@@ -186,7 +186,7 @@ def train(
     Returns:
         The best value of the monitored metric, or None.
     """
-    config, values = setup.config, setup.values
+    config = setup.config
     continued = is_inside(setup.found, directory.path)
     resumed_step = setup.found.contents["position"]["global_step"] if setup.found else 0
     summary |= begun(config, setup.found)
@@ -196,18 +196,19 @@ def train(
 
     # Device, data, model, optimizer
     start = resume.made_of(setup.found, "position", Position) if setup.found else None
-    make_cache, data = writes_where_told(values, composition.values), None
+    make_cache, data = may_write_cache(config, composition), None
     if config.compile:
         forget_compiled()
     if config.lr == "auto":
-        data = settle_rate(config, values, make_cache, directory.path, console.line, signals.asked)
+        config, data = settle_rate(config, make_cache, directory.path, console.line, signals.asked)
         built.callback(data.close)
-    training = build_training(config, values, start, data, make_cache)
+    training = build_training(config, start, data, make_cache)
+    config = training.config
     splits, task, model, state = training.splits, training.task, training.model, training.state
     built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
-    identity, sources = splits.identify(), own_sources(values)
+    identity, sources = splits.identify(), own_sources(config)
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, sources, config.data.identity == "ignore")
     splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
@@ -220,7 +221,7 @@ def train(
         config.log.utilization, training.device, kind, lambda: training_flops(training), training.warnings
     )
 
-    text = stored.dump(values)  # complete from here on
+    text = stored.dump(config)
     show = Outbox([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
     known = (text, classes, identity, splits.image_shape, sources)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from runner.build.weight_average import check_average
 from runner.build.run import Training, build_training, look_ahead
+from runner.build.weight_average import check_average
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.frozen import with_changes
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.plan import Plan, Timeline
 from runner.engine.state import Position
@@ -45,9 +46,8 @@ def training(compose: Callable[..., Any]) -> Callable[..., Training]:
 
     def build(*words: str, size: int = 8, start: Position | None = None) -> Training:
         composition = compose(*RUN, *words)
-        config = checked(composition.values, composition, Train)
-        config.data.batch_size = size
-        built = build_training(config, composition.values, start, splits[0] if splits else None)
+        config = with_changes(resolve_config(composition, Train), {"data.batch_size": size})
+        built = build_training(config, start, splits[0] if splits else None)
         splits[:] = [built.splits]  # reading the data once is enough
         return built
 
@@ -210,8 +210,8 @@ def ahead(training: Training) -> list[str]:
 def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: Callable[..., Any]) -> None:
     def check(*words: str, start: Position) -> None:
         composition = compose(*RUN, *words)
-        config = checked(composition.values, composition, Train)
-        check_average(config, build_training(config, composition.values, start))
+        config = resolve_config(composition, Train)
+        check_average(config, build_training(config, start))
 
     longer = ("swa=2", "epochs=null", "max_steps=30", "data.batch_size=2")
     check(*longer, start=Position(epoch=3, global_step=18))  # weights were taken at step 18

@@ -21,7 +21,7 @@ from runner.build.run import build_training, training_flops
 from runner.checkpoint.file import read
 from runner.config.app import Composition
 from runner.config.overrides import canonical
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 
 VIT = {"_target_": "runner.models.vit.ViT", "dim": 12, "depth": 1}
@@ -95,7 +95,7 @@ def built(settled: Callable[..., Composition]) -> Callable[..., Any]:
 
     def make(**settings: Any) -> Any:
         composition = settled(settings)
-        return build_training(checked(composition.values, composition, Train), composition.values)
+        return build_training(resolve_config(composition, Train))
 
     return make
 

@@ -10,6 +10,8 @@ import torch
 
 from runner.build.metrics import build_callbacks, monitored
 from runner.config.errors import UserError
+from runner.config.frozen import with_changes
+from runner.config.schema.sections import Checkpoint, Data
 from runner.config.schema.train import Train
 from runner.engine.tasks import Classification, Regression
 
@@ -40,13 +42,12 @@ class Watcher:
 
 def config_of(metrics: dict[str, str] | None = None, **keys: Any) -> Train:
     nothing = {"_target_": "x.y"}
-    config = Train(data=None, model=nothing, loss=nothing, task=nothing, optimizer=nothing, scheduler=nothing)  # type: ignore[arg-type]
-    config.metrics = metrics and {name: {"_target_": target} for name, target in metrics.items()}
-    config.ema = keys.pop("ema", None)
-    config.callbacks = keys.pop("callbacks", {})
-    for name, value in keys.items():
-        setattr(config.checkpoint, name, value)
-    return config
+    own = {name: keys.pop(name) for name in ("ema", "callbacks") if name in keys}
+    return Train(
+        data=Data(dataset=nothing), model=nothing, loss=nothing, task=nothing, optimizer=nothing, scheduler=nothing,
+        metrics=metrics and {name: {"_target_": target} for name, target in metrics.items()},
+        checkpoint=Checkpoint(**keys), **own,
+    )  # fmt: skip
 
 
 TORCHMETRICS = {
@@ -81,7 +82,7 @@ def test_a_metric_that_does_not_say_so_has_to_be_given_a_mode(name: str) -> None
         UserError, match=rf"^checkpoint.mode: .*'val/{name}' are better is not known\n    allowed: min or max"
     ):
         monitored(config, Classification(3), None)  # type: ignore[arg-type]
-    config.checkpoint.mode = "min"
+    config = with_changes(config, {"checkpoint.mode": "min"})
     assert monitored(config, Classification(3), None) == (f"val/{name}", "min")  # type: ignore[arg-type]
 
 

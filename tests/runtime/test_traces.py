@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.build.model import probe
 from runner.build.run import Training, build_training, training_flops
 from runner.build.weight_average import _feed
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
@@ -137,7 +137,7 @@ def make(compose: Callable[..., Any]) -> Callable[[], Training]:
     facts = dict.fromkeys(("in_channels", "num_classes", "image_size"))
     values["model"] = {"_target_": f"{__name__}.Assigning", **facts}
     values["loss"] = {"_target_": f"{__name__}.Remembering"}
-    return lambda: build_training(checked(values, composition, Train), values)
+    return lambda: build_training(resolve_config(composition, Train))
 
 
 @pytest.mark.parametrize("name", RUNS)

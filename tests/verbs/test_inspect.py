@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from runner.build.run import Training, build_training
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import Inspect
 from runner.verbs.inspect import spelled_out
 from runner.verbs.inspect.watch import pass_through
@@ -48,8 +48,8 @@ def inspect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 def built(compose: Callable[..., Any]) -> Callable[..., Training]:
     def call(*words: str) -> Training:
         composition = compose(*words, verb="inspect")
-        config = checked(composition.values, composition, Inspect)
-        return build_training(config, composition.values)
+        config = resolve_config(composition, Inspect)
+        return build_training(config)
 
     return call
 

@@ -11,6 +11,7 @@ from typing import Any
 from runner.build.batch_size import memory_for_training
 from runner.build.run import Training, build_training, look_ahead
 from runner.config.errors import UserError
+from runner.config.frozen import with_changes
 from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
 from runner.config.targets import names_argument
@@ -120,31 +121,29 @@ def _rounded(rate: float) -> float:
 
 def settle_rate(
     config: Train,
-    values: dict[str, Any],
     make_cache: bool,
     folder: Path,
     tell: Callable[[str], None],
     interrupted: Callable[[], str],
-) -> Splits:
-    """Put the rate that the range test finds in the place of `lr=auto`.
+) -> tuple[Train, Splits]:
+    """The config with the rate that a range test finds in place of `lr=auto`.
 
     What the test trained is thrown away: the run builds its own from its seed, so it is that of a run with this rate.
 
     Args:
-        config: the config; its `lr` and `optimizer` are changed.
-        values: the same as plain containers.
+        config: the config.
         make_cache: whether a cache of `data.cache` that is not there may be made.
         folder: the run directory, which gets `lr_range.json` and a picture.
         tell: shows a line of text.
         interrupted: the name of the signal that asks to stop, or an empty string.
 
     Returns:
-        The data, to be trained on.
+        The config, and the data, to be trained on.
 
     Raises:
         UserError: if the parts do not fit together, or no rate was found.
     """
-    training = build_training(config, values, make_cache=make_cache)
+    training = build_training(config, make_cache=make_cache)
     splits = training.splits
     try:
         look_ahead(config, training)  # before the time is spent
@@ -163,9 +162,8 @@ def settle_rate(
     if found.warning:
         tell(f"warning: {found.warning}")
     tell(f"lr=auto: {found.words} ({REASON}; {folder / 'lr_range.json'})")
-    for name, rate in found.settings.items():
-        config.optimizer[name] = values["optimizer"][name] = rate
-    config.lr = values["lr"] = None
+    rates = {f"optimizer.{name}": rate for name, rate in found.settings.items()}
+    config = with_changes(training.config, {"lr": None} | rates)
     del training
     gc.collect()  # a model may be held by a cycle, and the next one needs the memory
-    return splits
+    return config, splits

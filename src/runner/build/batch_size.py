@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
@@ -15,12 +14,15 @@ from torch import Tensor
 
 from runner.build.model import as_given
 from runner.config.errors import UserError, first_line
+from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
 from runner.engine.oom_retry import is_out_of_memory
 from runner.runtime.memory import SavedTensors, readable
 
 if TYPE_CHECKING:
     from runner.build.run import Training
+
+T = TypeVar("T", bound=Train)
 
 _SHARE = 0.8  # of the memory that is free
 _BESIDE = 3  # times the weights: gradients, and two averages as Adam keeps them
@@ -46,27 +48,20 @@ class Fitting:
     reason: str
 
 
-def settle_batch_size(
-    config: Train, values: dict[str, Any], make: Callable[[Train, dict[str, Any]], Training]
-) -> Fitting:
-    """Find the batch size, and write it into the config, so that a resumed run does not search again.
+def with_batch_size(config: T, build: Callable[[T], Training]) -> tuple[T, Fitting]:
+    """The config with the batch size that fits, so that a resumed run does not search again, and why it is that one.
 
     Args:
-        config: the config; changed in place.
-        values: the same as plain containers; changed in place.
-        make: builds a training from such a pair.
+        config: the config.
+        build: builds a training from such a config.
 
     Raises:
-        UserError: if no sample fits.
+        UserError: if not even one sample fits.
     """
-    tried, its_values = copy.deepcopy((config, values))
-    tried.data.batch_size = its_values["data"]["batch_size"] = 1
-    training = make(tried, its_values)
+    training = build(with_changes(config, {"data.batch_size": 1}))
     with contextlib.closing(training.splits):
         found = largest_batch(training)
-    values["data"]["batch_size"] = config.data.batch_size = found.size
-    values["data"]["normalize"] = its_values["data"]["normalize"]
-    return found
+    return with_changes(config, {"data.batch_size": found.size}), found
 
 
 def largest_batch(training: Training) -> Fitting:

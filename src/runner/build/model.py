@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from runner.build.finetune import give_head, try_forward
 from runner.build.targets import check_targets
 from runner.config.errors import UserError, first_line
+from runner.config.frozen import with_changes
+from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import Splits
@@ -22,7 +24,9 @@ from runner.engine.plan import Plan
 from runner.engine.tasks import Task
 from runner.runtime.determinism import refusal
 
-_BATCHES = "what takes a batch and its random draws, as in runner.data.transforms.augment; others go into transform.sample_*"
+_BATCHES = (
+    "what takes a batch and its random draws, as in runner.data.transforms.augment; others go into transform.sample_*"
+)
 
 
 class KnownData(Protocol):
@@ -41,93 +45,117 @@ class KnownData(Protocol):
         """Height and width."""
 
 
-def build_learner(
-    values: dict[str, Any], config: Train, splits: Splits, fetch_weights: bool = True
-) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss; what they took from the data is written into `values`.
+def build_learner(config: Train, data: Splits, fetch_weights: bool = True) -> tuple[Task, nn.Module, nn.Module]:
+    """Build task, model and loss.
 
     Args:
-        values: the config as plain containers.
-        config: the same, validated.
-        splits: the data.
+        config: the config.
+        data: the data.
         fetch_weights: see `build_model`.
 
     Raises:
-        UserError: if what the config says does not fit the data.
+        UserError: if the config does not fit the data.
     """
-    if splits.misfits:
-        raise splits.misfits[0]
-    task, model = build_model(values, config, splits, lambda: as_given(splits).cpu(), fetch_weights)
-    check_targets(task, splits)
-    facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
-    loss: nn.Module = build("loss", config.loss, facts=facts)
-    if not isinstance(loss, nn.Module):
+    if data.misfits:
+        raise data.misfits[0]
+    task = build_task(config, data)
+    model = build_model(config, task, data, lambda: as_given(data).cpu(), fetch_weights)
+    check_targets(task, data)
+    return task, model, build_loss(config, task, data)
+
+
+def build_task(config: Train, data: KnownData) -> Task:
+    """Build the task.
+
+    Raises:
+        UserError: if it does not fit the data, or the number of classes is not known.
+    """
+    facts = _task_facts(data)
+    if not data.classes and config.task.get("num_classes", 0) is None:
         raise UserError(
-            f"loss: is a {type(loss).__name__}\n    allowed: a torch.nn.Module that takes logits and targets"
+            "task.num_classes",
+            "is not known, as the data has no classes",
+            "task=regression loss=mse for numbers, or the number of classes",
         )
-    return task, model, loss
+    _check_against_data("task", config.task, facts)
+    task: Task = build("task", _filled(config.task, facts), facts=facts)
+    return task
 
 
 def build_model(
-    values: dict[str, Any], config: Train, data: KnownData, image: Callable[[], Tensor], fetch_weights: bool = True
-) -> tuple[Task, nn.Module]:
-    """Build task and model, for which the data need not be there; what they took from it is written into `values`.
+    config: Train, task: Task, data: KnownData, image: Callable[[], Tensor], fetch_weights: bool = True
+) -> nn.Module:
+    """Build the model; of the data only their description has to be there.
 
     Args:
-        values: the config as plain containers.
-        config: the same, validated.
-        data: what the model has to know of it.
-        image: gives an image as the model is given it, (1, C, H, W) on the CPU.
-        fetch_weights: False for a model that takes its weights from a checkpoint: no trained ones are fetched for it.
+        config: the config.
+        task: says how many outputs there are.
+        data: classes, channels and size of the images.
+        image: gives an image as the model takes it, (1, C, H, W) on the CPU.
+        fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
 
     Raises:
-        UserError: if what the config says does not fit the data.
+        UserError: if the config does not fit the data.
     """
-    count = len(data.classes)
-    facts: dict[str, Any] = {"num_classes": count or None}
-    if not count and config.task.get("num_classes", count) is None:
-        raise UserError(
-            "task.num_classes: is not known, as the data has no classes\n"
-            "    allowed: task=regression loss=mse for numbers, or the number of classes"
-        )
-    _check_against_data("task", config.task, facts)
-    task: Task = build("task", _with_facts(values, "task", facts), facts=facts)
-    facts = {
-        "in_channels": data.channels,
-        "image_size": data.image_size,
-        "num_classes": task.outputs(data.classes),
-    }
+    facts = _model_facts(task, data)
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
-    node = _with_facts(values, "model", facts)
-    model: nn.Module = build("model", node, facts=facts, fetch=fetch_weights)
+    model: nn.Module = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
     if head is not None:
         give_head(model, head, facts["num_classes"], image())
-    return task, model
+    return model
+
+
+def build_loss(config: Train, task: Task, data: Splits) -> nn.Module:
+    """Build the loss.
+
+    Raises:
+        UserError: if it is no module.
+    """
+    facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
+    loss: nn.Module = build("loss", config.loss, facts=facts)
+    if not isinstance(loss, nn.Module):
+        raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
+    return loss
+
+
+def with_facts(config: Train, task: Task, data: Splits) -> Train:
+    """The config with what the data say in place of null, so that a checkpoint stores it: statistics, classes, image shape."""
+    return with_changes(
+        config,
+        {
+            "data.normalize": Normalize(mean=list(data.mean), std=list(data.std)),
+            "task": _filled(config.task, _task_facts(data)),
+            "model": _filled(config.model, _model_facts(task, data)),
+        },
+    )
+
+
+def _task_facts(data: KnownData) -> dict[str, Any]:
+    return {"num_classes": len(data.classes) or None}
+
+
+def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
+    return {"in_channels": data.channels, "image_size": data.image_size, "num_classes": task.outputs(data.classes)}
+
+
+def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """A component with facts in place of the arguments that it lists as null."""
+    open_ = [name for name in facts if name in node and node[name] is None and names_argument(node, name)]
+    return node | {name: _plain(facts[name]) for name in open_}
 
 
 def _check_against_data(key: str, node: dict[str, Any], facts: dict[str, Any]) -> None:
     for name, fact in facts.items():
         given = node.get(name)
         if given is not None and fact is not None and _plain(given) != _plain(fact):
-            raise UserError(
-                f"{key}.{name}: is {given}, but the data says {fact}\n"
-                f"    allowed: {key}.{name}=null to take it from the data, or other data"
-            )
+            problem = f"is {given}, but the data says {fact}"
+            raise UserError(f"{key}.{name}", problem, f"{key}.{name}=null to take it from the data, or other data")
 
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | list) else value
-
-
-def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Write facts into a component's stored arguments where it lists them as null, so that a checkpoint has them."""
-    node: dict[str, Any] = values[key]
-    for name, fact in facts.items():
-        if name in node and node[name] is None and names_argument(node, name):
-            node[name] = _plain(fact)
-    return node
 
 
 def as_given(splits: Splits, copies: int = 1) -> Tensor:

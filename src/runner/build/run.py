@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from runner.build.weight_average import build_averaged, check_average, with_swa_rate
-from runner.build.batch_size import settle_batch_size
+from runner.build.batch_size import with_batch_size
 from runner.build.determinism import named
-from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
+from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe, with_facts
 from runner.build.metrics import monitored, stops_early
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.init_from import Started, start_from
@@ -40,8 +40,12 @@ from runner.runtime.toggles import Toggled, toggle
 
 @dataclass
 class Training:
-    """The objects of a run before it starts: what is trained, on what, and how."""
+    """The objects of a run before it starts: what is trained, on what, and how.
 
+    `config` has what comes from the data: statistics, classes, the shape of an image, and the batch size that was found.
+    """
+
+    config: Train
     device: torch.device
     device_reason: str
     precision: Precision
@@ -71,7 +75,6 @@ class Training:
 
 def build_training(
     config: Train,
-    values: dict[str, Any],
     start: Position | None = None,
     splits: Splits | None = None,
     make_cache: bool = True,
@@ -81,7 +84,6 @@ def build_training(
 
     Args:
         config: the validated config.
-        values: the same as plain containers; what was taken from the data is written into them.
         start: where training starts, if not at its beginning.
         splits: the data, where it was assembled before from the same settings.
         make_cache: whether a cache of `data.cache` that is not there may be made.
@@ -92,9 +94,7 @@ def build_training(
     """
     fitting = None
     if config.data.batch_size == "auto":
-        fitting = settle_batch_size(
-            config, values, functools.partial(build_training, make_cache=make_cache, fresh=fresh)
-        )
+        config, fitting = with_batch_size(config, functools.partial(build_training, make_cache=make_cache, fresh=fresh))
 
     # Device and precision
     prepare_repeating(config.deterministic)
@@ -108,7 +108,6 @@ def build_training(
     )
     if fitting is not None:
         splits.choices.append(("batch", f"{fitting.size:,} samples", fitting.reason))
-    values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
     data = config.data
     size = data.samples_a_batch
     plan = Plan(splits.train.samples, size, config.accumulate, data.drop_last, config.limit.train_batches)
@@ -126,7 +125,8 @@ def build_training(
     # Task, model, loss
     seed_everything(config.seed)
     fresh = fresh and start is None
-    task, model, loss = build_learner(values, config, splits, fetch_weights=fresh)
+    task, model, loss = build_learner(config, splits, fetch_weights=fresh)
+    config = with_facts(config, task, splits)
     place(model, loss, device, config.channels_last)
     single = probe(task, model, loss, splits)
     image = as_given(splits)
@@ -176,6 +176,7 @@ def build_training(
     )
     step = SplittingStep(plan.batch_size) if config.on_oom == "split" else train_step
     return Training(
+        config=config,
         device=device,
         device_reason=device_reason,
         precision=precision,

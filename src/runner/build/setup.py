@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.changes import changes_refused
-from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.errors import ConfigError, UserError
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import read_overrides
-from runner.config.resolve import checked, merged
+from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
 from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
@@ -25,7 +24,6 @@ class Setup:
 
     Attributes:
         config: the validated config.
-        values: the same as plain containers, which go into `config.yaml` and every checkpoint.
         found: the checkpoint to resume from.
         differences: (key, before, after) of what the command line changed in the checkpoint's config.
         again: the directory of a run that `resume=auto` goes on with, or starts anew.
@@ -34,7 +32,6 @@ class Setup:
     """
 
     config: Train
-    values: dict[str, Any]
     found: find.Found | None = None
     differences: list[tuple[str, str, str]] = field(default_factory=list)
     again: RunDirectory | None = None
@@ -42,38 +39,35 @@ class Setup:
     warnings: list[str] = field(default_factory=list)
 
 
-def settle(composition: Composition) -> Setup:
+def resolve(composition: Composition) -> Setup:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top.
 
     Raises:
         UserError: with everything that is wrong.
     """
-    values = composition.values
-    ckpt_path, again, warnings = values.get("ckpt_path"), None, list[str]()
-    if values.get("resume") == "auto":
+    ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
+    if composition.resumes:
         if ckpt_path is not None:
-            message = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
-            raise ConfigError([Problem("resume", message, "one of them")])
+            raise UserError(
+                "resume", "is auto, which finds the checkpoint by itself, and ckpt_path names one", "one of them"
+            )
         again, warnings = to_continue(composition)
         if again is not None and (again.read_summary() or {}).get("status") == "finished":
-            return Setup(checked(values, composition, Train), values, finished=again)
+            return Setup(resolve_config(composition, Train), finished=again)
         if again is not None and any(again.checkpoints.glob("*.pt")):
             ckpt_path = again.path
     if ckpt_path is None:
-        return Setup(checked(values, composition, Train), values, again=again, warnings=warnings)
-    found = find.load(str(ckpt_path), Path(str(values["output_root"])) / str(values["name"]), prefer="last")
-    merged_values, differences = merged(found.contents["config"], str(found.path), composition)
-    if merged_values.get("lr") == "auto":  # the rate was found when the run began, or given
-        merged_values["lr"] = None
-        differences = [difference for difference in differences if difference[0] != "lr"]
-        if again is None:
-            kept = merged_values["optimizer"].get("lr")
-            found.warnings.append(f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={kept}")
-    config = checked(merged_values, composition, Train, str(found.path))
+        return Setup(resolve_config(composition, Train), again=again, warnings=warnings)
+    found = find.load(str(ckpt_path), composition.runs, prefer="last")
+    config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
+    if composition.values.get("lr") == "auto" and again is None:
+        found.warnings.append(
+            f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={config.optimizer.get('lr')}"
+        )
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:
         raise ConfigError(refused)
-    return Setup(config, merged_values, found, differences, again, warnings=[*warnings, *found.warnings])
+    return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
 
 
 def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str]]:
@@ -84,13 +78,12 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
     fixed = composition.job_dir or composition.run_dir
     if fixed is not None:
         return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
-    runs = Path(str(composition.values["output_root"])) / str(composition.values["name"])
-    return unfinished(runs, composition.words)
+    return unfinished(composition.runs, composition.words)
 
 
 def why_occupied(composition: Composition) -> str:
     """Why a run may not write into the folder that Hydra was given, as it is that of another one; else an empty string."""
-    fixed, resumes = composition.job_dir or composition.run_dir, composition.values.get("resume") == "auto"
+    fixed, resumes = composition.job_dir or composition.run_dir, composition.resumes
     if fixed is None or not any(os.path.lexists(fixed / name) for name in ("overrides.yaml", "summary.json")):
         return ""
     if not resumes and composition.job_dir is None:

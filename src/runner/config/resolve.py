@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from runner.config import stored
+from runner.config import keys, stored
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, Problem
-from runner.config.keys import flatten
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.frozen import to_plain, with_changes
 from runner.config.kinds import section_of
-from runner.config.rate import two_rates, use_rate
 from runner.config.rules import conflicts
-from runner.config.schema.sections import EXTRAS
+from runner.config.schema.sections import EXTRAS, Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data, refusal, remedy, targets_in
 from runner.config.validate import nodes, shown, typed, with_origins
@@ -45,12 +44,14 @@ def problems_in(
 ) -> tuple[T | None, list[Problem]]:
     """Validate plain values: types, ranges, rules between keys, and the signature of every component.
 
-    A number under `lr` is put where it belongs, into `optimizer.lr`, in `values` too. `where` is as for `checked`.
+    Returns:
+        The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
     """
     config, problems = typed(schema, values)
     if config is not None:
-        problems += [*conflicts(config), *two_rates(values, composition.words)]
-        use_rate(config, values)
+        problems += [*conflicts(config), *_two_rates(values, composition.words)]
+        if isinstance(config.lr, float):
+            config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
     for key, node in nodes(schema, values):
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
@@ -62,6 +63,14 @@ def problems_in(
     return config, with_origins(problems, *line, where)
 
 
+def _two_rates(values: dict[str, Any], words: Sequence[str]) -> list[Problem]:
+    """A problem if the command line gives both `lr` and `optimizer.lr`."""
+    named = {word.split("=")[0].lstrip("+"): word.partition("=")[2] for word in words}
+    if values.get("lr") is None or named.get("lr", "null") == "null" or "optimizer.lr" not in named:
+        return []
+    return [Problem("lr", f"is {named['lr']}, and optimizer.lr is given too", "one of them")]
+
+
 def _with_those_that_have_it(problem: Problem) -> Problem:
     """Of kernels that an optimizer lacks: say which have them, in place of its arguments."""
     argument = problem.key.removeprefix("optimizer.")
@@ -70,40 +79,91 @@ def _with_those_that_have_it(problem: Problem) -> Problem:
     return dataclasses.replace(problem, allowed=f"null; {', '.join(optimizers_taking(argument))} have it", nearest="")
 
 
-def checked(values: dict[str, Any], composition: Composition, schema: type[T], where: str = "") -> T:
-    """The typed config of `values`.
-
-    Args:
-        values: plain containers.
-        composition: what the command line amounts to.
-        schema: dataclass of the verb.
-        where: the checkpoint that `values` were merged with; empty if there is none.
+def resolve_config(composition: Composition, schema: type[T]) -> T:
+    """The validated config of a command line.
 
     Raises:
         ConfigError: with every problem there is.
     """
+    config = _validated(composition.values, composition, schema)
+    return config if config.ckpt_path is not None else _with_preferred_data(config, composition.words)
+
+
+def resolve_with_checkpoint(
+    text: str, where: str, composition: Composition, schema: type[T], normalize: Mapping[str, Any] | None = None
+) -> tuple[T, list[tuple[str, str, str]]]:
+    """The validated config of a checkpoint with the command line on top.
+
+    Args:
+        text: the config in the checkpoint.
+        where: path of the checkpoint.
+        composition: the command line.
+        schema: of the verb; the keys that it adds to those of `train` come from the command line alone.
+        normalize: statistics of the images to use, unless the command line gives others; None for those of the result.
+
+    Returns:
+        The config, and what the command line changed: see `runner.config.stored.differences`.
+
+    Raises:
+        ConfigError: with every problem there is.
+    """
+    values, changed = merge_with_checkpoint(text, where, composition)
+    if schema is Train and values.get("lr") == "auto":  # the rate was found when the run began, or given
+        values["lr"] = None
+        changed = [difference for difference in changed if difference[0] != "lr"]
+    if (
+        normalize is not None
+        and isinstance(values.get("data"), dict)
+        and not _says("data.normalize", composition.words)
+    ):
+        values["data"]["normalize"] = dict(normalize)
+    kind: type = schema
+    own = {key: composition.values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
+    return _validated(values | own, composition, schema, where), changed
+
+
+def resolve_changes(
+    config: T, changes: Mapping[str, Any], composition: Composition, prefix: str = ""
+) -> tuple[T | None, list[Problem]]:
+    """The config with other values under dotted keys, validated, and the problems that they cause.
+
+    Args:
+        config: the config.
+        changes: values by dotted key.
+        composition: the command line, for the origin of a problem.
+        prefix: where the keys stand on the command line, such as `vary.`.
+
+    Raises:
+        UserError: if a key lies inside what is no section.
+    """
+    values = to_plain(config)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = values
+        for part in path:
+            inner = section.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UserError(prefix + key, f"does not exist here, as {part} is {shown(inner)}")
+            section = inner
+        section[last] = copy.deepcopy(value)
+    return problems_in(values, composition, type(config))
+
+
+def _validated(values: dict[str, Any], composition: Composition, schema: type[T], where: str = "") -> T:
     config, problems = problems_in(values, composition, schema, where)
     if problems or config is None:
         raise ConfigError(problems)
-    if values is composition.values and values["ckpt_path"] is None and _prefer(values, composition.words):
-        config, problems = typed(schema, values)
-        assert config is not None, problems
     return config
 
 
-def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
-    """Have images prepared as a model that was trained before wants them, where the command line says nothing else.
-
-    Returns:
-        Whether anything in `values` was changed.
-    """
-    data, before = values["data"], copy.deepcopy(values["data"])
-    mean = before["normalize"]["mean"]
-    wanted = preferred_data(values["model"], grey=mean is not None and len(mean) == 1)
-    for name in _PREPARATION:
-        if name in wanted and not _says(f"data.{name}", words):
-            data[name] = wanted[name]
-    return bool(data != before)
+def _with_preferred_data(config: T, words: Sequence[str]) -> T:
+    """Prepare images as the trained weights of the model expect them, where the command line says nothing else."""
+    mean = config.data.normalize.mean
+    wanted = preferred_data(config.model, grey=mean is not None and len(mean) == 1)
+    if "normalize" in wanted:
+        wanted["normalize"] = Normalize(**wanted["normalize"])
+    chosen = [name for name in _PREPARATION if name in wanted and not _says(f"data.{name}", words)]
+    return with_changes(config, {f"data.{name}": wanted[name] for name in chosen})
 
 
 _PREPARATION = (
@@ -125,7 +185,9 @@ _FETCHING = ("data.download", "data.dataset.download")  # written to disk by fet
 _OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem")
 
 
-def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+def merge_with_checkpoint(
+    text: str, where: str, composition: Composition
+) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """A config read from a file with the command line on top, and what that changed.
 
     Raises:
@@ -136,7 +198,7 @@ def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, A
     _keep_facts(original, values)
     _keep_preparation(original, values, composition.words)
     _keep_found_rates(original, values, composition)
-    if not two_rates(values, composition.words):
+    if not _two_rates(values, composition.words):
         _use_number(values)
     # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
     for key in _OF_THE_CALL:
@@ -194,7 +256,7 @@ def _outside(values: dict[str, Any], composed: dict[str, Any], where: str) -> li
 
 def _too_many(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
     """A problem for each number of threads or processes in a file that would bring a machine to its knees."""
-    own, after = flatten(composed), flatten(values)
+    own, after = keys.flatten(composed), keys.flatten(values)
     return [
         Problem(
             key,
@@ -207,21 +269,16 @@ def _too_many(values: dict[str, Any], composed: dict[str, Any], where: str) -> l
     ]
 
 
-def writes_where_told(values: dict[str, Any], composed: dict[str, Any]) -> bool:
-    """Whether the folder that `data.cache` would write to is one that the user at hand has named, or the default.
+def may_write_cache(config: Train, composition: Composition) -> bool:
+    """Whether `data.cache` would write to a folder that the command line names, or to the default one.
 
-    Args:
-        values: a config read from a file with the command line on top.
-        composed: the command line's alone.
+    A config from a checkpoint must not choose a folder that is written to.
     """
-
-    def folders(section: dict[str, Any]) -> tuple[Any, ...]:
-        return section.get("root"), section.get("cache_dir"), section["dataset"].get("root")
-
-    _, chosen, _ = folders(composed["data"])
-    if chosen is not None:
-        return bool(values["data"].get("cache_dir") == chosen)
-    return folders(values["data"]) == folders(composed["data"])
+    data, own = config.data, composition.values["data"]
+    if own["cache_dir"] is not None:
+        return data.cache_dir == str(own["cache_dir"])
+    folders = (data.root, data.cache_dir, data.dataset.get("root"))
+    return folders == (str(own["root"]), None, own["dataset"].get("root"))
 
 
 def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def _evaluate(composition: Composition) -> float:
         split = splits.named(config.split)
         if split is None:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
-        task, model, loss = build_learner(settled.values, config, splits, fetch_weights=False)
+        task, model, loss = build_learner(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
         fill(model, settled)

@@ -45,14 +45,13 @@ class Side:
 
     Args:
         config: the config.
-        values: the same as plain containers; what was taken from the data is written into them.
         found: checkpoint to start from; None for the beginning.
     """
 
-    def __init__(self, config: Audit, values: dict[str, Any], found: Found | None = None) -> None:
+    def __init__(self, config: Audit, found: Found | None = None) -> None:
         self.config = config
         start = resume.made_of(found, "position", Position) if found else None
-        self.training = build_training(config, values, start, make_cache=found is None)
+        self.training = build_training(config, start, make_cache=found is None)
         self._recomputes = is_switched_on()
         if found:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.

@@ -49,7 +49,6 @@ class Subject:
 
     Args:
         config: the validated config.
-        values: the same as plain containers.
         splits: the data.
         found: a checkpoint, whose weights are the model's, or None.
         began: when the budget began to run, by `time.monotonic`.
@@ -58,10 +57,8 @@ class Subject:
         looked: whether what is seen of the splits was asked for since this was last set to False.
     """
 
-    def __init__(
-        self, config: Check, values: dict[str, Any], splits: Splits, found: find.Found | None, began: float
-    ) -> None:
-        self.config, self.values, self.splits, self.found, self.began = config, values, splits, found, began
+    def __init__(self, config: Check, splits: Splits, found: find.Found | None, began: float) -> None:
+        self.config, self.splits, self.found, self.began = config, splits, found, began
         self._training: Training | None = None
         self._start: dict[str, Any] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
@@ -263,7 +260,7 @@ class Subject:
         """
         # Compiled code cannot be looked into.
         plain = dataclasses.replace(self.config, compile=False)
-        training = build_training(plain, self.values, splits=self.splits, fresh=self.found is None)
+        training = build_training(plain, splits=self.splits, fresh=self.found is None)
         look_ahead(plain, training)
         if self.found is not None:
             try:

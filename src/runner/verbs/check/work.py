@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build.batch_size import settle_batch_size
+from runner.build.batch_size import with_batch_size
 from runner.build.describe import describe
 from runner.build.run import build_training, set_switches
 from runner.checkpoint import find
@@ -89,12 +89,12 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _check(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, Settings, "best")
+    config, found = line_or_checkpoint(composition, Settings, "best")
     chosen = choose(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     began = time.monotonic()
-    results, seen = examine(config, values, found, chosen, console, began)
+    results, seen = examine(config, found, chosen, console, began)
     wrong = ("fail", "warn") if config.strict else ("fail",)
     bad = sum(result.verdict.status in wrong for result in results)
     seconds = time.monotonic() - began
@@ -141,7 +141,6 @@ def choose(config: Settings) -> list[Check]:
 
 def examine(
     config: Settings,
-    values: dict[str, Any],
     found: find.Found | None,
     chosen: Sequence[Check],
     console: Console,
@@ -153,7 +152,7 @@ def examine(
     try:
         with stop_after(until - time.monotonic()):
             if config.data.batch_size == "auto":
-                settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
+                config, _ = with_batch_size(config, functools.partial(build_training, make_cache=False))
             splits = _assembled(config)
     except OutOfTime:
         return [Result(each, late, 0.0) for each in (_BUILD, *chosen)], []
@@ -162,7 +161,7 @@ def examine(
     except Exception as error:  # what a data set or a model of one's own raises has no end
         return [_built(began, error), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)], []
     with contextlib.closing(splits):
-        subject = Subject(config, values, splits, found, began)
+        subject = Subject(config, splits, found, began)
         try:
             with stop_after(until - time.monotonic()):
                 subject.build()

@@ -168,7 +168,7 @@ def _accuracy(settled: Settled[Export], model: nn.Module, quantised: Run, files:
     with contextlib.closing(splits):
         if splits.val is None:
             raise UserError("int8: this data has no validation split to compare on\n    allowed: int8=false")
-        task, _, loss = build_learner(settled.values, config, splits, fetch_weights=False)
+        task, _, loss = build_learner(config, splits, fetch_weights=False)
         results = {}
         for name, each in (("float", model), ("int8", _Outputs(quantised))):
             metrics = build_metrics(config, task, _CPU)

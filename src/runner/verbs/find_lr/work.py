@@ -18,6 +18,7 @@ from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
+from runner.config.frozen import with_changes
 from runner.config.schema.find_lr import FindLr
 from runner.config.secrets import mask_words
 from runner.engine.state import Position, load_weights
@@ -41,12 +42,12 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _find(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, FindLr)
+    config, found = line_or_checkpoint(composition, FindLr)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps)
     own = found is None
-    training = build_training(tested, values, make_cache=own, fresh=own)
+    training = build_training(tested, make_cache=own, fresh=own)
     with contextlib.closing(training.splits):
         if found is not None:
             try:
@@ -62,7 +63,8 @@ def _find(composition: Composition) -> float:
             console.warn(warning)
         rate = find_rate(config, training, config.num_steps, config.start, config.end)
     record = {"command": mask_words(composition.words), **rate.record()}
-    _write(folder, record, rate, config.name, stored.dump(values))
+    used = with_changes(training.config, {"epochs": config.epochs, "max_steps": config.max_steps})
+    _write(folder, record, rate, config.name, stored.dump(used))
     if config.json:
         print(json.dumps(finite(record | {"folder": str(folder)})))
     else:

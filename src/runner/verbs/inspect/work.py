@@ -18,7 +18,7 @@ from runner.build.describe import describe
 from runner.build.run import Training, build_training
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.evaluation import untouched
@@ -54,11 +54,10 @@ def run(cfg: DictConfig) -> float | None:
 def _inspect(composition: Composition) -> float:
     settled: Settled[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
-        values = composition.values
-        config = checked(values, composition, Inspect)
+        config = resolve_config(composition, Inspect)
     else:
         settled = settle(composition, Inspect)
-        values, config = settled.values, settled.config
+        config = settled.config
     found = settled.found if settled else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
@@ -66,7 +65,7 @@ def _inspect(composition: Composition) -> float:
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
-    training = build_training(plain, values, start, make_cache=False)
+    training = build_training(plain, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
         training.splits.skipped.open(None, console.warn)

@@ -15,6 +15,7 @@ from runner.build.describe import describe
 from runner.build.run import build_training
 from runner.config import stored
 from runner.config.app import Composition
+from runner.config.frozen import with_changes
 from runner.config.schema.profile import Profile
 from runner.config.secrets import mask_words
 from runner.tracking.console import Console
@@ -40,14 +41,14 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _profile(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, Profile)
+    config, found = line_or_checkpoint(composition, Profile)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
     shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
     own = found is None
-    training = build_training(shortened, values, make_cache=own, fresh=own)
+    training = build_training(shortened, make_cache=own, fresh=own)
     with contextlib.closing(training.splits):
         folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles")
         console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
@@ -57,7 +58,8 @@ def _profile(composition: Composition) -> float:
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.words)}
         record |= record_of(config, training, measured, ops)
-    written = _write(folder, record, measured, ops, stored.dump(values))
+    used = with_changes(training.config, {"epochs": config.epochs, "max_steps": config.max_steps})
+    written = _write(folder, record, measured, ops, stored.dump(used))
     if config.json:
         print(json.dumps(finite(record | {"folder": str(folder)})))
     else:
