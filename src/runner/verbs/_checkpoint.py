@@ -96,9 +96,7 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     return Settled(found, config, composition.words, getattr(config, "weights", "auto"))
 
 
-def line_or_checkpoint(
-    composition: Composition, schema: type[T], prefer: str = "last"
-) -> tuple[T, find.Found | None]:
+def line_or_checkpoint(composition: Composition, schema: type[T], prefer: str = "last") -> tuple[T, find.Found | None]:
     """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
 
     Args:
