@@ -60,7 +60,7 @@ def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digi
 ) -> None:
     whole = evaluate(f"ckpt_path={trained.directory}")
     small = evaluate(
-        f"ckpt_path={trained.directory}", "evaluate.batch_size=3", "data.residency=disk", "data.num_workers=1"
+        f"ckpt_path={trained.directory}", "evaluate.batch_size=3", "data.placement=disk", "data.num_workers=1"
     )
     assert small["metrics"]["accuracy"] == whole["metrics"]["accuracy"]
     assert small["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-6)

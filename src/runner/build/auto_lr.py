@@ -15,7 +15,7 @@ from runner.config.frozen import with_changes
 from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
 from runner.config.targets import names_argument
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
 from runner.tracking.files import write_json
 from runner.tracking.plots import rate_curve
@@ -125,7 +125,7 @@ def settle_rate(
     folder: Path,
     tell: Callable[[str], None],
     interrupted: Callable[[], str],
-) -> tuple[Train, Splits]:
+) -> tuple[Train, DataModule]:
     """The config with the rate that a range test finds in place of `lr=auto`.
 
     What the test trained is thrown away: the run builds its own from its seed, so it is that of a run with this rate.

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from runner.build.model import KnownData, build_model, build_task, prepared
 from runner.checkpoint import find
-from runner.checkpoint.weights import weights_of
+from runner.checkpoint.weights import part_with, weights_of
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble, callables
+from runner.data.build import DataModule, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
-from runner.engine.tta import Averaged, views_named
+from runner.engine.tta import TTAModel, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
 from runner.tracking.console import Console
@@ -44,7 +44,7 @@ class Settled(Generic[T]):
         which: the weights that are meant, the key `weights` of the verb.
     """
 
-    found: find.Found
+    found: find.LoadedCheckpoint
     config: T
     words: list[str]
     which: Weights
@@ -88,7 +88,9 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     """
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
-    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer)
+    # Of the checkpoint's tensors, only the weights that are meant are read.
+    parts = part_with(composition.values["weights"])
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer, parts=parts)
     # Other data still has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
     text, where = found.contents["config"], str(found.path)
@@ -96,7 +98,9 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     return Settled(found, config, composition.words, getattr(config, "weights", "auto"))
 
 
-def line_or_checkpoint(composition: Composition, schema: type[T], prefer: str = "last") -> tuple[T, find.Found | None]:
+def line_or_checkpoint(
+    composition: Composition, schema: type[T], prefer: str = "last"
+) -> tuple[T, find.LoadedCheckpoint | None]:
     """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
 
     Args:
@@ -117,7 +121,7 @@ def line_or_checkpoint(composition: Composition, schema: type[T], prefer: str = 
     return config, found
 
 
-def stored_data(found: find.Found) -> dict[str, Any]:
+def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
     """The section `data` of the config in a checkpoint, empty if it has none."""
     data = stored.load(found.contents["config"], str(found.path)).get("data")
     return data if isinstance(data, dict) else {}
@@ -147,7 +151,7 @@ def _of_training_alone(words: list[str], verb: str) -> list[str]:
     return [f"{key} has no effect on {verb}, {reason}" for key, reason in reasons.items() if key in given]
 
 
-def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
+def splits_of(settled: Settled[Any], device: torch.device) -> DataModule:
     """The data that the config names, which must have the checkpoint's classes.
 
     Raises:
@@ -155,7 +159,7 @@ def splits_of(settled: Settled[Any], device: torch.device) -> Splits:
     """
     config = settled.config
     parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-    splits = assemble(*parts, make_cache=False)
+    splits = build_data(*parts, make_cache=False)
     try:
         check_classes(settled.classes, splits.classes)
     except UserError:
@@ -256,7 +260,7 @@ def fill(model: nn.Module, settled: Settled[Any]) -> None:
         raise UserError(f"{settled.found.path}: {error}") from error
 
 
-def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> Averaged:
+def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
@@ -278,7 +282,7 @@ def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence
             view(image)
     except ValueError as error:
         raise UserError(f"tta: {error}\n    allowed: other views") from error
-    return Averaged(model, views, probabilities)
+    return TTAModel(model, views, probabilities)
 
 
 def class_count(task: Task) -> int | None:

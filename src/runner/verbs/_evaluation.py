@@ -20,7 +20,7 @@ from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.eval import Eval
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.tracking.console import Console
@@ -61,9 +61,9 @@ def _evaluate(composition: Composition) -> float:
     config, found = settled.config, settled.found
     device, precision = prepare(settled, "eval", console)
     splits = splits_of(settled, device)
-    splits.skipped.open(None, console.warn)
+    splits.bad_samples.open(None, console.warn)
     with contextlib.closing(splits):
-        split = splits.named(config.split)
+        split = splits.eval_split(config.split)
         if split is None:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
         task, model, loss = build_learner(config, splits, fetch_weights=False)
@@ -87,7 +87,7 @@ def _evaluate(composition: Composition) -> float:
                     "tta_mean=probabilities: there is no loss of the averaged views, as this loss is not one of softmax "
                     "probabilities"
                 )
-    if said := splits.skipped.summary():
+    if said := splits.bad_samples.summary():
         console.warn(said)
     classes = distinct(settled.classes)
     limit = config.limit.eval_batches
@@ -128,8 +128,8 @@ def _of_softmax(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: to
         return torch.allclose(loss(logits, targets), loss(logits + 2, targets), rtol=1e-3, atol=1e-4)
 
 
-def _names(splits: Splits) -> list[str]:
-    return [name for name in ("train", "val", "test") if splits.named(name) is not None]
+def _names(splits: DataModule) -> list[str]:
+    return [name for name in ("train", "val", "test") if splits.eval_split(name) is not None]
 
 
 def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) -> list[Path]:

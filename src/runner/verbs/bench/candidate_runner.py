@@ -20,12 +20,13 @@ from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.resolve import resolve_changes
 from runner.config.schema.bench import Bench
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.workers import WorkerLoader
 from runner.engine.step import train_step
+from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.device import choose_device
-from runner.runtime.memory import SavedTensors, memory_in_use, peak_memory, reset_peak_memory
+from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
 
@@ -55,7 +56,7 @@ class Workbench:
     def __init__(self, config: Bench, composition: Composition) -> None:
         self._config, self._composition = config, composition
         self._own = config.ckpt_path is None  # and no config from a file says where to read and write
-        self._splits: dict[str, Splits] = {}
+        self._splits: dict[str, DataModule] = {}
 
     def config(self, settings: Mapping[str, Any]) -> Bench:
         """The validated config with some keys set.
@@ -70,7 +71,7 @@ class Workbench:
             raise UserError("; ".join(f"{problem.key}: {problem.message}" for problem in problems))
         return config
 
-    def build(self, config: Bench, splits: Splits | None = None) -> Training:
+    def build(self, config: Bench, splits: DataModule | None = None) -> Training:
         """What a run would train, on data that other candidates may use too.
 
         Args:
@@ -93,7 +94,7 @@ class Workbench:
         if _about_data(config) not in self._splits:
             self.build(config)
 
-    def keep_statistics(self, splits: Splits) -> None:
+    def keep_statistics(self, splits: DataModule) -> None:
         """Give all further candidates the statistics that were measured for the first one."""
         self._config = with_changes(
             self._config, {"data.normalize.mean": list(splits.mean), "data.normalize.std": list(splits.std)}

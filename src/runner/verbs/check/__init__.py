@@ -1,4 +1,4 @@
-"""Look for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix."""
+"""SplitStats for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("check", __doc__, argv)
-    return launch_verb("check", spelled_out(argv), job, claimed(lambda values: Path("checks"))).status
+    return launch_verb("check", expand_shorthand(argv), job, claimed(lambda values: Path("checks"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `json=true` in place of `--json`, and `only=[a,b]` in place of `only=a,b` or `only=a`."""
     words = with_lists([_SHORT.get(word, word) for word in argv], ["only", "skip"])
     if {"--multirun", "-m"} & set(argv):
@@ -33,7 +33,7 @@ def spelled_out(argv: Sequence[str]) -> list[str]:
 
 def job(cfg: DictConfig) -> float | None:
     """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
-    from runner.verbs.check.work import run
+    from runner.verbs.check.run import run
 
     return run(cfg)
 

@@ -22,12 +22,12 @@ from runner.build.model import KnownData
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.predict import Predict
-from runner.data.bad_samples import Unreadable
+from runner.data.bad_samples import BadSample
 from runner.data.build import callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
-from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.runtime.precision import Precision
 from runner.tracking.console import Console
@@ -170,7 +170,7 @@ def _of_files(
     config, unreadable = settled.config, dict[int, str]()
     given = any(word.startswith("evaluate.batch_size=") for word in settled.words)
 
-    def note(found: Sequence[Unreadable]) -> None:
+    def note(found: Sequence[BadSample]) -> None:
         for index, reason in found:
             path = " ".join(str(paths[index]).split())
             unreadable[index] = reason if path in reason else f"{path}: {reason}"
@@ -192,10 +192,10 @@ def _of_split(settled: Settled[Predict], name: str, device: torch.device) -> tup
     # A sample that cannot be read is listed, as a file is; what takes its place in training has no row.
     data = dataclasses.replace(settled.config.data, on_error="raise" if settled.config.strict else "skip")
     splits = splits_of(dataclasses.replace(settled, config=dataclasses.replace(settled.config, data=data)), device)
-    split = splits.named(name)
+    split = splits.eval_split(name)
     if split is None:
         splits.close()
-        names = ", ".join(other for other in SPLITS if splits.named(other) is not None)
+        names = ", ".join(other for other in SPLITS if splits.eval_split(other) is not None)
         raise UserError(f"input: this data has no '{name}' split\n    allowed: {names}, or images")
     try:
         task, model = restored(settled, splits, device)
@@ -208,7 +208,7 @@ def _of_split(settled: Settled[Predict], name: str, device: torch.device) -> tup
         is_class = isinstance(target, int) and 0 <= target < len(classes)
         return {"sample": index, "target": classes[target] if is_class else target}
 
-    source = Source(split.loader, subject, lambda: splits.skipped.of(name), splits.close)
+    source = Source(split.loader, subject, lambda: splits.bad_samples.reasons(name), splits.close)
     return source, task, model, splits
 
 
@@ -237,7 +237,7 @@ def _outputs(
     """Outputs of the images that could be read, float32 on the CPU, with what their rows begin with, and features."""
     loader = source.loader
     batches = math.ceil(loader.samples / loader.batch_size)
-    with untouched(model):
+    with evaluating(model):
         for batch in loader.batches(0, 0, batches):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()
