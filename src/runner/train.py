@@ -37,13 +37,12 @@ from runner.config.changes import changes_result
 from runner.config.durations import seconds
 from runner.config.errors import DataFailed, UserError, called_exit, too_many_files
 from runner.config.resolve import may_write_cache
-from runner.engine.callbacks import Checkpointing, Log, Progress
+from runner.engine.callbacks import Checkpointing, Log, Progress, UnfreezeCallback
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import UnfreezeCallback
 from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
-from runner.engine.state import Position
+from runner.engine.position import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
 from runner.runtime.determinism import operations_named

@@ -18,7 +18,7 @@ from runner.config.frozen import with_changes
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Timeline
-from runner.engine.state import Position
+from runner.engine.position import Position
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
 EPOCHS, STEPS = 6, 6

@@ -220,14 +220,14 @@ def test_a_run_goes_on_in_pieces_says_so_and_a_resume_repeats_it(
 ) -> None:
     words = (*RUN, "on_oom=split", "model.since=2")
     whole = train(*words)
-    assert "from step 3 on each one is trained on in 2 pieces" in whole.out
+    assert "from step 3 on each batch is trained in 2 micro-batches" in whole.out
     bomb = ("+callbacks.bomb._target_=my_greedy.Bomb", "+callbacks.bomb.step=5")
     stopped = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *words, *bomb)
     assert stopped.status == 75
     # The resumed process has memory enough, and goes on in pieces all the same.
     rest = train(f"ckpt_path={stopped.directory}")
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert "in 2 pieces" in rest.out
+    assert "in 2 micro-batches" in rest.out
 
 
 @pytest.mark.usefixtures("greedy")

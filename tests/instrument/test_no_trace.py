@@ -19,8 +19,8 @@ from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
+from runner.engine.position import Position
 from runner.engine.range_test import exponential, range_test
-from runner.engine.state import Position
 from runner.runtime.blocks import _Probe as Trial
 from runner.verbs.inspect.watch import pass_through as watched
 

@@ -9,9 +9,8 @@ from runner.config.errors import UserError
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
-from runner.engine.loop import Limits
-from runner.engine.plan import Timeline
-from runner.engine.state import Schedule
+from runner.engine.plan import Limits, Timeline
+from runner.engine.protocols import Schedule
 from runner.optim.groups import Group, parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 from runner.optim.schedules import Clock

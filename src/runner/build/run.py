@@ -28,11 +28,11 @@ from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.engine.clipping import AdaptiveClip
-from runner.engine.loop import Limits
 from runner.engine.nonfinite import Guard
 from runner.engine.oom_retry import OOMRetryStep
-from runner.engine.plan import EpochPlan, Timeline
-from runner.engine.state import FiniteMean, RunningMean, Position, TrainState
+from runner.engine.plan import EpochPlan, Limits, Timeline
+from runner.engine.position import Position
+from runner.engine.state import FiniteMean, RunningMean, TrainState
 from runner.engine.step import StepConfig, train_step
 from runner.engine.tasks import Task
 from runner.instrument.flops import Flops, count_flops

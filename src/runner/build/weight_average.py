@@ -14,9 +14,9 @@ from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.engine.errors import Interrupted
-from runner.engine.loop import Limits
-from runner.engine.plan import Timeline
-from runner.engine.state import Schedule, load_weights
+from runner.engine.plan import Limits, Timeline
+from runner.engine.protocols import Schedule
+from runner.engine.state import load_weights
 from runner.engine.weight_average import AveragedModel, prefix
 from runner.instrument.no_trace import preserved_rng
 from runner.optim.schedules import Annealed

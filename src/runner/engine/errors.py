@@ -1,4 +1,4 @@
-"""Ways that training ends before it is done."""
+"""Exceptions that end training early."""
 
 
 class Diverged(Exception):
@@ -6,7 +6,7 @@ class Diverged(Exception):
 
 
 class NotFinite(Exception):
-    """A step was left out because its loss or gradients are not finite, and training goes on from an earlier state.
+    """A step was skipped because its loss or gradients are not finite; training goes back to an earlier state.
 
     Attributes:
         step: number of the optimizer step, from 1.
@@ -22,8 +22,8 @@ class BadMetric(Exception):
 
 
 class Preempted(Exception):
-    """The run was asked to stop by a signal; its state has been saved."""
+    """A signal asked the run to stop; its state has been saved."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop while it evaluated."""
+    """The run was asked to stop during an evaluation."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import Preempted
-from runner.engine.evaluation import Source
 from runner.engine.plan import EpochPlan
+from runner.engine.protocols import Source
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig, train_step
 from runner.instrument.no_trace import no_trace

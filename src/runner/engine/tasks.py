@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from runner.engine.evaluation import Metric
+from runner.engine.protocols import Metric
 
 _ROUNDING = 1e-3  # of the sum of probabilities
 _SHOWN = 8  # numbers of a target in a message

@@ -16,7 +16,7 @@ from runner.checkpoint import resume, rng
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.config.schema.audit import Audit
 from runner.data.loaders import Batch
-from runner.engine.state import Position
+from runner.engine.position import Position
 from runner.engine.step import backward, forward, update_weights
 from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer, observe_gradients

@@ -11,10 +11,10 @@ import torch
 
 from runner.build.run import Training
 from runner.data.loaders import Batch
-from runner.engine.evaluation import Source
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
-from runner.engine.state import Position
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
+from runner.engine.position import Position
+from runner.engine.protocols import Source
 
 
 class Timed(NamedTuple):

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from runner.build.metrics import build_callbacks, fresh_metrics
 from runner.build.weight_average import evaluate_both
 from runner.checkpoint import resume
+from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.errors import Diverged, NotFinite
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import UnfreezeCallback
-from runner.engine.loop import Limits, Loop
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig
 from runner.verbs.check.context import CheckContext

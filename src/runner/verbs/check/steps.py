@@ -14,9 +14,9 @@ from runner.build.weight_average import evaluate_both
 from runner.data.loaders import Batch
 from runner.engine.errors import Diverged
 from runner.engine.evaluation import evaluate
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
-from runner.engine.state import Schedule
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
+from runner.engine.protocols import Schedule
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.loop import _callbacks
 from runner.verbs.check.overfit_batch import disable_dropout

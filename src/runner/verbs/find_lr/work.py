@@ -21,7 +21,8 @@ from runner.config.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.find_lr import FindLr
 from runner.config.secrets import mask_words
-from runner.engine.state import Position, load_weights
+from runner.engine.position import Position
+from runner.engine.state import load_weights
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.run import Training
-from runner.engine.step import Batch
+from runner.engine.protocols import Batch
 from runner.instrument.nested import first_tensor
 from runner.instrument.no_trace import no_trace
 from runner.instrument.observer import Observer, observe_gradients

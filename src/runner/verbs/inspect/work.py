@@ -21,7 +21,7 @@ from runner.config.app import Composition
 from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
-from runner.engine.state import Position
+from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.tracking.console import Console

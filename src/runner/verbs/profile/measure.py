@@ -21,7 +21,8 @@ from runner.config.schema.profile import Profile
 from runner.data.profiler_ranges import loader_in_ranges
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
-from runner.engine.loop import Limits, Loop
+from runner.engine.loop import Loop
+from runner.engine.plan import Limits
 from runner.engine.step import backward, forward, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
 from runner.instrument.saved_tensors import SavedTensors
