@@ -17,7 +17,8 @@ import pytest
 import torch
 
 import runner.train
-from runner.build.run import build_training, training_flops
+from runner.build.run import training_flops
+from runner.train import build_run
 from runner.checkpoint.file import read
 from runner.config.app import Composition
 from runner.config.overrides import canonical
@@ -95,7 +96,7 @@ def built(settled: Callable[..., Composition]) -> Callable[..., Any]:
 
     def make(**settings: Any) -> Any:
         composition = settled(settings)
-        return build_training(resolve_config(composition, Train))
+        return build_run(resolve_config(composition, Train))
 
     return make
 

@@ -14,7 +14,7 @@ from torchvision import models
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import merge_with_checkpoint
+from runner.config.merge import merge_with_checkpoint
 from runner.config.targets import build, remedy
 from runner.models.torchvision_zoo import classifier
 

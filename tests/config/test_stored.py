@@ -13,7 +13,8 @@ from runner.checkpoint import file as checkpoint_file
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import may_write_cache, merge_with_checkpoint, resolve_with_checkpoint
+from runner.config.merge import may_write_cache, merge_with_checkpoint
+from runner.config.resolve import resolve_with_checkpoint
 from runner.config.schema.train import Train
 
 TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "epochs=3")

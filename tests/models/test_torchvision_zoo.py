@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.build.run import build_training
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.config.schema.sections import Normalize
 from runner.models.torchvision_zoo import classifier
+from runner.train import build_run
 
 NAME = "shufflenet_v2_x0_5"
 
@@ -243,7 +243,7 @@ def test_weights_for_other_classes_can_be_given_a_deep_head(
 ) -> None:
     words = ("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", "model.head=[8]")
     composition = compose(*words, "data=synthetic", "data.dataset.samples=24", "data.image_size=32")
-    model = build_training(resolve_config(composition, Train)).model
+    model = build_run(resolve_config(composition, Train)).model
     assert [model.fc[0].in_features, model.fc[0].out_features, model.fc[2].in_features] == [1024, 8, 8]
     assert torch.equal(model.conv1[0].weight, stored["conv1.0.weight"])
 

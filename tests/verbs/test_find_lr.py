@@ -143,10 +143,10 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
 ) -> None:
     frozen: list[bool] = []
 
-    def look(config: Any, training: Any, *settings: Any) -> Any:
+    def look(training: Any, *settings: Any) -> Any:
         training.state.train()
         frozen.append(not all(weight.requires_grad for weight in training.model.parameters()))
-        return find_rate(config, training, *settings)
+        return find_rate(training, *settings)
 
     monkeypatch.setattr("runner.verbs.find_lr.work.find_rate", look)
     freezing = ("freeze=all-but-head", "unfreeze_at=400")

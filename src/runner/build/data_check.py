@@ -55,7 +55,7 @@ def compare_data(
     return [*warnings, f"{said} (data.identity=ignore)"]
 
 
-def name_not_finite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
+def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
     """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
     split = splits.eval_split(name)
     if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
@@ -64,10 +64,3 @@ def name_not_finite(loss: float, splits: DataModule, name: str, tell: Callable[[
     batches = math.ceil(split.samples / split.loader.batch_size)
     if found := not_finite(split.loader.batches(0, 0, batches), name):
         tell(f"the loss on '{name}' is {loss}: {found}")
-
-
-def way_on(directory: RunDirectory | None, error: Exception) -> str:
-    """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
-    if directory is None or not isinstance(error, DataFailed) or not named(directory.checkpoints, "last"):
-        return ""
-    return f"\n    to go on: ckpt_path={directory.path}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -13,7 +13,8 @@ from runner.config.schema.train import Train
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.plan import Timeline
 from runner.instrument.no_trace import evaluating
-from runner.models.heads import Head, HeadNotFound, find_head, replace_head
+from runner.models import heads
+from runner.models.heads import Head, HeadNotFound, replace_head
 from runner.models.initial import draw_weights, set_prior, zero_last_norms
 from runner.runtime.determinism import refusal
 
@@ -60,6 +61,14 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
         )
 
 
+def find_head(model: nn.Module, image: Tensor) -> Head | None:
+    """The head of a model, or None if it cannot be told from the rest."""
+    try:
+        return heads.find_head(model, lambda: try_forward(model, image))
+    except HeadNotFound:
+        return None
+
+
 def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
     """The head of a model.
 
@@ -67,7 +76,7 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
         UserError: that says of `key` why there is none that could be told from the rest.
     """
     try:
-        return find_head(model, lambda: try_forward(model, image))
+        return heads.find_head(model, lambda: try_forward(model, image))
     except HeadNotFound as error:
         raise UserError(
             f"{key}: no head was found: {error}\n"
@@ -75,9 +84,7 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
         ) from error
 
 
-def initialise(
-    config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None
-) -> list[tuple[str, str, str]]:
+def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None) -> Sequence[str]:
     """Set initial weights as `init` says.
 
     Args:
@@ -87,10 +94,10 @@ def initialise(
         class_counts: training samples of each class, int64 (C,), or None.
 
     Returns:
-        Rows of label, value and reason for people.
+        Names of the schemes.
 
     Raises:
-        UserError: if the model has nothing that a scheme is about.
+        UserError: if a scheme does not apply to the model.
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     for scheme in sorted(schemes, key=("zero_gamma", "prior_bias").count):  # after what would undo them
@@ -103,7 +110,7 @@ def initialise(
                 draw_weights(model, scheme)
         except ValueError as error:
             raise UserError(f"init: {scheme} cannot be had: {error}\n    allowed: init without it") from error
-    return [("initial", ", ".join(schemes), "init")] if schemes else []
+    return schemes
 
 
 def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:
@@ -142,7 +149,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     return Freezing(model, parts)
 
 
-def never_thawed(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
+def never_unfrozen(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
     """Warnings about what is frozen for a while that the run does not outlast."""
     late = [part for part in freezing.parts if not part.permanent and _ends(part, timeline) >= total_steps]
     return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
@@ -195,11 +202,3 @@ def _matching(model: nn.Module, pattern: str) -> set[str]:
     """Dotted names of modules and parameters that match a pattern."""
     names = [*(name for name, _ in model.named_modules() if name), *(name for name, _ in model.named_parameters())]
     return matching("freeze", pattern, names, "module or parameter", [ALL_BUT_HEAD])
-
-
-def known_head(model: nn.Module, image: Tensor) -> Head | None:
-    """The head of a model, or None where it cannot be told from the rest."""
-    try:
-        return find_head(model, lambda: try_forward(model, image))
-    except HeadNotFound:
-        return None

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoint.digest import weights_sha256
-from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.weight_files import Weights, read_weights
+from runner.build.finetune import find_head, initialize
 from runner.config.errors import UserError
-from runner.config.reading import next_start_time, read_summary
 from runner.config.schema.train import Train
+from runner.data.build import DataModule
 from runner.models.heads import Head
 
 _SHOWN = 40
@@ -81,6 +81,36 @@ class Started:
             "kind": self.kind,
             "tensors": self.loaded,
         }
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a new run come from; empty where a checkpoint brings them.
+
+    Attributes:
+        schemes: what `init` names.
+        started: what `init_from` loaded.
+    """
+
+    schemes: Sequence[str] = ()
+    started: Started | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Labels, values and reasons for people."""
+        rows = [("initial", ", ".join(self.schemes), "init")] if self.schemes else []
+        return [*rows, self.started.row()] if self.started else rows
+
+
+def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
+    """Set weights as `init` says, then load those of `init_from`.
+
+    Raises:
+        UserError: if a scheme does not apply to the model, or the file does not fit it.
+    """
+    schemes = initialize(config, model, image, data.class_counts)
+    if config.init_from is None:
+        return InitialWeights(schemes)
+    return InitialWeights(schemes, start_from(config, model, find_head(model, image), data.classes))
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:
@@ -193,13 +223,3 @@ def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
         f"init_mismatch={others[mismatch]}, or weights of this model" if mismatch in others else "weights of this model"
     )
     return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
-
-
-def begun(config: Train, found: LoadedCheckpoint | None) -> dict[str, Any]:
-    """What the summary says when a run starts: from which checkpoint and weights, and at what time."""
-    summary: dict[str, Any] = {"started": next_start_time(Path(config.output_root) / config.name)}
-    summary["resumed_from"] = str(found.path) if found else None
-    if found is not None and found.path.parent.name == "checkpoints":
-        before = read_summary(found.path.parents[1]) or {}
-        summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
-    return summary

@@ -59,7 +59,7 @@ def build_learner(config: Train, data: DataModule, fetch_weights: bool = True) -
     if data.incompatibilities:
         raise data.incompatibilities[0]
     task = build_task(config, data)
-    model = build_model(config, task, data, lambda: as_given(data).cpu(), fetch_weights)
+    model = build_model(config, task, data, lambda: example_input(data).cpu(), fetch_weights)
     check_targets(task, data)
     return task, model, build_loss(config, task, data)
 
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | list) else value
 
 
-def as_given(splits: DataModule, copies: int = 1) -> Tensor:
+def example_input(splits: DataModule, copies: int = 1) -> Tensor:
     """The first training sample as a model is given it, without augmentation: (copies, C, H, W)."""
     image = splits.example[0].expand(copies, *splits.example[0].shape[1:])
     if copies == 1:
@@ -193,7 +193,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: DataModule) -> 
     """
     target = splits.example[1]
     outputs = task.outputs(splits.classes)
-    inputs = as_given(splits)
+    inputs = example_input(splits)
     with _single_values(model) as single:
         logits = try_forward(model, inputs)
     _probe_other_sizes(model, splits)
@@ -248,7 +248,7 @@ def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, splits: DataM
     copies = min(2, splits.train.loader.batch_size, splits.train.samples)
     if copies == 1 and single:
         return  # see `check_batches_of_one`
-    images, target = as_given(splits, copies), splits.example[1]
+    images, target = example_input(splits, copies), splits.example[1]
     target = target.expand(copies, *target.shape[1:])
     with _training(model, loss):
         try:

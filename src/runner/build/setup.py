@@ -10,12 +10,11 @@ from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.changes import changes_refused
 from runner.config.errors import ConfigError, UserError
-from runner.config.output_folders import holds_sweep
 from runner.config.reading import read_overrides
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
-from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
+from runner.tracking.run_directory import RunDirectory, unfinished
 
 
 @dataclass
@@ -81,69 +80,28 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
     return unfinished(composition.runs, composition.words)
 
 
-def why_occupied(composition: Composition) -> str:
-    """Why a run may not write into the folder that Hydra was given, as it is that of another one; else an empty string."""
+def why_occupied(composition: Composition) -> UserError | None:
+    """The mistake of writing into the folder that Hydra was given while it belongs to another run; None for no mistake."""
     fixed, resumes = composition.job_dir or composition.run_dir, composition.resumes
     if fixed is None or not any(os.path.lexists(fixed / name) for name in ("overrides.yaml", "summary.json")):
-        return ""
+        return None
     if not resumes and composition.job_dir is None:
-        return ""  # it may be continued by ckpt_path, see `open_directory`
+        return None  # ckpt_path may continue it, see `RunRecord.open`
     if not resumes:
         allowed = "another folder, or resume=auto, given from its first start on, to continue it"
-        return f"hydra.sweep.dir: {fixed} already holds a run\n    allowed: {allowed}"
+        return UserError("hydra.sweep.dir", f"{fixed} already holds a run", allowed)
     try:
         if read_overrides(fixed) == mask_words(composition.words):  # as they are stored
-            return ""
+            return None
         reason = "holds a run of other settings"
     except (OSError, ValueError) as error:
         reason = f"holds a run whose overrides.yaml cannot be read: {getattr(error, 'strerror', None) or error}"
-    return (
-        f"resume: is auto, and {fixed} {reason}\n    allowed: its command, another folder, or "
-        f"ckpt_path={fixed} hydra.run.dir={fixed} in place of resume=auto, to continue it with other settings"
+    return UserError(
+        "resume",
+        f"is auto, and {fixed} {reason}",
+        f"its command, another folder, or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it "
+        "with other settings",
     )
-
-
-def open_job(composition: Composition) -> RunDirectory | None:
-    """The directory of a job of a sweep, which is the job's own from here on; None for a single run.
-
-    Raises:
-        UserError: if it cannot be made, or another process has it.
-    """
-    if composition.job_dir is None:
-        return None
-    directory = RunDirectory(composition.job_dir)
-    directory.lock()
-    if not directory.overrides_file.exists():  # else they are the same, see `why_occupied`
-        directory.write_overrides(composition.words)
-    return directory
-
-
-def read_best(directory: RunDirectory) -> float | None:
-    """The best value of the monitored metric of a run that has finished."""
-    best = (directory.read_summary() or {}).get("best")
-    value = best.get("value") if isinstance(best, dict) else None
-    return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
-
-
-def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
-    """Make the run's directory: a new one, or the one that `hydra.run.dir` names.
-
-    Raises:
-        UserError: if it cannot be made, or holds another run.
-    """
-    if setup.again is not None:
-        return setup.again
-    path = composition.run_dir
-    if path is None:
-        return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
-    if holds_sweep(path):
-        raise UserError(f"hydra.run.dir: {path} holds a sweep\n    allowed: another folder")
-    if (path / "summary.json").exists() and not is_inside(setup.found, path):
-        raise UserError(
-            f"hydra.run.dir: {path} already holds a run\n    allowed: another folder, or ckpt_path={path} to continue it there"
-        )
-    path.mkdir(parents=True, exist_ok=True)
-    return RunDirectory(path)
 
 
 def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from runner.build.data_check import name_not_finite
+from runner.build.data_check import warn_of_nonfinite
 from runner.build.metrics import build_metrics
 from runner.build.model import build_learner, place, probe
 from runner.checkpoint.digest import weights_sha256
@@ -73,7 +73,7 @@ def _evaluate(composition: Composition) -> float:
         parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
-        name_not_finite(scalars["loss"], splits, config.split, console.warn)
+        warn_of_nonfinite(scalars["loss"], splits, config.split, console.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None

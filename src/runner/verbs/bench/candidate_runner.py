@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from runner.build.run import Training, build_training, set_switches
+from runner.build.hardware import set_switches
+from runner.build.run import Run
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
@@ -27,6 +28,7 @@ from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.device import choose_device
 from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
+from runner.train import build_run
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
 
@@ -71,7 +73,7 @@ class Workbench:
             raise UserError("; ".join(f"{problem.key}: {problem.message}" for problem in problems))
         return config
 
-    def build(self, config: Bench, splits: DataModule | None = None) -> Training:
+    def build(self, config: Bench, splits: DataModule | None = None) -> Run:
         """What a run would train, on data that other candidates may use too.
 
         Args:
@@ -84,7 +86,7 @@ class Workbench:
         key = _about_data(config)
         if config.compile:
             _allow_recompiling()
-        training = build_training(config, splits=splits or self._splits.get(key), make_cache=self._own, fresh=self._own)
+        training = build_run(config, data=splits or self._splits.get(key), make_cache=self._own, fresh=self._own)
         if splits is None:
             self._splits[key] = training.splits
         return training
@@ -160,11 +162,11 @@ class Stand:
         self.config = bench.config(dict(candidate.settings))
         self._bench = bench
         self.device, _ = choose_device(self.config.device)
-        self._training: Training | None = None
+        self._training: Run | None = None
         self._recomputes = False
 
     @property
-    def training(self) -> Training:
+    def training(self) -> Run:
         """The objects of the candidate, built if they are not there."""
         if self._training is None:
             self._training = self._bench.build(self.config)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.build.run import Training, build_training, look_ahead
-from runner.build.weight_average import load_best
+from runner.build.evaluation import load_best
+from runner.build.run import Run
+from runner.build.validate import validate_limits
 from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
 from runner.config.schema.check import Check
@@ -23,6 +24,7 @@ from runner.data.loaders import Batch, Loader
 from runner.data.samples import SampleTransform, SeededDataset, collate
 from runner.data.splits import targets_of
 from runner.instrument.no_trace import evaluating
+from runner.train import build_run
 from runner.verbs.check.split_stats import SplitStats, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
@@ -59,7 +61,7 @@ class CheckContext:
 
     def __init__(self, config: Check, splits: DataModule, found: find.LoadedCheckpoint | None, began: float) -> None:
         self.config, self.splits, self.found, self.began = config, splits, found, began
-        self._training: Training | None = None
+        self._training: Run | None = None
         self._start: dict[str, Any] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._known: dict[Callable[[CheckContext], Any], tuple[Any, bool]] = {}
@@ -242,7 +244,7 @@ class CheckContext:
         return 2 * self.left / max(self.seconds_a_sample * plan.batch_size * plan.accumulate, 1e-9)
 
     @property
-    def training(self) -> Training:
+    def training(self) -> Run:
         """What would be trained, in its first state.
 
         Raises:
@@ -260,8 +262,8 @@ class CheckContext:
         """
         # Compiled code cannot be looked into.
         plain = dataclasses.replace(self.config, compile=False)
-        training = build_training(plain, splits=self.splits, fresh=self.found is None)
-        look_ahead(plain, training)
+        training = build_run(plain, data=self.splits, fresh=self.found is None)
+        validate_limits(training)
         if self.found is not None:
             try:
                 load_best(training, self.found.contents)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.build.evaluation import evaluate_both
 from runner.build.metrics import build_callbacks, fresh_metrics
-from runner.build.weight_average import evaluate_both
 from runner.checkpoint import resume
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.errors import Diverged, NotFinite
@@ -105,7 +105,7 @@ class _StepObserver:
 def _callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], None]]:
     """The callbacks of the run that training depends on, and what `on_nonfinite=rollback` does: back to the start."""
     training = context.training
-    extra = build_callbacks(context.config, training.task, training.monitor, training.mode)
+    extra = build_callbacks(context.config, training.task, training.monitor)
     kept = {
         name: resume.copied(callback.state_dict())
         for name, callback in extra.items()
@@ -163,9 +163,9 @@ def _looped(context: CheckContext) -> _StepObserver:
         plan,
         training.parts,
         Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
-        lambda _: evaluate_both(training, config, evaluate_once),
+        lambda _: evaluate_both(training, evaluate_once),
         callbacks,
-        (training.monitor, training.mode),
+        training.monitor,
         step=watch,
         roll_back=roll_back,
     )
@@ -361,7 +361,7 @@ def _short_training(context: CheckContext) -> Result:
         limits,
         None,
         [*callbacks, Note()],
-        (parts.monitor, parts.mode),
+        parts.monitor,
         step=parts.step,
         roll_back=roll_back,
     )

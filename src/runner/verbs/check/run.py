@@ -15,9 +15,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from runner.build.batch_size import with_batch_size
+from runner.build.batch_size import auto_batch_size
 from runner.build.describe import describe
-from runner.build.run import build_training, set_switches
+from runner.build.hardware import set_switches
 from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
@@ -27,6 +27,7 @@ from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
+from runner.train import build_run
 from runner.verbs._checkpoint import line_or_checkpoint
 from runner.verbs._work import guarded
 from runner.verbs.check import (
@@ -152,7 +153,7 @@ def run_checks(
     try:
         with stop_after(until - time.monotonic()):
             if config.data.batch_size == "auto":
-                config, _ = with_batch_size(config, functools.partial(build_training, make_cache=False))
+                config, _ = auto_batch_size(config, functools.partial(build_run, make_cache=False))
             splits = _assembled(config)
     except OutOfTime:
         return [CompletedCheck(each, late, 0.0) for each in (_BUILD, *chosen)], []

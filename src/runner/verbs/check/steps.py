@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from runner.build.evaluation import evaluate_both
 from runner.build.metrics import fresh_metrics
-from runner.build.weight_average import evaluate_both
 from runner.data.loaders import Batch
 from runner.engine.errors import Diverged
 from runner.engine.evaluation import evaluate
@@ -118,9 +118,9 @@ def _course(context: CheckContext, batch: Batch, scale: float, callbacks: bool, 
             EpochPlan(source.samples, source.batch_size),
             parts,
             Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None),
-            (lambda _: evaluate_both(training, context.config, evaluate_once)) if callbacks else None,
+            (lambda _: evaluate_both(training, evaluate_once)) if callbacks else None,
             [*extra, _Clock(context)],
-            (training.monitor, training.mode),
+            training.monitor,
             step=training.step,
             roll_back=roll_back,
         )
