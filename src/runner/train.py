@@ -19,8 +19,9 @@ from runner.build.hardware import choose_hardware
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
-from runner.build.model import build_learner, check_batches_of_one, example_input, place, probe, with_facts
+from runner.build.model import build_learner, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
+from runner.build.probe import check_batches_of_one, probe
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.evaluation import _feed
-from runner.build.model import probe
+from runner.build.probe import probe
 from runner.build.run import Run, training_flops
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train

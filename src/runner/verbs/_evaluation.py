@@ -15,7 +15,8 @@ from torch import Tensor
 
 from runner.build.data_check import warn_of_nonfinite
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner, place, probe
+from runner.build.model import build_learner, place
+from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
