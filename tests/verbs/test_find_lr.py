@@ -81,7 +81,7 @@ def test_a_checkpoint_is_searched_from_its_weights(run: Callable[..., Any], trai
         (("start=1", "end=0.1"), "start: is 1, and end is 0.1"),
         (("num_steps=3",), "num_steps: cannot be 3"),
         (("lr=auto",), "lr: is auto, which is for train"),
-        (("start=1e-9", "end=1e-7"), "lr: no rate was found, as the loss hardly falls at any rate from 1e-09 to 1e-07"),
+        (("start=1e-9", "end=1e-7"), "lr: no rate was found: the loss hardly falls at any rate from 1e-09 to 1e-07"),
         (("optimizer.lr=0",), "optimizer.lr: is 0"),
     ],
 )

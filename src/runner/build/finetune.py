@@ -109,7 +109,7 @@ def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Ten
             else:
                 draw_weights(model, scheme)
         except ValueError as error:
-            raise UserError(f"init: {scheme} cannot be had: {error}\n    allowed: init without it") from error
+            raise UserError("init", f"{scheme} does not apply: {error}", "init without it") from error
     return schemes
 
 

@@ -93,7 +93,7 @@ def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, An
     """
     built = {}
     for name, node in config.callbacks.items():
-        facts: dict[str, str] = dict(monitor._asdict())
+        facts = {"monitor": monitor.metric, "mode": monitor.mode}
         if node.get("monitor") is not None and (stops_early(node) or names_argument(node, "mode")):
             watched = _full_name(f"callbacks.{name}.monitor", str(node["monitor"]), config, task)
             node = node | {"monitor": watched}
