@@ -73,7 +73,7 @@ def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last(result: Any) -> dict[str, Any]:
-    return read(result.directory / "checkpoints" / "last.pt")
+    return read(result.directory / "checkpoints" / "last.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherw
     # What eval finds on the same split is what the run found with the same weights.
     losses: list[float] = []
     for result, which in ((first, "ema"), (second, "raw")):
-        best = read(result.directory / "checkpoints" / "best.pt")
+        best = read(result.directory / "checkpoints" / "best.safetensors")
         found = run("eval", f"ckpt_path={result.directory}", "threads=1", "json=true")
         record = json.loads(found.out)
         assert record["weights"] == which
@@ -159,7 +159,7 @@ def test_before_swa_begins_the_weights_stand_for_their_average(train: Callable[.
     # The mean of one is itself; BatchNorm's statistics are new, so the outputs are not the same.
     assert begun["swa_loss"] != begun["loss"]
     assert then["swa_loss"] != then["loss"]
-    files = [read(result.directory / "checkpoints" / f"step_{step:010d}.pt") for step in (6, 12, 18)]
+    files = [read(result.directory / "checkpoints" / f"step_{step:010d}.safetensors") for step in (6, 12, 18)]
     assert [file["averaged"]["updates"] for file in files] == [0, 1, 2]
     assert files[0]["averaged"]["weights"] is None
     mean = (files[1]["model"]["head.weight"] + files[2]["model"]["head.weight"]) / 2
@@ -201,7 +201,7 @@ def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(
     result = train(
         *CNN, "epochs=4", "swa=1", "evaluate.every_epochs=2", "checkpoint.every_epochs=1", "checkpoint.keep=9"
     )
-    paths = [result.directory / "checkpoints" / f"step_{step:010d}.pt" for step in (6, 12, 18, 24)]
+    paths = [result.directory / "checkpoints" / f"step_{step:010d}.safetensors" for step in (6, 12, 18, 24)]
     files = [read(path) for path in paths]
     assert [file["averaged"]["calibrated"] for file in files] == [True, True, False, True]
     assert weights_of(files[2], "auto")[1] == "raw"
@@ -307,12 +307,12 @@ def test_evaluations_are_not_compared_by_different_metrics(
     longer = train("ckpt_path=mine", *after, "hydra.run.dir=mine", "epochs=3")
     best = longer.summary["best"]
     assert (best["metric"], best["epoch"]) == (metrics[1], 3)
-    assert read(longer.directory / "checkpoints" / "best.pt")["metrics"]["best"] == best
+    assert read(longer.directory / "checkpoints" / "best.safetensors")["metrics"]["best"] == best
 
 
 def test_a_run_starts_from_the_average_where_that_was_best(train: Callable[..., Any]) -> None:
     source = train(*MLP, "ema=0.5")
-    best = read(source.directory / "checkpoints" / "best.pt")
+    best = read(source.directory / "checkpoints" / "best.safetensors")
     started = train(*MLP, f"init_from={source.directory}", "max_steps=1", "optimizer.lr=0", "optimizer.weight_decay=0")
     record = started.summary["init_from"]
     assert (record["kind"], record["weights_sha256"]) == ("ema", weights_sha256(best["averaged"]["weights"]))

@@ -47,7 +47,7 @@ from runner.engine.position import Position
 from runner.engine.state import FiniteMean, RunningMean, TrainState
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.determinism import operations_named
-from runner.runtime.hardware_metrics import choose_gauges
+from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
@@ -229,7 +229,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     loggers = build_loggers(config.logger, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     kind = kind_of(run.precision.dtype, run.device)
-    gauges = choose_gauges(config.log.utilization, run.device, kind, lambda: training_flops(run), warnings)
+    hardware_metrics = choose_hardware_metrics(
+        config.log.utilization, run.device, kind, lambda: training_flops(run), warnings
+    )
     custom_callbacks = build_callbacks(config, run.task, run.monitor)
     saving = Saving(
         run,
@@ -259,7 +261,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         *custom_callbacks.values(),
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
-        Log(config.log.every_steps, [buffer], gauges, console.warn),
+        Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         checkpointing,
     ]
     evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()))
@@ -285,7 +287,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     for logger in loggers:
         ending.callback(logger.close)
         logger.open(record.directory.path, resumed_step if found else None)
-    show_run(run, record, gauges.rows(), [*warnings, *setup.warnings])
+    show_run(run, record, hardware_metrics.rows(), [*warnings, *setup.warnings])
 
     # Train
     if loop.finished:

@@ -154,21 +154,21 @@ def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of
 def test_swa_takes_the_weights_of_as_many_epochs(train: Callable[..., Any], swa: str, size: int, workdir: Path) -> None:
     words = (*RUN, swa, "averaging.lr_factor=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
     whole = train(*words)
-    expected = read(whole.directory / "checkpoints" / "last.pt")["averaged"]["updates"]
-    checkpoint = whole.directory / "checkpoints" / "step_0000000018.pt"
+    expected = read(whole.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"]
+    checkpoint = whole.directory / "checkpoints" / "step_0000000018.safetensors"
     first = train(f"ckpt_path={checkpoint}", f"data.batch_size={size}", f"hydra.run.dir={workdir}/first")
-    assert read(first.directory / "checkpoints" / "last.pt")["averaged"]["updates"] == expected
+    assert read(first.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"] == expected
     # Stopped once more on the way, and resumed without a change, also in the middle of an epoch.
-    saved = read(first.directory / "checkpoints" / "last.pt")["position"]
+    saved = read(first.directory / "checkpoints" / "last.safetensors")["position"]
     assert saved["turns"] == [[18, 3]]
     steps = 48 // size
-    middle = first.directory / "checkpoints" / f"step_{18 + steps:010d}.pt"
+    middle = first.directory / "checkpoints" / f"step_{18 + steps:010d}.safetensors"
     second = train(f"ckpt_path={middle}", f"hydra.run.dir={workdir}/second")
     assert second.summary["weights_sha256"] == first.summary["weights_sha256"]
-    averages = [read(each.directory / "checkpoints" / "last.pt")["averaged"] for each in (first, second)]
+    averages = [read(each.directory / "checkpoints" / "last.safetensors")["averaged"] for each in (first, second)]
     assert averages[0]["updates"] == averages[1]["updates"]
     # A resume that changes nothing keeps the turns.
-    assert read(second.directory / "checkpoints" / "last.pt")["position"]["turns"] == [[18, 3]]
+    assert read(second.directory / "checkpoints" / "last.safetensors")["position"]["turns"] == [[18, 3]]
 
 
 @pytest.mark.parametrize("words", [("data.batch_size=4",), ("accumulate=2",), ("limit.train_batches=2",)], ids=" ".join)
@@ -179,7 +179,7 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
         *RUN, "freeze=[layers.0@4ep]", "evaluate.every_epochs=2", "checkpoint.keep=99",
         "log.every_steps=1", "scheduler=step", "scheduler.every=4", "scheduler.gamma=0.5",
     )  # fmt: skip
-    checkpoint = first.directory / "checkpoints" / "step_0000000012.pt"
+    checkpoint = first.directory / "checkpoints" / "step_0000000012.safetensors"
     rest = train(f"ckpt_path={checkpoint}", *words, f"hydra.run.dir={workdir}/rest")
     steps = {"data.batch_size=4": 12, "accumulate=2": 3, "limit.train_batches=2": 2}[words[0]]
     assert f"step {12 + 2 * steps}: layers.0 is trained from here on" in rest.out

@@ -85,7 +85,7 @@ def call(
         if status:
             return found
         summary = json.loads((folder / "summary.json").read_text())
-        return {**summary, **found, "contents": read(folder / "checkpoints" / "last.pt")}
+        return {**summary, **found, "contents": read(folder / "checkpoints" / "last.safetensors")}
 
     return train
 

@@ -23,7 +23,7 @@ from runner.engine.position import Position
 from runner.engine.range_test import exponential, range_test
 from runner.runtime.blocks import _Probe as Trial
 from runner.train import build_run
-from runner.verbs.inspect.watch import pass_through as watched
+from runner.verbs.inspect.observed_pass import pass_through as watched
 
 
 class Assigning(nn.Module):
@@ -111,7 +111,7 @@ def _trial(training: Run) -> None:
     image = next(iter(training.splits.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     trial = Trial(training.model, image, contextlib.nullcontext)
     trial.bytes_of_sample()
-    trial.idle([("layer", training.model.get_submodule("layer"))])
+    trial.idle(["layer"])
     trial.backward()
 
 

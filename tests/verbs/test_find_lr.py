@@ -30,7 +30,7 @@ def short_test(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return read(directory / "checkpoints" / "last.pt")["model"]
+    return read(directory / "checkpoints" / "last.safetensors")["model"]
 
 
 def test_it_leaves_a_picture_the_numbers_and_the_override_to_use(run: Callable[..., Any]) -> None:

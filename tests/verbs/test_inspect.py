@@ -19,8 +19,8 @@ from runner.build.run import Run
 from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import Inspect
 from runner.train import build_run
-from runner.verbs.inspect import spelled_out
-from runner.verbs.inspect.watch import pass_through
+from runner.verbs.inspect import expand_shorthand
+from runner.verbs.inspect.observed_pass import pass_through
 
 DATA = (
     "threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8",
@@ -260,7 +260,7 @@ def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
 def test_weights_are_those_of_the_checkpoint(trained: Any, inspect: Callable[..., Any]) -> None:
     from runner.checkpoint.file import read
 
-    state = read(trained.directory / "checkpoints" / "best.pt")["model"]
+    state = read(trained.directory / "checkpoints" / "best.safetensors")["model"]
     found = inspect(f"ckpt_path={trained.directory}", "what=[weights]", "output=here")
     assert found["folder"] == "here"
     norms = {each["name"]: each["norm"] for each in found["weights"]}
@@ -271,7 +271,7 @@ def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_che
     trained: Any, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = dict.fromkeys((*PARTS, "errors"), lambda found: None)
-    monkeypatch.setattr("runner.verbs.inspect.work.PARTS", nothing)
+    monkeypatch.setattr("runner.verbs.inspect.run.PARTS", nothing)
     assert tuple(inspect(*SMALL)["what"]) == PARTS
     assert tuple(inspect(f"ckpt_path={trained.directory}")["what"]) == (*PARTS, "errors")
     assert inspect(*SMALL, "what=errors,layers")["what"] == ["layers", "errors"]
@@ -311,7 +311,7 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
     from runner.engine.state import load_weights
 
     training = built(*SMALL)
-    load_weights(training.model, read(trained.directory / "checkpoints" / "best.pt")["model"])
+    load_weights(training.model, read(trained.directory / "checkpoints" / "best.safetensors")["model"])
     batch = next(iter(training.splits.eval_split("test").loader.batches(0, 0, 1)))
     with torch.no_grad():
         logits = training.model.eval()(batch.images)
@@ -390,7 +390,7 @@ def test_errors_of_numbers_are_refused_if_asked_for(run: Callable[..., Any]) -> 
 
 def test_lists_can_be_typed_without_brackets() -> None:
     words = ["features=a.b,c", "+what=layers", "what=null", "tensors=[x]", "seed=1,2", "output=a,b"]
-    assert spelled_out(words) == [
+    assert expand_shorthand(words) == [
         "features=[a.b,c]",
         "+what=[layers]",
         "what=null",
@@ -406,9 +406,11 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
     from runner.checkpoint.file import read
 
     trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
-    contents = read(trained.directory / "checkpoints" / "last.pt")
+    contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
-        found = inspect(f"ckpt_path={trained.directory}/checkpoints/last.pt", "what=weights", f"weights={which}")
+        found = inspect(
+            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=weights", f"weights={which}"
+        )
         norms = {each["name"]: each["norm"] for each in found["weights"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
@@ -426,7 +428,7 @@ def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, r
 def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
     from runner.tracking.console import Console
     from runner.verbs.inspect.page import Table
-    from runner.verbs.inspect.work import _show
+    from runner.verbs.inspect.run import _show
 
     rows = [[f"layer {number}", str(number)] for number in range(99)]
     _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
@@ -503,7 +505,7 @@ def test_as_many_filters_are_told_as_are_drawn(
 def test_features_that_are_not_by_image_are_refused(
     trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs.inspect.work.extractor", lambda *_: lambda images: {"head": images.mean()})
+    monkeypatch.setattr("runner.verbs.inspect.run.extractor", lambda *_: lambda images: {"head": images.mean()})
     result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
     assert result.status == 2
     assert "features: 'head' gives () for 1 image, which is not a row an image" in result.err

@@ -18,10 +18,10 @@ def build_averaged(
     """The average that `ema` or `swa` asks for; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
-    leaves_out = config.on_nonfinite == "skip"
+    can_skip = config.on_nonfinite == "skip"
     if config.ema is not None:
         warmup = config.averaging.warmup
-        return AveragedModel("ema", model, parameters, config.ema, warmup, leaves_out=leaves_out)
+        return AveragedModel("ema", model, parameters, config.ema, warmup, can_skip=can_skip)
     if config.swa is None:
         return None
     timeline, start = length.timeline, swa_start(config.swa, length)
@@ -30,7 +30,7 @@ def build_averaged(
         # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
         part = (timeline.scaled(start) / timeline.steps - epoch) % 1
         start = turn + round(part * timeline.steps) - timeline.steps
-    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, leaves_out=leaves_out)
+    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, can_skip=can_skip)
 
 
 def swa_start(swa: float, length: RunLength) -> int:

@@ -136,7 +136,7 @@ class Log:
     Args:
         every_steps: optimizer steps between readings; in between nothing waits for the device.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
-        gauges: further training metrics, given the samples per second; must not wait for the device.
+        hardware_metrics: further training metrics, given the samples per second; must not wait for the device.
         warn: called with a sentence when the loss jumps.
     """
 
@@ -144,10 +144,11 @@ class Log:
         self,
         every_steps: int,
         sinks: Sequence[Callable[[str, dict[str, float], int, int], None]],
-        gauges: Callable[[float], dict[str, float]] = lambda rate: {},
+        hardware_metrics: Callable[[float], dict[str, float]] = lambda rate: {},
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.every_steps, self.sinks, self.gauges, self._warn = every_steps, list(sinks), gauges, warn
+        self.every_steps, self.sinks = every_steps, list(sinks)
+        self.hardware_metrics, self._warn = hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
         self._since = time.perf_counter()
         self._samples = 0
@@ -174,7 +175,7 @@ class Log:
         self._restart_clock(loop, now)
         metrics = {"loss": loss}
         loop.collect("on_log", metrics)
-        self._send(loop, "train", metrics | speed | self.gauges(rate))
+        self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))
         loop.state.meter.reset()
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:

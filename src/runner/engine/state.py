@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from runner.engine.freezing import Freezing
 from runner.engine.position import Best, Position
 from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
+from runner.instrument.nested import named_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg")
 
@@ -158,23 +159,13 @@ def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> 
         contents: state dicts under these names.
         by_design: tensors of the model that are never finite, such as a mask of infinities.
     """
-    found = [*_tensors("", contents["model"]), *_tensors("optimizer", contents["optimizer"])]
+    found = [*named_tensors(contents["model"]), *named_tensors(contents["optimizer"], "optimizer")]
     named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
     if not named:
         return ""
     # One flag for all of them, because reading each would wait.
     flags = torch.stack([tensor.isfinite().all().to(named[0][1].device) for _, tensor in named])
     return "" if bool(flags.all()) else named[int(flags.int().argmin())][0]
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested mappings and lists, with its dotted path."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _tensors(f"{name}.{key}" if name else str(key), item)
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from runner.engine.clipping import AdaptiveClip, clip_gradients
-from runner.engine.nonfinite import Guard
+from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 
@@ -38,7 +38,7 @@ class StepConfig:
     clip_value: float | None = None
     clip_adaptive: AdaptiveClip | None = None
     compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    guard: Guard | None = None
+    guard: NonFiniteGuard | None = None
     optimizer_step: Callable[[], object] | None = None
 
 
@@ -50,7 +50,7 @@ def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float
     """Train on one batch; at the end of an accumulation window, update the weights.
 
     The source of batches has already fetched, moved and augmented the batch; counters and the next learning rate are the
-    loop's job. Nothing here waits for the device, unless `Guard.waits` says that the optimizer needs it.
+    loop's job. Nothing here waits for the device, unless `NonFiniteGuard.waits` says that the optimizer needs it.
 
     Args:
         state: what training changes.
@@ -110,7 +110,7 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
         if guard is not None:
             guard.undo()
         if state.averaged is not None:
-            state.averaged.update(state.position.global_step + 1, guard.left_out if guard is not None else None)
+            state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
     if guard is not None:
         guard.stepped()
     # Equals zero_grad(set_to_none=True) without its bookkeeping.

@@ -52,15 +52,7 @@ def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
 
 
 def mistakes_in(training: Run, split: SplitData, classes: int, limit: int | None, most: int) -> Mistakes:
-    """Evaluate a split and collect the mistakes, with no more than a batch of images in memory.
-
-    Args:
-        training: holds the model, whose logits are (B, `classes`).
-        split: what to evaluate.
-        classes: how many.
-        limit: batches to use; None for all.
-        most: mistakes to keep.
-    """
+    """Evaluate a split and collect the mistakes, with no more than a batch of images in memory."""
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     surest: list[Mistake] = []
     with evaluating(training.model):

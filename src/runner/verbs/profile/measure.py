@@ -92,15 +92,7 @@ class _Phase:
 
 
 class Phases:
-    """A callback that leads a loop through the phases and ends it; has to be the last in the list.
-
-    Args:
-        config: how many steps, and how long at most.
-        training: what is trained.
-        stopwatch: marks the ranges of a step.
-        folder: where a memory snapshot goes.
-        tell: shows a line of text.
-    """
+    """A callback that leads a loop through the phases and ends it; has to be the last in the list."""
 
     def __init__(
         self, config: Profile, training: Run, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
@@ -203,12 +195,6 @@ class Phases:
 
 def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them.
-
-    Args:
-        config: what to do.
-        training: what to train; changed by the steps.
-        folder: where a memory snapshot goes.
-        tell: shows a line of text.
 
     Raises:
         UserError: if the loss is not finite.

@@ -153,17 +153,7 @@ def facts_of(
     utilization: float | None,
     cores: int,
 ) -> Facts:
-    """Gather what the sentence depends on.
-
-    Args:
-        config: what was profiled.
-        training: likewise.
-        shares: of a step, by range.
-        busy: see `Facts`.
-        small_ops: see `Facts`.
-        utilization: see `Facts`.
-        cores: see `Facts`.
-    """
+    """Gather what the sentence depends on."""
     device, read = training.device, reading(training.splits.train.loader)
     convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in training.model.modules())
     takes_fused = "fused" in inspect.signature(type(training.state.optimizer)).parameters

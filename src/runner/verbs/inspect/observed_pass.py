@@ -48,11 +48,6 @@ def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
 
     Weights, buffers, modes, gradients and random generators are left as they were.
 
-    Args:
-        training: what is trained.
-        batch: as a step is given it.
-        tensors: names of modules and operations to look at; without any, every module.
-
     Raises:
         UserError: if there is no operation of a name.
     """
