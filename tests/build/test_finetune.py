@@ -209,7 +209,7 @@ def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None
         ({"freeze": ["all-but-haed"]}, "did you mean 'all-but-head'?"),
         ({"freeze": ["*"]}, "error: freeze: leaves nothing to train in the first step"),
         ({"freeze": ["*"], "unfreeze_at": 2}, "error: freeze: leaves nothing to train in the first step"),
-        ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no weights that are trained"),
+        ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
         ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
         ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual branch"),
     ],

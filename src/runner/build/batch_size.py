@@ -86,10 +86,8 @@ def _largest_batch(run: Run) -> Fitting:
     weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
     room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
     if room < each:
-        raise UserError(
-            f"data.batch_size: a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}\n"
-            f"    allowed: {_LESS_A_SAMPLE}"
-        )
+        problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
+        raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
     size = largest_power(min(samples, room // each))
     while run.device.type == "cuda" and size > 1 and not _fits(run, size):
         size //= 2
@@ -115,24 +113,13 @@ def free_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def explaining_memory(key: str, size: int, fix: str) -> Iterator[None]:
-    """Say in a sentence that memory does not suffice, and what to set.
-
-    Args:
-        key: that says how large batches are.
-        size: samples of a batch.
-        fix: what helps.
-
-    Raises:
-        UserError: in place of torch's error.
-    """
+    """Turn an out-of-memory error in batches of `size` samples, as set by `key`, into a `UserError` that says what helps."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reason = first_line(error)
-        message = f"{key}: memory does not suffice for batches of {size}: {reason}"
-        raise UserError(f"{message}\n    allowed: {fix}") from error
+        raise UserError(key, f"there is not enough memory for batches of {size}: {first_line(error)}", fix) from error
 
 
 def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None]:

@@ -29,9 +29,8 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
         try:
             outputs: Tensor = model(images)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise refusal(error) or UserError(
-                f"model: cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
-            ) from error
+            problem = f"cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
+            raise refusal(error) or UserError("model", problem) from error
     return outputs
 
 
@@ -55,10 +54,8 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
     try_forward(model, image)
     handle.remove()
     if not ran:
-        raise UserError(
-            f"model.head: {type(model).__name__} does not use what is put into the place of {head.path}\n"
-            "    allowed: null, or a model that calls its last layer by its name"
-        )
+        problem = f"{type(model).__name__} does not use the layer that replaces {head.path}"
+        raise UserError("model.head", problem, "null, or a model that calls its last layer by its name")
 
 
 def find_head(model: nn.Module, image: Tensor) -> Head | None:
@@ -78,10 +75,8 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
     try:
         return heads.find_head(model, lambda: try_forward(model, image))
     except HeadNotFound as error:
-        raise UserError(
-            f"{key}: no head was found: {error}\n"
-            "    allowed: a model that ends in a Linear or a 1x1 convolution, called once"
-        ) from error
+        allowed = "a model that ends in a Linear or a 1x1 convolution, called once"
+        raise UserError(key, f"no head was found: {error}", allowed) from error
 
 
 def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None) -> Sequence[str]:
@@ -139,9 +134,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
     waiting = {parameter for part in parts for parameter in part.parameters}
     if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
-        raise UserError(
-            "freeze: leaves nothing to train in the first step\n    allowed: all-but-head, or fewer patterns"
-        )
+        raise UserError("freeze", "leaves nothing to train in the first step", "all-but-head, or fewer patterns")
     for part in parts:
         if part.permanent:
             for parameter in part.parameters:
@@ -171,9 +164,7 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
     trained = tuple(parameter for parameter in parameters if parameter is not None and parameter.requires_grad)
     if not trained:
-        raise UserError(
-            f"freeze: '{entry.pattern}' has no weights that are trained\n    allowed: names of layers with weights"
-        )
+        raise UserError("freeze", f"'{entry.pattern}' has no trainable weights", "names of layers with weights")
     whole = [module for module in model.modules() if own_weights(module) and own_weights(module) <= set(trained)]
     return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)
 

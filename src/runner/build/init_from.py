@@ -139,7 +139,7 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
     refused = [each for each in misfits if not _allowed(config.init_mismatch, each)]
     if refused or not fitting:
-        raise UserError(_complaint(config.init_mismatch, given.path, refused or misfits))
+        raise _mismatch(config.init_mismatch, given.path, refused or misfits)
     for name, tensor in fitting.items():
         _check_kind(name, tensor, own[name], given.path)
     with torch.no_grad():
@@ -152,10 +152,8 @@ def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
     # A whole state dict that was made half precision has its counters as floats.
     is_counter = name.endswith("num_batches_tracked") and given.is_floating_point()
     if _kind(given) != _kind(wanted) and not is_counter:
-        raise UserError(
-            f"init_from: the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}\n"
-            f"    allowed: {_kind(wanted)} values of any precision"
-        )
+        problem = f"the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}"
+        raise UserError("init_from", problem, f"{_kind(wanted)} values of any precision")
 
 
 def _kind(tensor: Tensor) -> str:
@@ -209,7 +207,7 @@ def _allowed(mismatch: str, misfit: Misfit) -> bool:
     return mismatch == "skip" or (mismatch == "head" and misfit.in_head)
 
 
-def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
+def _mismatch(policy: str, path: Path, misfits: Sequence[Misfit]) -> UserError:
     kinds: dict[str, list[str]] = {}
     for each in misfits:
         shapes = f" {_shown(each.given)} for {_shown(each.wanted)}" if each.lack == "of another shape" else ""
@@ -218,8 +216,6 @@ def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
         f"{len(names)} {lack} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for lack, names in kinds.items()
     )
-    others = {"head": "skip to leave them as they are", "raise": "head or skip to leave them as they are"}
-    allowed = (
-        f"init_mismatch={others[mismatch]}, or weights of this model" if mismatch in others else "weights of this model"
-    )
-    return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
+    others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
+    problem = f"the tensors of {path} are not those of this model: {listed}"
+    return UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")

@@ -51,9 +51,7 @@ def _full_name(key: str, name: str, config: Train, task: Task) -> str:
     allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
     if name not in allowed:
-        close = nearest(name, allowed)
-        hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"{key}: there is no metric '{name}'{hint}\n    allowed: {', '.join(allowed)}")
+        raise UserError(key, f"there is no metric '{name}'", ", ".join(allowed), nearest(name, allowed))
     return name
 
 
@@ -78,10 +76,8 @@ def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "m
         return "min"
     if f"val/{plain}" == task.monitor:
         return task.mode
-    raise UserError(
-        f"{key}: whether small or large values of '{name}' are better is not known\n"
-        "    allowed: min or max, or a metric with the attribute higher_is_better"
-    )
+    problem = f"whether small or large values of '{name}' are better is not known"
+    raise UserError(key, problem, "min or max, or a metric with the attribute higher_is_better")
 
 
 def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:

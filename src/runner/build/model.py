@@ -18,9 +18,7 @@ from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
-from runner.engine.plan import EpochPlan
 from runner.engine.tasks import Task
-from runner.instrument.no_trace import evaluating, no_trace
 from runner.runtime.determinism import refusal
 
 class KnownData(Protocol):

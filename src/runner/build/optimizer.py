@@ -31,7 +31,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
+        raise UserError("model", "has no trainable parameter", "a model with weights that require gradients")
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
@@ -40,7 +40,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     try:
         optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
-        raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
+        raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
     # The linear scaling rule of Goyal et al., 2017.
     scale = (
         config.data.samples_a_batch * config.accumulate / extras.lr_base_batch_size
@@ -49,8 +49,9 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     )
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
         raise UserError(
-            f"optimizer: {config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate\n"
-            "    allowed: null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer"
+            "optimizer",
+            f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate",
+            "null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer",
         )
     for group in optimizer.param_groups:
         group["lr"] *= scale * group.get("lr_mult", 1.0)
@@ -81,15 +82,13 @@ def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[Gro
     """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike.
 
     Raises:
-        UserError: if a pattern matches nothing, or the optimizer has no weight decay to keep from anything.
+        UserError: if a pattern matches nothing, or the optimizer has no weight decay.
     """
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []
     if extras.no_decay and not names_argument(config.optimizer, "weight_decay"):
-        raise UserError(
-            f"optimizer.no_decay: {config.optimizer['_target_']} has no weight_decay to keep from anything\n"
-            "    allowed: null, or an optimizer with the argument weight_decay"
-        )
+        problem = f"{config.optimizer['_target_']} has no weight_decay to exempt weights from"
+        raise UserError("optimizer.no_decay", problem, "null, or an optimizer with the argument weight_decay")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
     return parameter_groups(model, extras.no_decay, extras.lr_mult, extras.layer_decay, blocks)
 
