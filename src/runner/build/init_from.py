@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoint.digest import weights_sha256
-from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.weight_files import Weights, read_weights
+from runner.build.finetune import find_head, initialize
 from runner.config.errors import UserError
-from runner.config.reading import next_start_time, read_summary
 from runner.config.schema.train import Train
+from runner.data.build import DataModule
 from runner.models.heads import Head
 
 _SHOWN = 40
@@ -83,6 +83,36 @@ class Started:
         }
 
 
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a new run come from; empty where a checkpoint brings them.
+
+    Attributes:
+        schemes: what `init` names.
+        started: what `init_from` loaded.
+    """
+
+    schemes: Sequence[str] = ()
+    started: Started | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Labels, values and reasons for people."""
+        rows = [("initial", ", ".join(self.schemes), "init")] if self.schemes else []
+        return [*rows, self.started.row()] if self.started else rows
+
+
+def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
+    """Set weights as `init` says, then load those of `init_from`.
+
+    Raises:
+        UserError: if a scheme does not apply to the model, or the file does not fit it.
+    """
+    schemes = initialize(config, model, image, data.class_counts)
+    if config.init_from is None:
+        return InitialWeights(schemes)
+    return InitialWeights(schemes, start_from(config, model, find_head(model, image), data.classes))
+
+
 def _shown(shape: tuple[int, ...] | None) -> str:
     return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
 
@@ -109,7 +139,7 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
     refused = [each for each in misfits if not _allowed(config.init_mismatch, each)]
     if refused or not fitting:
-        raise UserError(_complaint(config.init_mismatch, given.path, refused or misfits))
+        raise _mismatch(config.init_mismatch, given.path, refused or misfits)
     for name, tensor in fitting.items():
         _check_kind(name, tensor, own[name], given.path)
     with torch.no_grad():
@@ -122,10 +152,8 @@ def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
     # A whole state dict that was made half precision has its counters as floats.
     is_counter = name.endswith("num_batches_tracked") and given.is_floating_point()
     if _kind(given) != _kind(wanted) and not is_counter:
-        raise UserError(
-            f"init_from: the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}\n"
-            f"    allowed: {_kind(wanted)} values of any precision"
-        )
+        problem = f"the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}"
+        raise UserError("init_from", problem, f"{_kind(wanted)} values of any precision")
 
 
 def _kind(tensor: Tensor) -> str:
@@ -179,7 +207,7 @@ def _allowed(mismatch: str, misfit: Misfit) -> bool:
     return mismatch == "skip" or (mismatch == "head" and misfit.in_head)
 
 
-def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
+def _mismatch(policy: str, path: Path, misfits: Sequence[Misfit]) -> UserError:
     kinds: dict[str, list[str]] = {}
     for each in misfits:
         shapes = f" {_shown(each.given)} for {_shown(each.wanted)}" if each.lack == "of another shape" else ""
@@ -188,18 +216,6 @@ def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
         f"{len(names)} {lack} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for lack, names in kinds.items()
     )
-    others = {"head": "skip to leave them as they are", "raise": "head or skip to leave them as they are"}
-    allowed = (
-        f"init_mismatch={others[mismatch]}, or weights of this model" if mismatch in others else "weights of this model"
-    )
-    return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
-
-
-def begun(config: Train, found: LoadedCheckpoint | None) -> dict[str, Any]:
-    """What the summary says when a run starts: from which checkpoint and weights, and at what time."""
-    summary: dict[str, Any] = {"started": next_start_time(Path(config.output_root) / config.name)}
-    summary["resumed_from"] = str(found.path) if found else None
-    if found is not None and found.path.parent.name == "checkpoints":
-        before = read_summary(found.path.parents[1]) or {}
-        summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
-    return summary
+    others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
+    problem = f"the tensors of {path} are not those of this model: {listed}"
+    return UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")

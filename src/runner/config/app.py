@@ -56,6 +56,16 @@ class Composition:
     job_dir: Path | None = None
     run_dir: Path | None = None
 
+    @property
+    def resumes(self) -> bool:
+        """Whether `resume=auto` is set."""
+        return self.values.get("resume") == "auto"
+
+    @property
+    def runs(self) -> Path:
+        """The folder that run directories of this name are made in."""
+        return Path(str(self.values["output_root"])) / str(self.values["name"])
+
 
 def current(cfg: DictConfig) -> Composition:
     """The composition of the Hydra job that is running."""
@@ -195,7 +205,7 @@ def launch(
     if not request.multirun:  # Hydra 1.4 takes a sweep from a preset only if it is told of it
         flag_words.append("--multirun")
     given = [word.split("=", 1)[1].strip("'\"") for word in known.accepted if word.startswith("hydra.sweep.dir=")]
-    resumes = composition.values.get("resume") == "auto"
+    resumes = composition.resumes
     if given and (problem := why_occupied(Path(given[-1]), known.accepted, resumes)):
         raise ConfigError([problem])
     folder = Path(given[-1]) if given else sweep_root(composition.values)

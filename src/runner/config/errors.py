@@ -14,6 +14,10 @@ from runner.config.secrets import MASK, is_secret, mask_word
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
+OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
+"""Exit codes of a job."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake in the configuration.
@@ -52,9 +56,11 @@ class UserError(Exception):
 
     Attributes:
         problems: what is wrong; more than one only where all mistakes of a config are reported together.
+        exit_code: of the job that raises it.
     """
 
     problems: tuple[Problem, ...]
+    exit_code = USAGE
 
     def __init__(self, key: str, problem: str = "", allowed: str = "", suggestion: str = "") -> None:
         """Describe one mistake; `UserError("sentence")` where no key is to blame.
@@ -72,7 +78,9 @@ class UserError(Exception):
 
 
 class DataFailed(UserError):
-    """Reading broke down while the run was sound: a worker process died or hangs. What was trained so far can be saved."""
+    """Reading the data failed during a sound run: a worker process died or hangs. What was trained so far can be saved."""
+
+    exit_code = FAILED
 
 
 class ConfigError(UserError):
@@ -126,6 +134,21 @@ def called_exit(stop: SystemExit) -> str:
         f"{file}:{line} called exit({given}) while the program was at work\n"
         "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
     )
+
+
+def explain(error: BaseException) -> tuple[int, str, str]:
+    """Exit code, a sentence, and the text to show for what ended a job; only unexpected errors show a traceback.
+
+    Expected errors of the program carry an `exit_code`, and may carry a `prefix` and a `hint` around their message.
+    """
+    if isinstance(error, SystemExit):  # its code may be 0, and the job is not finished
+        return FAILED, called_exit(error), called_exit(error)
+    code = getattr(error, "exit_code", None)
+    if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        text = too_many_files(error) or "".join(traceback.format_exception(error)).rstrip()
+        return FAILED, f"{type(error).__name__}: {error}", text
+    sentence = f"{getattr(error, 'prefix', '')}{error}"
+    return code, sentence, f"{sentence}{getattr(error, 'hint', '')}"
 
 
 def first_line(error: BaseException) -> str:

@@ -14,8 +14,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import UserError, first_line
+from runner.config.frozen import to_plain
 from runner.config.keys import flatten
 from runner.config.renamed import migrate
+from runner.config.schema.train import Train
 from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
@@ -26,8 +28,9 @@ _LONGEST = 2**18  # characters; configs have about six thousand, and reading tak
 _MOST_EVENTS = 2**15  # of the YAML reader, one or two a value; configs have about a thousand
 
 
-def dump(values: dict[str, Any]) -> str:
-    """Plain containers as YAML text, in the order of the mapping, secrets masked."""
+def dump(config: Train | dict[str, Any]) -> str:
+    """A config, or its plain form, as YAML text, secrets masked."""
+    values = config if isinstance(config, dict) else to_plain(config)
     return yaml.dump(mask_values(values), Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=120)
 
 
