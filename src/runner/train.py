@@ -19,14 +19,14 @@ from runner.build.hardware import choose_hardware
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
-from runner.build.model import build_learner, example_input, place, with_facts
+from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
 from runner.build.setup import Setup, resolve, why_occupied
-from runner.build.sources import own_sources
+from runner.build.sources import source_digests
 from runner.build.step import build_parts, build_step, slow_guard
 from runner.build.validate import validate_limits
 from runner.build.weight_average import build_averaged
@@ -133,7 +133,7 @@ def build_run(
     # Task, model and loss; from here on, the config has what comes from the data
     seed_everything(config.seed)
     fresh = fresh and start is None
-    task, model, loss = build_learner(config, data, fetch_weights=fresh)
+    task, model, loss = build_task_model_loss(config, data, fetch_weights=fresh)
     config = with_facts(config, task, data)
     place(model, loss, device, config.channels_last)
     single_values = probe(task, model, loss, data)
@@ -220,7 +220,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     config, data, state = run.config, run.data, run.state
     ending.callback(data.close)
     warnings = [*run.warnings, *validate_limits(run)]
-    fingerprint, sources = data.fingerprint(), own_sources(config)
+    fingerprint, sources = data.fingerprint(), source_digests(config)
     if found:
         warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")
     data.bad_samples.open(record.directory.path / "skipped.jsonl", console.warn)

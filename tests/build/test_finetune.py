@@ -125,7 +125,7 @@ def test_all_but_head_is_what_its_name_says(call: Callable[..., Any]) -> None:
     named, pattern = call(freeze="all-but-head"), call(freeze=["stem", "stages"])
     assert named["weights_sha256"] == pattern["weights_sha256"]
     assert re.search(r"model +ResNet18, [\d,]+ parameters +\((\d+) trainable\)", named["shown"])
-    assert re.search(r"frozen +all-but-head, [\d,]+ parameters +\(for good\)", named["shown"])
+    assert re.search(r"frozen +all-but-head, [\d,]+ parameters +\(permanently\)", named["shown"])
 
 
 def test_a_deep_head_is_spared_as_a_whole(built: Callable[..., Any]) -> None:

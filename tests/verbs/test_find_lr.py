@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_does_not_search_again(train: Callable[..., Any]) -> 
     rate = yaml.safe_load((first.directory / "config.yaml").read_text())["optimizer"]["lr"]
     second = train(f"ckpt_path={first.directory}", "lr=auto", "epochs=2")
     assert "range test" not in second.out
-    assert f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={rate}" in second.out
+    assert f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}" in second.out
     assert yaml.safe_load((second.directory / "config.yaml").read_text())["optimizer"]["lr"] == rate
     changed = train(f"ckpt_path={first.directory}", "lr=0.001", "epochs=2")
     config = yaml.safe_load((changed.directory / "config.yaml").read_text())

@@ -98,11 +98,11 @@ def _preferred(config: Train, channels: int) -> list[tuple[str, str, str]]:
 
 
 def _frozen(run: Run) -> list[tuple[str, str, str]]:
-    """What is not trained, and until when."""
+    """What is frozen, and until when."""
     rows = []
     for part in run.state.freezing.parts:
         count = sum(parameter.numel() for parameter in part.parameters)
-        until = "for good"
+        until = "permanently"
         if part.steps is not None:
             until = f"until after step {part.steps:,}"
         elif part.epochs is not None:

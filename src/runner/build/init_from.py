@@ -1,4 +1,4 @@
-"""Weights to start from, and what of them fits."""
+"""Initial weights: drawn, or loaded from a file as far as they fit."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Started:
-    """What a model started from.
+    """What `init_from` loaded.
 
     Attributes:
         path: the file.
         sha256: of all its tensors, see `weights_sha256`.
-        loaded: tensors that were taken.
+        loaded: number of tensors that were loaded.
         kind: what they are: `raw`, or an average, `ema` or `swa`.
-        misfits: what was not.
-        warnings: what was passed over on the way to the file.
+        misfits: tensors that were not loaded.
+        warnings: files that were skipped while searching.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class Started:
         return "weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"
 
     def table(self) -> list[list[str]]:
-        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one for those left out."""
+        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one that counts those not shown."""
         rows = [[each.name, each.lack, _shown(each.given), _shown(each.wanted)] for each in self.misfits[:_SHOWN]]
         more = len(self.misfits) - _SHOWN
         return [*rows, [f"and {more} more", "", "", ""]] if more > 0 else rows
@@ -118,12 +118,12 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 
 
 def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> Started:
-    """Load the weights that `init_from` names, those that fit; nothing else of a checkpoint is taken.
+    """Load the weights of `init_from` that fit; nothing else of a checkpoint is used.
 
     Args:
         config: the config.
         model: the model, on its device.
-        head: where its head is, if it is known.
+        head: the head of the model, if it is known.
         classes: names of the classes of the data.
 
     Raises:
@@ -149,7 +149,7 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
 
 
 def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
-    # A whole state dict that was made half precision has its counters as floats.
+    # In a state dict converted to half precision, counters are floats too.
     is_counter = name.endswith("num_batches_tracked") and given.is_floating_point()
     if _kind(given) != _kind(wanted) and not is_counter:
         problem = f"the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}"
@@ -165,7 +165,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
-    """Names without the parts that all of them begin with and the model's do not, such as `module.` and `_orig_mod.`."""
+    """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`."""
     while tensors and not any(name in own for name in tensors):
         first = {name.partition(".")[0] for name in tensors}
         if len(first) > 1 or not all("." in name for name in tensors):

@@ -114,7 +114,7 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
 
 
 def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:
-    """A function that gives fresh metrics: built when first asked, then reset, or built anew if one cannot be reset."""
+    """A function that returns fresh metrics: built at the first call, later reset, or built again if one cannot be reset."""
     built: dict[str, Any] = {}
 
     def metrics() -> dict[str, Any]:

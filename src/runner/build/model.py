@@ -32,7 +32,7 @@ class KnownData(Protocol):
     def image_size(self) -> tuple[int, int]: ...
 
 
-def build_learner(config: Train, data: DataModule, fetch_weights: bool = True) -> tuple[Task, nn.Module, nn.Module]:
+def build_task_model_loss(config: Train, data: DataModule, fetch_weights: bool = True) -> tuple[Task, nn.Module, nn.Module]:
     """Build task, model and loss.
 
     Args:
@@ -108,7 +108,7 @@ def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
 
 
 def with_facts(config: Train, task: Task, data: DataModule) -> Train:
-    """The config with what the data say in place of null, so that a checkpoint stores it: statistics, classes, image shape."""
+    """The config with facts from the data instead of null, so that a checkpoint stores them: statistics, classes, image shape."""
     return with_changes(
         config,
         {
@@ -128,7 +128,7 @@ def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
 
 
 def _filled(node: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A component with facts in place of the arguments that it lists as null."""
+    """A component with facts instead of the arguments that it lists as null."""
     open_ = [name for name in facts if name in node and node[name] is None and names_argument(node, name)]
     return node | {name: _plain(facts[name]) for name in open_}
 

@@ -1,4 +1,4 @@
-"""Saving a run, at once or in the background, and going back to what was saved."""
+"""Saves a run, at once or in the background, and restores it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Saving:
         loggers: where metrics are stored.
         buffer: metrics on their way there.
         fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
-        sources: digests of the user's own source files, see `runner.build.sources`.
+        sources: digests of custom source files, see `runner.build.sources`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a run is told to do, and where: by the command line, a checkpoint, or the same command given before."""
+"""What a run is asked to do: by the command line, a checkpoint, or the same command given before."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from runner.tracking.run_directory import RunDirectory, unfinished
 
 @dataclass
 class Setup:
-    """What a run is told to do.
+    """What a run is asked to do.
 
     Attributes:
         config: the validated config.
         found: the checkpoint to resume from.
         differences: (key, before, after) of what the command line changed in the checkpoint's config.
-        again: the directory of a run that `resume=auto` goes on with, or starts anew.
-        finished: the same if that run has nothing left to do.
-        warnings: what was skipped on the way.
+        again: the directory of the run that `resume=auto` resumes, or starts again.
+        finished: the same if that run has finished.
+        warnings: runs and checkpoints that were skipped.
     """
 
     config: Train
@@ -61,7 +61,7 @@ def resolve(composition: Composition) -> Setup:
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
         found.warnings.append(
-            f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={config.optimizer.get('lr')}"
+            f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={config.optimizer.get('lr')}"
         )
     refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
     if refused:

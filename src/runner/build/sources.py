@@ -16,7 +16,7 @@ _KNOWN = {"runner", "torch", "torchvision", "torchmetrics"}
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def own_sources(config: Train) -> dict[str, str]:
+def source_digests(config: Train) -> dict[str, str]:
     """SHA-256 of the source file of every imported module of the packages that the config's own components come from.
 
     Installed packages are not read: their versions are recorded.

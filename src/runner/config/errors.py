@@ -1,4 +1,4 @@
-"""Mistakes of the user's, and how they are told."""
+"""Errors of users and how they are reported, and the exit codes of jobs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def too_many_files(error: BaseException) -> str:
-    """The sentence for an error that the system's limit on open files led to, or an empty string."""
+    """The sentence for an error caused by the system's limit on open files, or an empty string."""
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -125,13 +125,13 @@ def called_exit(stop: SystemExit) -> str:
         (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(stop.__traceback__)
     ]
-    # exit() and quit() are Python functions, so they have a frame of their own.
+    # exit() and quit() are Python functions, so they have their own frame.
     module, file, line = next(found for found in reversed(frames) if found[0] != "_sitebuiltins")
     if module.partition(".")[0] == __name__.partition(".")[0]:
         return ""
     given = "" if stop.code is None else repr(stop.code)
     return (
-        f"{file}:{line} called exit({given}) while the program was at work\n"
+        f"{file}:{line} called exit({given}) during the run\n"
         "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
     )
 
@@ -152,5 +152,5 @@ def explain(error: BaseException) -> tuple[int, str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says in its first line, or its kind if it says nothing."""
+    """The first line of an error's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

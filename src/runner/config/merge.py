@@ -12,9 +12,9 @@ from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
+from runner.config.allowed_targets import section_of
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem
-from runner.config.kinds import section_of
 from runner.config.schema.train import Train
 from runner.config.targets import refusal, remedy, targets_in
 from runner.config.validate import shown
@@ -43,7 +43,7 @@ _LONGEST_NAME = 200
 def merge_with_checkpoint(
     text: str, where: str, composition: Composition
 ) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
-    """A config read from a file with the command line on top, and what that changed.
+    """The config of a checkpoint with the command line on top, and what that changed.
 
     Raises:
         ConfigError: if the file names something to build that is neither allowed nor trusted.
@@ -55,17 +55,16 @@ def merge_with_checkpoint(
     _keep_found_rates(original, values, composition)
     if not two_rates(values, composition.words):
         _use_number(values)
-    # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
     for key in _OF_THE_CALL:
         values[key] = composition.values[key]
     _fetch_nothing(values, composition.values)
     problems = [*_too_many(values, composition.values, where), *_outside(values, composition.values, where)]
     trust = [*composition.values["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
-    # The user's word counts in the section that it is of: what may be a data set may not be a loss.
-    own_word = {(section_of(key), path) for key, path in targets_in(composition.values)}
+    # The command line allows a target only in the section that names it: a data set is no loss.
+    named = {(section_of(key), path) for key, path in targets_in(composition.values)}
     for key, path in targets_in(values):
         section = section_of(key)
-        reason = "" if (section, path) in own_word else refusal(path, trust, section)
+        reason = "" if (section, path) in named else refusal(path, trust, section)
         if reason:
             fix = remedy(path, trust, section)
             problems.append(Problem(f"{key}._target_", f"'{path}' {reason}", fix, origin=where))
@@ -77,7 +76,7 @@ def merge_with_checkpoint(
 
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
-    """Let a file's config fetch data only where the user at hand says so, too: fetching writes into the folder it names."""
+    """Let a config from a file fetch data only if the command line does, too: fetching writes into the folder it names."""
     data, own = values.get("data"), composed["data"]
     if not isinstance(data, dict):
         return
@@ -99,24 +98,24 @@ def _download_nothing(value: Any) -> None:
 
 
 def _outside(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
-    """A problem if the name that a file gives to the run, which is a folder below `output_root`, leads out of it."""
+    """A problem if the run's name in a file, a folder below `output_root`, leads out of it."""
     name = str(values.get("name"))
     path = PurePath(name)
     inside = path.parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
     if name == str(composed["name"]) or (inside and len(name) <= _LONGEST_NAME):
         return []
-    allowed = "a short name without .. and control characters, given on the line: name=..."
+    allowed = "a short name without .. and control characters, given on the command line: name=..."
     return [Problem("name", f"cannot be {shown(name)}", allowed, origin=where)]
 
 
 def _too_many(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
-    """A problem for each number of threads or processes in a file that would bring a machine to its knees."""
+    """A problem for each number of threads or processes in a file that would overload a machine."""
     own, after = keys.flatten(composed), keys.flatten(values)
     return [
         Problem(
             key,
             f"cannot be {shown(after[key])}, as it comes from a file",
-            f"{_MOST}, or {key}=... on the line",
+            f"{_MOST}, or {key}=... on the command line",
             origin=where,
         )
         for key in ("threads", "data.num_workers")
@@ -137,7 +136,7 @@ def may_write_cache(config: Train, composition: Composition) -> bool:
 
 
 def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
-    """Fill in what the data once said, where the line selects the file's own component anew and leaves it open."""
+    """Keep facts from the data if the command line selects the same component again and leaves them null."""
     for section, names in FACTS.items():
         before, after = original.get(section), values.get(section)
         if not isinstance(before, dict) or not isinstance(after, dict):
@@ -150,7 +149,7 @@ def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def _keep_preparation(original: dict[str, Any], values: dict[str, Any], words: Sequence[str]) -> None:
-    """Prepare the file's data for its model as before, where the line selects them anew and says nothing of how."""
+    """Keep how images are prepared if the command line selects the same data again without saying how."""
     before, after = original.get("data"), values.get("data")
     if not isinstance(before, dict) or not isinstance(after, dict):
         return
@@ -168,9 +167,9 @@ def _target(section: Any) -> Any:
 
 
 def _keep_found_rates(original: dict[str, Any], values: dict[str, Any], composition: Composition) -> None:
-    """Keep the rates that `lr=auto` found when the run began, where the line selects the file's optimizer anew.
+    """Keep the rates that `lr=auto` found if the command line selects the same optimizer again.
 
-    Of other words of the line the later ones count, but not where it is the command that the rates were found with.
+    Rates on the command line win, unless it is the command that the rates were found with.
     """
     before, after = original.get("optimizer"), values.get("optimizer")
     if values.get("lr") != "auto" or not isinstance(before, dict) or not isinstance(after, dict):
@@ -184,7 +183,7 @@ def _keep_found_rates(original: dict[str, Any], values: dict[str, Any], composit
 
 
 def _use_number(values: dict[str, Any]) -> None:
-    """Move a number under `lr` to where the file has it, see `use_rate`, so that the same rate is no change."""
+    """Move a number under `lr` to `optimizer.lr`, where the file has it, so that the same rate is no change."""
     rate, optimizer = values.get("lr"), values.get("optimizer")
     if isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0 and isinstance(optimizer, dict):
         optimizer["lr"], values["lr"] = float(rate), None

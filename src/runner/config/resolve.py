@@ -1,4 +1,4 @@
-"""The last word on a run's config: file and command line merged, validated, and every component bound."""
+"""From a composition, or a checkpoint with a command line on top, to the validated config."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def problems_in(
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
             found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
-            problems += [_with_those_that_have_it(problem) for problem in found]
+            problems += [_listing_optimizers(problem) for problem in found]
             if key in EXTRAS:
                 problems += check_extras(key, node)
     line = (composition.words, composition.choices, composition.sources, composition.primary)
     return config, with_origins(problems, *line, where)
 
 
-def _with_those_that_have_it(problem: Problem) -> Problem:
-    """Of kernels that an optimizer lacks: say which have them, in place of its arguments."""
+def _listing_optimizers(problem: Problem) -> Problem:
+    """For a kernel that the optimizer lacks, list the optimizers that have it instead of its arguments."""
     argument = problem.key.removeprefix("optimizer.")
     if argument not in FACTS["optimizer"] or argument == problem.key or "is not an argument" not in problem.message:
         return problem
@@ -129,7 +129,7 @@ def _validated(values: dict[str, Any], composition: Composition, schema: type[T]
 
 
 def _with_preferred_data(config: T, words: Sequence[str]) -> T:
-    """Prepare images as the trained weights of the model expect them, where the command line says nothing else."""
+    """Prepare images as the trained weights of the model expect them, unless the command line says otherwise."""
     mean = config.data.normalize.mean
     wanted = preferred_data(config.model, grey=mean is not None and len(mean) == 1)
     if "normalize" in wanted:

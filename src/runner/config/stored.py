@@ -73,7 +73,7 @@ def load(text: str, where: str) -> dict[str, Any]:
 
 
 def _foreign(value: Any, place: str) -> str:
-    """Where something other than texts, numbers, lists and mappings with text keys lies, or an empty string."""
+    """Where a value is no text, number, list, or mapping with text keys; an empty string if all are."""
     if isinstance(value, dict):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
@@ -91,8 +91,8 @@ def overlay(
 ) -> dict[str, Any]:
     """A stored config with the command line laid on top.
 
-    A group that the line selects replaces the stored section whole; a preset sets the keys that its file names; any
-    other override sets its key. Everything else stays as it was stored; a secret, which was not, is that of the call.
+    A selected group replaces the stored section as a whole; a preset sets the keys in its file; any other override sets
+    its key. Everything else stays as stored. Secrets are not stored, and come from the call.
 
     Args:
         stored: the config from the file.

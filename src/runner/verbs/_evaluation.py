@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runner.build.data_check import warn_of_nonfinite
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner, place
+from runner.build.model import build_task_model_loss, place
 from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
@@ -67,7 +67,7 @@ def _evaluate(composition: Composition) -> float:
         split = splits.eval_split(config.split)
         if split is None:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
-        task, model, loss = build_learner(config, splits, fetch_weights=False)
+        task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
         fill(model, settled)

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner
+from runner.build.model import build_task_model_loss
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import FAILED, UserError
@@ -167,7 +167,7 @@ def _accuracy(settled: Settled[Export], model: nn.Module, quantised: Run, files:
     with contextlib.closing(splits):
         if splits.val is None:
             raise UserError("int8: this data has no validation split to compare on\n    allowed: int8=false")
-        task, _, loss = build_learner(config, splits, fetch_weights=False)
+        task, _, loss = build_task_model_loss(config, splits, fetch_weights=False)
         results = {}
         for name, each in (("float", model), ("int8", _Outputs(quantised))):
             metrics = build_metrics(config, task, _CPU)
