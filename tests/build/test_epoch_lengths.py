@@ -12,7 +12,6 @@ import pytest
 
 from runner.build.run import Run
 from runner.build.validate import validate_limits
-from runner.train import build_run
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.frozen import with_changes
@@ -20,6 +19,7 @@ from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.position import Position
+from runner.train import build_run
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
 EPOCHS, STEPS = 6, 6
@@ -62,9 +62,7 @@ def factors(training: Run, steps: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_rate_goes_on_from_where_it_was_in_epochs(
-    training: Callable[..., Run], words: tuple[str, ...]
-) -> None:
+def test_the_rate_goes_on_from_where_it_was_in_epochs(training: Callable[..., Run], words: tuple[str, ...]) -> None:
     whole = training(*words)
     for epoch, size in itertools.product(range(1, EPOCHS), (4, 16)):
         start = Position(epoch=epoch, global_step=epoch * STEPS)
@@ -76,9 +74,7 @@ def test_the_rate_goes_on_from_where_it_was_in_epochs(
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_same_batch_size_changes_no_bit_of_the_rate(
-    training: Callable[..., Run], words: tuple[str, ...]
-) -> None:
+def test_the_same_batch_size_changes_no_bit_of_the_rate(training: Callable[..., Run], words: tuple[str, ...]) -> None:
     whole = training(*words)
     for start in (Position(epoch=3, global_step=18), Position(epoch=3, batch=4, global_step=22)):
         rest = training(*words, start=start)

@@ -18,12 +18,12 @@ import torch
 
 import runner.train
 from runner.build.run import training_flops
-from runner.train import build_run
 from runner.checkpoint.file import read
 from runner.config.app import Composition
 from runner.config.overrides import canonical
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
+from runner.train import build_run
 
 VIT = {"_target_": "runner.models.vit.ViT", "dim": 12, "depth": 1}
 # 24 samples of three classes: six batches of 4 an epoch, less those of validation and test.

@@ -200,7 +200,9 @@ def test_the_same_classes_bring_their_head_along(train: Callable[..., Any]) -> N
         "optimizer.lr=0.0",
         "max_steps=1",
     )
-    heads = [read(run.directory / "checkpoints" / "last.safetensors")["model"]["head.weight"] for run in (source, again)]
+    heads = [
+        read(run.directory / "checkpoints" / "last.safetensors")["model"]["head.weight"] for run in (source, again)
+    ]
     assert torch.equal(*heads)
 
 

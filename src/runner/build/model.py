@@ -21,6 +21,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.engine.tasks import Task
 from runner.runtime.determinism import refusal
 
+
 class KnownData(Protocol):
     """What a model has to know about the data: names of classes, colour channels, and height and width of an image."""
 
@@ -32,7 +33,9 @@ class KnownData(Protocol):
     def image_size(self) -> tuple[int, int]: ...
 
 
-def build_task_model_loss(config: Train, data: DataModule, fetch_weights: bool = True) -> tuple[Task, nn.Module, nn.Module]:
+def build_task_model_loss(
+    config: Train, data: DataModule, fetch_weights: bool = True
+) -> tuple[Task, nn.Module, nn.Module]:
     """Build task, model and loss.
 
     Args:

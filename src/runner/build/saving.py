@@ -13,7 +13,6 @@ from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager
-from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
