@@ -139,7 +139,14 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
-    return Started(given.path, weights_sha256(given.tensors), len(fitting), given.kind, misfits, given.warnings)
+    return Started(
+        path=given.path,
+        sha256=weights_sha256(given.tensors),
+        loaded=len(fitting),
+        kind=given.kind,
+        misfits=misfits,
+        warnings=given.warnings,
+    )
 
 
 def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
