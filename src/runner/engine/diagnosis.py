@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import Batch, StepConfig
+from runner.engine.step import StepConfig
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
 from runner.instrument.observer import module_label
