@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
 
 def job(cfg: DictConfig) -> float | None:
     """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
-    # Read when torch is loaded: its profiler else tells on standard error what it does, and what it has not seen begin.
+    # Read when torch is loaded: otherwise its profiler writes notes about itself to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from runner.verbs.profile.run import run
