@@ -81,10 +81,10 @@ class SeededDataset(Dataset[Any]):
                 item = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
             return as_pair(item, source, self._split)
 
-        def read_or_replace(source: int) -> tuple[Any, Any]:
-            return read(source) if self._replacements is None else self._replacements.read(read, epoch, source, skipped)
-
-        return read_sample(read_or_replace, index, self._split, self._transforms)
+        replacements, reader = self._replacements, read
+        if replacements is not None:
+            reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
+        return read_sample(reader, index, self._split, self._transforms)
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]
