@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from runner.checkpoint import file
-from runner.verbs.audit import instrumented_run, spelled_out
+from runner.verbs.audit import expand_shorthand, instrumented_run
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
@@ -65,8 +65,8 @@ def test_a_module_with_a_generator_of_its_own_is_named_and_nothing_before_it_dif
     assert 0 < first["amount"]["differing"] <= first["amount"]["elements"] == 32 * 16
     assert 0 < first["amount"]["relative"] < 0.01 < 1
     assert first["amount"]["largest"] > 0
-    assert "middle.1 (Restless) gives another output" in found["cause"]["text"]
-    assert "generator of its own" in found["cause"]["text"]
+    assert "middle.1 (Restless) returns another output" in found["cause"]["text"]
+    assert "its own generator" in found["cause"]["text"]
     assert "deterministic=true" in found["cause"]["remedy"]
     assert found["differing"]["batch"]["differ"] == found["differing"]["generator before forward"]["differ"] == 0
     assert found["differing"]["loss"] == {"differ": 1, "of": 1}
@@ -77,7 +77,7 @@ def test_a_module_with_a_generator_of_its_own_is_named_and_nothing_before_it_dif
     [
         ("model.middle=backward", "gradient of activation", "middle.0", "the backward of middle.1 (RestlessBackward)"),
         ("model.fault=hook", "gradient", "stem.1.weight", "a hook on stem.1.weight"),
-        ("model.fault=weights", "start", "head.bias", "head (Linear) draws them from a generator of its own"),
+        ("model.fault=weights", "start", "head.bias", "head (Linear) draws them from its own generator"),
         ("optimizer={_target_: audit_faults.Perturbed, lr: 0.1}", "weight", "stem.1.weight", "the optimizer's step"),
     ],
 )
@@ -113,7 +113,9 @@ def test_a_transform_with_a_generator_of_its_own_is_named(
 ) -> None:
     found = audit(*QUICK, *words)
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert found["cause"]["text"].startswith(f"{who} gives another result each time it is called with the same sample")
+    assert found["cause"]["text"].startswith(
+        f"{who} returns another result each time it is called with the same sample"
+    )
 
 
 @pytest.mark.parametrize("workers", ["0,2", "1,2"])
@@ -121,7 +123,7 @@ def test_an_augmentation_seeded_by_the_worker_is_named(audit: Callable[..., Any]
     words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.placement=disk")
     found = audit(*QUICK, *words, f"vary=data.num_workers:{workers}")
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    expected = "ByWorker (transform.sample_train.0) gives another result in another worker process"
+    expected = "ByWorker (transform.sample_train.0) returns another result in another worker process"
     assert found["cause"]["text"] == expected
     assert "get_worker_info" in found["cause"]["remedy"]
     assert audit(*QUICK, *words, "vary=data.num_workers:0,0")["same"], "it repeats in one process"
@@ -141,7 +143,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     audit: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
     directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
-    checkpoint = directory / "checkpoints" / "step_0000000005.pt"
+    checkpoint = directory / "checkpoints" / "step_0000000005.safetensors"
     found = audit("audit", "json=true", f"ckpt_path={checkpoint}", "steps=9")
     assert found["same"]
     assert found["steps"] == 2
@@ -150,7 +152,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
 
 def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
     directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
-    whole = directory / "checkpoints" / "step_0000000005.pt"
+    whole = directory / "checkpoints" / "step_0000000005.safetensors"
     contents = file.read(whole)
     contents["position"]["left_out"] = [6]
     lacking = whole.with_name("lacking.pt")
@@ -221,7 +223,7 @@ def test_a_mistake_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...]
 
 def test_the_short_form_of_vary_is_spelled_out_before_hydra_sees_a_sweep() -> None:
     words = ["vary=data.num_workers:0,2", "+vary=amp:bf16", "vary={seed: 1}", "seed=1"]
-    assert spelled_out(words) == ["vary.data.num_workers=[0,2]", "vary.amp=bf16", "vary={seed: 1}", "seed=1"]
+    assert expand_shorthand(words) == ["vary.data.num_workers=[0,2]", "vary.amp=bf16", "vary={seed: 1}", "seed=1"]
 
 
 def test_a_sweep_of_audits_goes_on_after_a_difference(run: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ from runner.data.build import DataModule
 from runner.data.sources.image_files import fitted
 from runner.data.sources.image_io import read_image
 from runner.data.sources.synthetic import synthetic
-from runner.models.features import PerImage, extractor
+from runner.models.features import Extractor, ExtractorPerImage
 from runner.verbs.predict.inputs import files_in
 
 DATA = (
@@ -259,7 +259,7 @@ def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(
 def test_a_checkpoint_predicts_without_its_data_and_one_of_old_looks_at_them(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = trained / "checkpoints" / "last.pt"
+    path = trained / "checkpoints" / "last.safetensors"
     assert read(path)["metrics"]["images"] == [3, 8, 8]
 
     def absent(*_: Any, **__: Any) -> None:
@@ -347,7 +347,7 @@ def test_features_of_a_layer_are_in_the_order_of_the_rows_and_lead_to_the_logits
         features = {name: torch.from_numpy(arrays[name]) for name in arrays}
     assert features["stages.2"].shape[:2] == (14, 16)
     torch.testing.assert_close(features["stages.2"].amax(dim=(2, 3)), features["dropout"])
-    weights = read(trained / "checkpoints" / "best.pt")["model"]
+    weights = read(trained / "checkpoints" / "best.safetensors")["model"]
     logits = features["dropout"] @ weights["head.weight"].T + weights["head.bias"]
     torch.testing.assert_close(logits, torch.tensor([row["logits"] for row in rows]), rtol=1e-4, atol=1e-5)
 
@@ -368,16 +368,16 @@ class Turned(torch.nn.Module):
 @pytest.mark.parametrize("size", [64, 5])
 @pytest.mark.parametrize("layer", ["tokens", "whole"])
 def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch(layer: str, size: int) -> None:
-    layers = PerImage(extractor(Turned(4, 3), ["head", layer]))
+    layers = ExtractorPerImage(Extractor(Turned(4, 3), ["head", layer]))
     with pytest.raises(UserError, match=f"features: '{layer}' gives .* not a row an image"):
         layers(torch.rand(size, 3, 8, 8))
-    assert PerImage(extractor(Turned(4, 3), ["head"]))(torch.rand(size, 3, 8, 8))["head"].shape == (size, 4)
+    assert ExtractorPerImage(Extractor(Turned(4, 3), ["head"]))(torch.rand(size, 3, 8, 8))["head"].shape == (size, 4)
 
 
 def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turned = "runner.verbs.predict.work.extractor"
+    turned = "runner.verbs.predict.work.Extractor"
     monkeypatch.setattr(turned, lambda *_: lambda images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
     assert result.status == 2
@@ -403,7 +403,7 @@ def test_views_are_tried_on_what_the_model_is_given(
     monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, rng: images[..., :6]])
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
     assert result.status == 2, result.out
-    assert "tta: rotations are views of square images, and these have 8x6 pixels" in result.err
+    assert "tta: rotations require square images, and these have 8x6 pixels" in result.err
 
 
 def test_the_view_of_a_prediction_is_averaged(predict: Callable[..., Any], photos: Path) -> None:

@@ -57,7 +57,7 @@ def refusal(error: BaseException, caller: str = "") -> UserError | None:
     ways = "deterministic=warn, which goes on and says so, or a module that does without it"
     if op == _CUBLAS:
         ways = "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the program starts, or deterministic=warn"
-    return UserError(f"deterministic: {op} has no deterministic form{_called_by(caller)}\n    allowed: {ways}")
+    return UserError("deterministic", f"{op} has no deterministic form{_called_by(caller)}", ways)
 
 
 def _called_by(caller: str) -> str:
@@ -67,9 +67,6 @@ def _called_by(caller: str) -> str:
 @contextlib.contextmanager
 def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
     """Tell of operations without a deterministic form in our words: refused ones as an error, others once each.
-
-    Args:
-        warn: shows a line of text.
 
     Raises:
         UserError: in place of torch's error about such an operation.
@@ -110,11 +107,7 @@ def _stack() -> list[FrameType]:
 
 
 def _caller(frames: list[FrameType]) -> str:
-    """Who called an operation: the innermost module, or the line of code where there is none; empty for our own.
-
-    Args:
-        frames: of a stack, the innermost first.
-    """
+    """Who called an operation: the innermost module, or the line of code where there is none; empty for our own."""
     modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
     if modules:
         return described(modules[0], modules[-1])

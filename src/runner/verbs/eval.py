@@ -17,10 +17,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("eval", __doc__, argv)
-    return launch_verb("eval", spelled_out(argv), job, claimed(lambda values: Path("evaluations"))).status
+    return launch_verb("eval", expand_shorthand(argv), job, claimed(lambda values: Path("evaluations"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `tta=[flip,shifts]` in place of `tta=flip,shifts`, which Hydra would take for a sweep."""
     return with_lists(argv, ["tta"])
 

@@ -13,28 +13,24 @@ from runner.verbs._launch import claimed, complete_verb, launch_verb
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_SHORT = re.compile(r"\+*vary=([A-Za-z_][\w.]*):(.+)", re.DOTALL)
+_SHORT = re.compile(r"^\+*vary=([A-Za-z_][\w.]*):(.+)\Z", re.DOTALL)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("audit", __doc__, argv)
-    return launch_verb("audit", spelled_out(argv), job, claimed(lambda values: Path("audits"))).status
+    return launch_verb("audit", expand_shorthand(argv), job, claimed(lambda values: Path("audits"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `vary.KEY=[A,B]` in place of `vary=KEY:A,B`, which Hydra would take for a sweep."""
-    return [_long(short[1], short[2]) if (short := _SHORT.fullmatch(word)) else word for word in argv]
-
-
-def _long(key: str, values: str) -> str:
-    return f"vary.{key}=[{values}]" if "," in values else f"vary.{key}={values}"
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
+    """The words after the verb with `vary.KEY=[A,B]` instead of `vary=KEY:A,B`, which Hydra would read as a sweep."""
+    return [_SHORT.sub(r"vary.\1=[\2]" if "," in word else r"vary.\1=\2", word) for word in argv]
 
 
 def job(cfg: DictConfig) -> float | None:
     """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
-    from runner.verbs.audit.work import run
+    from runner.verbs.audit.run import run
 
     return run(cfg)
 

@@ -18,10 +18,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("bench", __doc__, argv)
-    return launch_verb("bench", spelled_out(argv), job, claimed(lambda values: Path("benchmarks"))).status
+    return launch_verb("bench", expand_shorthand(argv), job, claimed(lambda values: Path("benchmarks"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `part=data` in place of a leading `data`."""
     return ["part=data", *argv[1:]] if list(argv[:1]) == ["data"] else list(argv)
 

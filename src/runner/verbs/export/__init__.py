@@ -17,10 +17,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("export", __doc__, argv)
-    return launch_verb("export", spelled_out(argv), job, claimed(lambda values: Path("exports"))).status
+    return launch_verb("export", expand_shorthand(argv), job, claimed(lambda values: Path("exports"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `format=[onnx,safetensors]` in place of `format=onnx,safetensors`, a sweep to Hydra."""
     return with_lists(argv, ["format"])
 

@@ -17,10 +17,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit status."""
     if asks_for_help(argv):
         return print_help("predict", __doc__, argv)
-    return launch_verb("predict", spelled_out(argv), job, claimed(lambda values: Path("predictions"))).status
+    return launch_verb("predict", expand_shorthand(argv), job, claimed(lambda values: Path("predictions"))).status
 
 
-def spelled_out(argv: Sequence[str]) -> list[str]:
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
     """The words after the verb with `input=[a.png,b.png]` in place of `input=a.png,b.png`, a sweep to Hydra."""
     return with_lists(argv, ["input", "features", "tta"])
 

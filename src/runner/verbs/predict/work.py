@@ -28,7 +28,7 @@ from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.models.features import PerImage, extractor
+from runner.models.features import Extractor, ExtractorPerImage
 from runner.runtime.precision import Precision
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, writing
@@ -115,7 +115,7 @@ def _predict(composition: Composition) -> float:
         if config.tta:
             seen = augmented(model, task, blank_given(settled, data), config.tta, config.tta_mean)
         names = listed(config.features)
-        layers = PerImage(extractor(model, names)) if names else None
+        layers = ExtractorPerImage(Extractor(model, names)) if names else None
         path = _output_file(config)
         began = time.perf_counter()
         written = Written(path, console.line if not config.json else None)
@@ -232,7 +232,7 @@ def _written(
 
 
 def _outputs(
-    model: nn.Module, layers: PerImage | None, source: Source, precision: Precision, config: Predict
+    model: nn.Module, layers: ExtractorPerImage | None, source: Source, precision: Precision, config: Predict
 ) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
     """Outputs of the images that could be read, float32 on the CPU, with what their rows begin with, and features."""
     loader = source.loader

@@ -26,7 +26,7 @@ def job(cfg: DictConfig) -> float | None:
     # Read when torch is loaded: its profiler else tells on standard error what it does, and what it has not seen begin.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from runner.verbs.profile.work import run
+    from runner.verbs.profile.run import run
 
     return run(cfg)
 

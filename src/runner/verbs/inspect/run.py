@@ -15,26 +15,27 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from runner.build.describe import describe
-from runner.build.run import Training, build_training
+from runner.build.run import Run
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
-from runner.engine.state import Position
+from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
-from runner.models.features import PerImage, extractor
+from runner.models.features import Extractor, ExtractorPerImage
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
+from runner.train import build_run
 from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
 from runner.verbs._work import guarded
 from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
 from runner.verbs.inspect.page import Table, page
-from runner.verbs.inspect.parts import PARTS, Found, split_of
+from runner.verbs.inspect.parts import PARTS, Inspection, split_of
 
 _MOST_ROWS = 60
 
@@ -54,11 +55,10 @@ def run(cfg: DictConfig) -> float | None:
 def _inspect(composition: Composition) -> float:
     settled: Settled[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
-        values = composition.values
-        config = checked(values, composition, Inspect)
+        config = resolve_config(composition, Inspect)
     else:
         settled = settle(composition, Inspect)
-        values, config = settled.values, settled.config
+        config = settled.config
     found = settled.found if settled else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
@@ -66,7 +66,7 @@ def _inspect(composition: Composition) -> float:
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
-    training = build_training(plain, values, start, make_cache=False)
+    training = build_run(plain, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
         training.splits.bad_samples.open(None, console.warn)
@@ -101,12 +101,12 @@ def _inspect(composition: Composition) -> float:
 
 
 def _looked_at(
-    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
     folder = _folder(config, found, composition)
-    seen = Found(config, training, folder)
+    seen = Inspection(config, training, folder)
     for name in PARTS:
         if name in parts:
             PARTS[name](seen)
@@ -115,11 +115,11 @@ def _looked_at(
         console.line(line)
     for table in tables:
         _show(console, table)
-    for note in seen.left_out:
+    for note in seen.skipped:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
     told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
-    lines = [told, *seen.lines, *seen.left_out]
+    lines = [told, *seen.lines, *seen.skipped]
     pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
     record["files"] = [path.name for path in pictures] + ["report.html"]
@@ -151,11 +151,11 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 
 
 def _written_features(
-    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)
-    features = PerImage(extractor(training.model, config.features))
+    features = ExtractorPerImage(Extractor(training.model, config.features))
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
         path = folder_for(str(output.parent), None, "", "") / output.name
