@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.sample_rng import SampleRNG
+from runner.data.sample_rng import SampleRNG, beta
 from runner.data.transforms.augment import chosen_from, outside
-from runner.data.transforms.quantiles import beta
 
 BatchMix = Callable[[Tensor, Tensor, SampleRNG], tuple[Tensor, Tensor]]
 
