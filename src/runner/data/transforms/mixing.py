@@ -79,11 +79,7 @@ class CutMix:
 
 
 class OneOf:
-    """One of several ways to mix for each batch, all equally likely.
-
-    Args:
-        choices: callables such as `Mixup` and `CutMix`.
-    """
+    """One of several ways to mix for each batch, all equally likely; `choices` are callables such as `Mixup` and `CutMix`."""
 
     def __init__(self, choices: list[Any]) -> None:
         if not choices or not all(callable(choice) for choice in choices):
