@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from runner.verbs.check import spelled_out
-from runner.verbs.check.work import CHECKS
+from runner.verbs._table import VERBS
+from runner.verbs.check.run import CHECKS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "check.md"
@@ -98,9 +98,10 @@ def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[...,
 
 
 def test_short_words_stand_for_keys() -> None:
-    assert spelled_out(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
-    assert spelled_out(["only=labels,overfit", "-m"]) == ["only=labels,overfit", "-m"]
-    assert spelled_out(["--json", "--strict", "--train", "seed=1"]) == [
+    expand = VERBS["check"].expand_shorthand
+    assert expand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
+    assert expand(["only=labels,overfit", "-m"]) == ["only=[labels,overfit]", "-m"]
+    assert expand(["--json", "--strict", "--train", "seed=1"]) == [
         "json=true",
         "strict=true",
         "train=true",
@@ -122,10 +123,10 @@ def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any]
 
 def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.checkpoint.digest import weights_sha256
-    from runner.verbs.check import work
+    from runner.verbs.check import run as check_run
 
     seen: set[str] = set()
-    real = work.made
+    real = check_run.made
 
     def spying(each: Any, subject: Any, broken: dict[str, str]) -> Any:
         verdict = real(each, subject, broken)
@@ -135,7 +136,7 @@ def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeyp
         )
         return verdict
 
-    monkeypatch.setattr(work, "made", spying)
+    monkeypatch.setattr(check_run, "made", spying)
     words = ("skip=[zero-input,baselines]", "train=true", "train_steps=20", "scheduler=constant", "budget_s=300")
     assert run(*QUICK, *words).status == 0
     assert len(seen) == 1

@@ -19,7 +19,7 @@ import check_photo_zoo
 import check_photos
 from check_zoo import Case
 
-from runner.verbs.check import work
+from runner.verbs.check import run as check_run
 
 BASE = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.split.val=0.2"),
@@ -51,7 +51,7 @@ def check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]
             contextlib.redirect_stderr(io.StringIO()),
             contextlib.suppress(SystemExit),
         ):
-            work._check(composition)
+            check_run.run(composition)
         return {each["name"]: each for each in json.loads(out.getvalue())["checks"]}
 
     return call
@@ -104,6 +104,6 @@ def test_files_that_give_the_label_away_are_found(check: Callable[..., Any], tmp
 def test_there_are_many_faults_and_every_new_check_has_one() -> None:
     named = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES} | {"file-shortcut"}
     groups = ("batches", "splits", "shortcuts", "reach", "objective", "settings", "steps")
-    assert named >= {each.name for each in work.CHECKS if each.group in groups}
+    assert named >= {each.name for each in check_run.CHECKS if each.group in groups}
     assert len(check_photo_zoo.CASES) >= 100
     assert len(check_photo_zoo.HEALTHY) >= 20

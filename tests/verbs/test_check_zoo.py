@@ -18,8 +18,8 @@ import check_held_out
 import check_photo_zoo
 import check_zoo
 
-from runner.verbs.check import work
-from runner.verbs.check.work import CHECKS
+from runner.verbs.check import run as check_run
+from runner.verbs.check.run import CHECKS
 
 HEALTHY = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_zoo.shapes}", "data.split.val=0.2"),
@@ -62,7 +62,7 @@ def check_composed(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[
         out, status = io.StringIO(), 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             try:
-                work._check(composition)
+                check_run.run(composition)
             except SystemExit as stop:
                 status = stop.code  # type: ignore[assignment]
         found = json.loads(out.getvalue())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runner.build.run import Training, build_training
 from runner.config.resolve import checked
 from runner.config.schema.inspect import Inspect
-from runner.verbs.inspect import spelled_out
+from runner.verbs._table import VERBS
 from runner.verbs.inspect.watch import pass_through
 
 DATA = (
@@ -270,7 +270,7 @@ def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_che
     trained: Any, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = dict.fromkeys((*PARTS, "errors"), lambda found: None)
-    monkeypatch.setattr("runner.verbs.inspect.work.PARTS", nothing)
+    monkeypatch.setattr("runner.verbs.inspect.run.PARTS", nothing)
     assert tuple(inspect(*SMALL)["what"]) == PARTS
     assert tuple(inspect(f"ckpt_path={trained.directory}")["what"]) == (*PARTS, "errors")
     assert inspect(*SMALL, "what=errors,layers")["what"] == ["layers", "errors"]
@@ -389,7 +389,7 @@ def test_errors_of_numbers_are_refused_if_asked_for(run: Callable[..., Any]) -> 
 
 def test_lists_can_be_typed_without_brackets() -> None:
     words = ["features=a.b,c", "+what=layers", "what=null", "tensors=[x]", "seed=1,2", "output=a,b"]
-    assert spelled_out(words) == [
+    assert VERBS["inspect"].expand_shorthand(words) == [
         "features=[a.b,c]",
         "+what=[layers]",
         "what=null",
@@ -425,7 +425,7 @@ def test_data_with_other_classes_than_the_checkpoints_is_refused(trained: Any, r
 def test_a_long_table_is_shown_in_part_with_its_sum(capsys: pytest.CaptureFixture[str]) -> None:
     from runner.tracking.console import Console
     from runner.verbs.inspect.page import Table
-    from runner.verbs.inspect.work import _show
+    from runner.verbs.inspect.run import _show
 
     rows = [[f"layer {number}", str(number)] for number in range(99)]
     _show(Console(None, progress=False), Table("long", ["layer", "n"], [*rows, ["total", "4851"]]))
@@ -504,7 +504,7 @@ def test_as_many_filters_are_told_as_are_drawn(
 def test_features_that_are_not_by_image_are_refused(
     trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs.inspect.work.extractor", lambda *_: lambda images: {"head": images.mean()})
+    monkeypatch.setattr("runner.verbs.inspect.run.extractor", lambda *_: lambda images: {"head": images.mean()})
     result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
     assert result.status == 2
     assert "features: 'head' gives () for 1 image, which is not a row an image" in result.err

@@ -14,7 +14,7 @@ from runner.verbs.audit.record import Difference, Entry, amount
 from runner.verbs.audit.stored import Compared, cause_of
 
 if TYPE_CHECKING:
-    from runner.verbs.audit.work import Found
+    from runner.verbs.audit.run import Found
 
 _MOST_ROWS = 40
 

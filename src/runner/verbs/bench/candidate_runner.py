@@ -1,4 +1,4 @@
-"""A candidate on the test stand: built, run for some steps, timed, compared with itself, and put away."""
+"""A candidate: built, run for some steps, timed, compared with itself, and put away."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class TooSlow(Exception):
     """A candidate whose steps take longer than it was given; the argument is the seconds of one."""
 
 
-class Stand:
+class CandidateRunner:
     """One candidate.
 
     Args:
@@ -313,11 +313,11 @@ class Stand:
             torch.cuda.empty_cache()
 
 
-def room_for(stand: Stand, count: int) -> bool:
+def room_for(runner: CandidateRunner, count: int) -> bool:
     """Whether so many candidates may stay in memory while each waits for its turn."""
-    device = stand.device
+    device = runner.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return stand.held_bytes() * count < _SHARE_HELD * free
+    return runner.held_bytes() * count < _SHARE_HELD * free
 
 
 def reason(error: Exception) -> str:

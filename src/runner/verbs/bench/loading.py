@@ -12,7 +12,7 @@ from runner.config.schema.bench import Bench
 from runner.tracking.console import Console
 from runner.tracking.formats import number
 from runner.verbs.bench import stats
-from runner.verbs.bench.candidate_runner import CANNOT, Stand, Workbench, reason, room_for
+from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench, reason, room_for
 from runner.verbs.bench.candidates import BASELINE, data_candidates
 from runner.verbs.bench.stats import Bottleneck, Result, Round, Sizes, Spread
 from runner.verbs.bench.timing import Timed, run
@@ -168,22 +168,22 @@ class Loading:
 
     def findings(self) -> LoadingFindings:
         """Measure everything that there is time for."""
-        baseline = Stand(self._bench)
+        baseline = CandidateRunner(self._bench)
         run(baseline.training, baseline.training.splits.train.loader, 2)
         introduce(self._console, self._config, baseline)
         self._bench.keep_statistics(baseline.training.splits)
-        baseline = Stand(self._bench)
+        baseline = CandidateRunner(self._bench)
         found = data_candidates(self._config, facts_of(baseline))
-        stands = [baseline, *(stand for candidate in found if (stand := self._built(candidate)) is not None)]
-        sizes = self._sizes(baseline, len(stands))
-        keep = room_for(baseline, len(stands))
-        rounds = [self._turn(stands, sizes, keep)]
+        runners = [baseline, *(runner for candidate in found if (runner := self._built(candidate)) is not None)]
+        sizes = self._sizes(baseline, len(runners))
+        keep = room_for(baseline, len(runners))
+        rounds = [self._turn(runners, sizes, keep)]
         while len(rounds) < sizes.repeats:
             if len(rounds) >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
                 self._notes.append(f"{len(rounds)} measurements in place of {sizes.repeats}: the time was up")
                 break
-            rounds.append(self._turn(stands, sizes, keep))
-        first, *others = [_way(stand, rounds) for stand in stands]
+            rounds.append(self._turn(runners, sizes, keep))
+        first, *others = [_way(runner, rounds) for runner in runners]
         computing = Spread.of([turn[_STEP] for turn in rounds])
         return LoadingFindings(
             [first, *sorted(others, key=lambda way: -way.result.ratio.median)],
@@ -199,16 +199,16 @@ class Loading:
             str(baseline.device),
         )
 
-    def _built(self, candidate: Any) -> Stand | None:
+    def _built(self, candidate: Any) -> CandidateRunner | None:
         try:
-            stand = Stand(self._bench, candidate)
-            run(stand.training, stand.training.splits.train.loader, 1)
+            runner = CandidateRunner(self._bench, candidate)
+            run(runner.training, runner.training.splits.train.loader, 1)
         except CANNOT as error:
             self._left_out.append((candidate.name, reason(error)))
             return None
-        return stand
+        return runner
 
-    def _sizes(self, baseline: Stand, count: int) -> Sizes:
+    def _sizes(self, baseline: CandidateRunner, count: int) -> Sizes:
         config = self._config
         self._step_s = step_s = _per_sample(baseline.measure(3, 1)) * baseline.samples
         steps = config.steps or stats.usual_steps(step_s)
@@ -223,25 +223,25 @@ class Loading:
             )
         return sizes
 
-    def _turn(self, stands: list[Stand], sizes: Sizes, keep: bool) -> Round:
+    def _turn(self, runners: list[CandidateRunner], sizes: Sizes, keep: bool) -> Round:
         """Measure each one once; one that fails is left out from then on, unless it is the baseline."""
         turn: Round = {}
-        for stand in list(stands):
-            name, amount = stand.candidate.name, sizes.beside_readers(stand.read_ahead, self._step_s)
+        for runner in list(runners):
+            name, amount = runner.candidate.name, sizes.beside_readers(runner.read_ahead, self._step_s)
             try:
-                turn[_reading(name)] = _per_sample(stand.read(*amount, self._next_epoch()))
+                turn[_reading(name)] = _per_sample(runner.read(*amount, self._next_epoch()))
                 if name == BASELINE.name:
-                    turn[_STEP] = _per_sample(stand.compute(*amount))
-                turn[name] = _per_sample(stand.measure(*amount, self._next_epoch()))
+                    turn[_STEP] = _per_sample(runner.compute(*amount))
+                turn[name] = _per_sample(runner.measure(*amount, self._next_epoch()))
             except CANNOT as error:
                 if name == BASELINE.name:
                     raise
                 self._left_out.append((name, reason(error)))
-                stands.remove(stand)
-                stand.release()
+                runners.remove(runner)
+                runner.release()
                 continue
             if not keep:
-                stand.release()
+                runner.release()
         return turn
 
     def _next_epoch(self) -> int:
@@ -258,10 +258,10 @@ def _reading(name: str) -> str:
     return f"reading, {name}"
 
 
-def _way(stand: Stand, rounds: list[Round]) -> Way:
-    name = stand.candidate.name
+def _way(runner: CandidateRunner, rounds: list[Round]) -> Way:
+    name = runner.candidate.name
     ratios = stats.ratios(rounds, name)
-    result = Result(stand.candidate, stand.samples, seconds=[turn[name] for turn in rounds], ratios=ratios)
+    result = Result(runner.candidate, runner.samples, seconds=[turn[name] for turn in rounds], ratios=ratios)
     if not stats.pays(ratios):
         result.verdict = stats.why_not_faster(ratios)
     return Way(result, Spread.of([turn[_reading(name)] for turn in rounds]).inverse())

@@ -17,7 +17,15 @@ from runner.runtime.device import missing_compiler
 from runner.runtime.precision import choose_precision
 from runner.tracking.console import Console
 from runner.verbs.bench import stats
-from runner.verbs.bench.candidate_runner import CANNOT, FirstSteps, Stand, TooSlow, Workbench, reason, room_for
+from runner.verbs.bench.candidate_runner import (
+    CANNOT,
+    CandidateRunner,
+    FirstSteps,
+    TooSlow,
+    Workbench,
+    reason,
+    room_for,
+)
 from runner.verbs.bench.candidates import (
     BASELINE,
     Candidate,
@@ -82,7 +90,7 @@ class Comparison:
         self._left_out: list[LeftOut] = []
         self._notes: list[str] = []
         self._keep = True
-        self._baseline = Stand(bench)
+        self._baseline = CandidateRunner(bench)
         self._sizes = Sizes(1, 1, 1, 2)
 
     def findings(self) -> Findings:
@@ -92,7 +100,7 @@ class Comparison:
         run(baseline.training, baseline.training.splits.train.loader, 2)
         introduce(self._console, config, baseline)
         self._bench.keep_statistics(baseline.training.splits)
-        self._baseline = baseline = Stand(self._bench)
+        self._baseline = baseline = CandidateRunner(self._bench)
         found, left_out = candidates(config, facts_of(baseline), self._composition.sources)
         self._left_out += left_out
         self._decide_sizes(len(found))
@@ -101,12 +109,12 @@ class Comparison:
 
         self._enter(baseline)
         self._keep = room_for(baseline, len(found) + 1)
-        stands = [stand for candidate in found if (stand := self._entered(candidate)) is not None]
-        self._measure([baseline, *stands])
+        runners = [runner for candidate in found if (runner := self._entered(candidate)) is not None]
+        self._measure([baseline, *runners])
         seeds = [] if config.tolerance is not None else self._seeds()
         result = self._results[BASELINE.name]
         allowed = stats.allowed_difference(config.tolerance, result.loss, seeds)
-        self._settle(stands, allowed)
+        self._settle(runners, allowed)
         if config.combine:
             self._combine(allowed)
         late = time.perf_counter() - self._deadline
@@ -132,7 +140,7 @@ class Comparison:
                 f"{now.compare} compared ({wanted.compare})"
             )
 
-    def _entered(self, candidate: Candidate) -> Stand | None:
+    def _entered(self, candidate: Candidate) -> CandidateRunner | None:
         """A candidate with its first steps made; None if it cannot be run, or is not worth the time."""
         if time.perf_counter() > self._deadline:
             self._left_out.append((candidate.name, _NO_TIME))
@@ -141,12 +149,12 @@ class Comparison:
         why = ""
         for _ in range(2):  # the first time, something else may have kept the machine busy
             try:
-                stand = Stand(self._bench, candidate)
-                self._enter(stand, _TOO_SLOW * usual)
-                if useless := self._without_effect(stand):
-                    self._drop(stand, useless)
+                runner = CandidateRunner(self._bench, candidate)
+                self._enter(runner, _TOO_SLOW * usual)
+                if useless := self._without_effect(runner):
+                    self._drop(runner, useless)
                     return None
-                return stand
+                return runner
             except TooSlow as error:
                 why = f"{error.args[0] / usual:.1f} times slower than the baseline in its first steps"
             except CANNOT as error:
@@ -155,23 +163,23 @@ class Comparison:
         self._left_out.append((candidate.name, why))
         return None
 
-    def _without_effect(self, stand: Stand) -> str:
+    def _without_effect(self, runner: CandidateRunner) -> str:
         """What the program itself says of settings that change nothing here; empty if one of them does."""
-        said = [warning for warning in stand.training.warnings if "has no effect" in warning]
-        told = [next((text for text in said if text.startswith(key)), "") for key, _ in stand.candidate.settings]
+        said = [warning for warning in runner.training.warnings if "has no effect" in warning]
+        told = [next((text for text in said if text.startswith(key)), "") for key, _ in runner.candidate.settings]
         return told[0] if told and all(told) else ""
 
-    def _enter(self, stand: Stand, longest_s: float = math.inf) -> None:
-        first = stand.first_steps(self._sizes.compare, longest_s)
-        name = stand.candidate.name
+    def _enter(self, runner: CandidateRunner, longest_s: float = math.inf) -> None:
+        first = runner.first_steps(self._sizes.compare, longest_s)
+        name = runner.candidate.name
         self._first[name] = first
         self._results[name] = Result(
-            stand.candidate, stand.samples, loss=first.loss, start_s=first.start_s, peak_bytes=first.peak_bytes
+            runner.candidate, runner.samples, loss=first.loss, start_s=first.start_s, peak_bytes=first.peak_bytes
         )
         if not self._keep:
-            stand.release()
+            runner.release()
 
-    def _measure(self, stands: Sequence[Stand]) -> None:
+    def _measure(self, runners: Sequence[CandidateRunner]) -> None:
         """Give each one its turn, again and again, so that a change of the machine's speed meets all alike."""
         usual = self._first[BASELINE.name].step_s
         for number in range(self._sizes.repeats):
@@ -179,55 +187,55 @@ class Comparison:
                 self._notes.append(f"{number} measurements in place of {self._sizes.repeats}: the time was up")
                 break
             turn: Round = {}
-            for stand in self._remaining(stands):
-                name = stand.candidate.name
+            for runner in self._remaining(runners):
+                name = runner.candidate.name
                 # The same time for a slower candidate, not the same number of steps.
                 own = self._first[name].step_s
                 sizes = replace(self._sizes, steps=max(1, round(self._sizes.steps * min(1.0, usual / own))))
                 try:
-                    timed = stand.measure(*sizes.beside_readers(stand.read_ahead, own))
+                    timed = runner.measure(*sizes.beside_readers(runner.read_ahead, own))
                     turn[name] = timed.seconds / timed.samples
                 except CANNOT as error:
-                    if stand is self._baseline:
+                    if runner is self._baseline:
                         raise
-                    self._drop(stand, reason(error))
+                    self._drop(runner, reason(error))
                 if not self._keep:
-                    stand.release()
+                    runner.release()
             self._rounds.append(turn)
-        for stand in self._remaining(stands):
-            result = self._results[stand.candidate.name]
-            result.seconds = [turn[stand.candidate.name] for turn in self._rounds if stand.candidate.name in turn]
-            result.ratios = stats.ratios(self._rounds, stand.candidate.name)
+        for runner in self._remaining(runners):
+            result = self._results[runner.candidate.name]
+            result.seconds = [turn[runner.candidate.name] for turn in self._rounds if runner.candidate.name in turn]
+            result.ratios = stats.ratios(self._rounds, runner.candidate.name)
 
-    def _remaining(self, stands: Sequence[Stand]) -> list[Stand]:
-        return [stand for stand in stands if stand.candidate.name in self._results]
+    def _remaining(self, runners: Sequence[CandidateRunner]) -> list[CandidateRunner]:
+        return [runner for runner in runners if runner.candidate.name in self._results]
 
-    def _drop(self, stand: Stand, why: str) -> None:
+    def _drop(self, runner: CandidateRunner, why: str) -> None:
         """Leave a candidate out after all."""
-        del self._results[stand.candidate.name]
-        self._left_out.append((stand.candidate.name, why))
-        stand.release()
+        del self._results[runner.candidate.name]
+        self._left_out.append((runner.candidate.name, why))
+        runner.release()
 
-    def _settle(self, stands: Sequence[Stand], allowed: float) -> None:
+    def _settle(self, runners: Sequence[CandidateRunner], allowed: float) -> None:
         """Make the first steps again and compare the weights, count what is saved, and come to a verdict."""
         baseline = self._results[BASELINE.name]
         if baseline.repeats is None:
             self._repeat(self._baseline, baseline)
         # First those whose answer matters for what is recommended.
-        remaining = self._remaining(stands)
-        for stand in sorted(remaining, key=lambda stand: not stats.pays(self._results[stand.candidate.name].ratios)):
-            result = self._results[stand.candidate.name]
+        remaining = self._remaining(runners)
+        for runner in sorted(remaining, key=lambda runner: not stats.pays(self._results[runner.candidate.name].ratios)):
+            result = self._results[runner.candidate.name]
             if stats.pays(result.ratios) or time.perf_counter() < self._deadline:
-                self._repeat(stand, result)
+                self._repeat(runner, result)
             elif (note := "some candidates were not repeated: the time was up") not in self._notes:
                 self._notes.append(note)
             result.verdict = stats.verdict(result, baseline, allowed, bool(self._config.deterministic))
-            stand.release()
+            runner.release()
 
-    def _repeat(self, stand: Stand, result: Result) -> None:
-        again = stand.first_steps(self._sizes.compare)
-        result.repeats = again.digest == self._first[stand.candidate.name].digest
-        result.saved_bytes = stand.saved_bytes()
+    def _repeat(self, runner: CandidateRunner, result: Result) -> None:
+        again = runner.first_steps(self._sizes.compare)
+        result.repeats = again.digest == self._first[runner.candidate.name].digest
+        result.saved_bytes = runner.saved_bytes()
 
     def _seeds(self) -> list[float]:
         seeds = range(self._config.seed + 1, self._config.seed + 1 + _SEEDS)
@@ -249,28 +257,28 @@ class Comparison:
             tried += 1
             before = len(self._rounds)
             candidate = together(best, other)
-            stand = self._entered(candidate)
-            if stand is None:
+            runner = self._entered(candidate)
+            if runner is None:
                 continue
             # The best so far takes its turn as well, as the machine may have changed its speed since.
-            incumbent = Stand(self._bench, best)
-            self._measure([self._baseline, incumbent, stand])
+            incumbent = CandidateRunner(self._bench, best)
+            self._measure([self._baseline, incumbent, runner])
             incumbent.release()
-            self._settle([stand], allowed)
+            self._settle([runner], allowed)
             gains = stats.ratios(self._rounds[before:], candidate.name, best.name)
             found = self._results.get(candidate.name)
             if found is not None and not found.verdict and stats.pays(gains):
                 best = candidate
 
 
-def introduce(console: Console, config: Bench, baseline: Stand) -> None:
+def introduce(console: Console, config: Bench, baseline: CandidateRunner) -> None:
     """Tell what is compared with, and what its settings do not do."""
     console.header(f"{config.name}  as configured", describe(config, baseline.training))
     for warning in baseline.training.warnings:
         console.warn(warning)
 
 
-def facts_of(baseline: Stand) -> Facts:
+def facts_of(baseline: CandidateRunner) -> Facts:
     """What decides which toggles apply."""
     training = baseline.training
     precisions: dict[torch.dtype | None, bool | str] = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -7,46 +7,27 @@ import json
 import sys
 from typing import Any
 
-from omegaconf import DictConfig
-
 from runner.config.app import Composition
 from runner.config.schema.bench import Bench
 from runner.config.secrets import mask_words
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.verbs._checkpoint import folder_for, line_or_checkpoint
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import output_folder, resolve_config
 from runner.verbs.bench import report
-from runner.verbs.bench.candidate_runner import Stand, Workbench
+from runner.verbs.bench.candidate_runner import CandidateRunner, Workbench
 from runner.verbs.bench.loading import Loading
 from runner.verbs.bench.stats import Spread, recommended
 from runner.verbs.bench.toggles import Comparison
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Compare once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Compare the config with each toggle.
 
     Returns:
         Samples a second of what is recommended, for sweepers.
-
-    Raises:
-        SystemExit: with the exit status if it failed.
     """
-    return guarded(_bench, cfg)
-
-
-def settle(composition: Composition) -> tuple[Bench, Composition]:
-    """What to measure: the config of the command line, or that of the checkpoint that `ckpt_path` names with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    config, values, _ = line_or_checkpoint(composition, Bench)
-    return config, dataclasses.replace(composition, values=values)
-
-
-def _bench(composition: Composition) -> float:
-    config, composition = settle(composition)
+    config, values, _ = resolve_config(composition, Bench)
+    composition = dataclasses.replace(composition, values=values)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     bench = Workbench(composition)
@@ -54,8 +35,10 @@ def _bench(composition: Composition) -> float:
         found = (_toggles if config.part == "train" else _data)(composition, config, bench, console)
     finally:
         bench.close()
-        Stand(bench).configure()  # the next job of a sweep, or of this process, finds what it would have found
-    folder = folder_for(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
+        CandidateRunner(
+            bench
+        ).configure()  # the next job of a sweep, or of this process, finds what it would have found
+    folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     title = f"{config.name}, {str(config.model['_target_']).rsplit('.', 1)[1]} on {found.record['device']}"
     record = report.write(found.record, folder, found.speeds, found.speeds[0][1].median, title)
     if config.json:

@@ -13,8 +13,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from omegaconf import DictConfig
-
 from runner.build.batch_size import settle_batch_size
 from runner.build.describe import describe
 from runner.build.run import build_training, set_switches
@@ -27,8 +25,7 @@ from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.verbs._checkpoint import line_or_checkpoint
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import resolve_config
 from runner.verbs.check import (
     baselines,
     batches,
@@ -76,20 +73,16 @@ _ORDER = (
 _BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Check once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Make the checks.
 
     Returns:
-        For sweepers the number of checks that failed.
+        The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with the exit status if a check failed, unless the job is one of a sweep, or if the call is a mistake.
+        SystemExit: with exit status 1 if a check failed, 3 if one was not decided, unless the job is one of a sweep.
     """
-    return guarded(_check, cfg)
-
-
-def _check(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, Settings, "best")
+    config, values, found = resolve_config(composition, Settings, "best")
     chosen = choose(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)

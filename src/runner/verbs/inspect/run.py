@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from runner.build.describe import describe
@@ -28,8 +27,13 @@ from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
-from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import (
+    ResolvedCheckpoint,
+    check_classes,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+)
 from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
@@ -39,27 +43,20 @@ from runner.verbs.inspect.parts import PARTS, Found, split_of
 _MOST_ROWS = 60
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Inspect once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Inspect a model.
 
     Returns:
         The number of parameters, for sweepers.
-
-    Raises:
-        SystemExit: with the exit status if it failed.
     """
-    return guarded(_inspect, cfg)
-
-
-def _inspect(composition: Composition) -> float:
-    settled: Settled[Inspect] | None = None
+    resolved: ResolvedCheckpoint[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
         values = composition.values
         config = checked(values, composition, Inspect)
     else:
-        settled = settle(composition, Inspect)
-        values, config = settled.values, settled.config
-    found = settled.found if settled else None
+        resolved = resolve_checkpoint(composition, Inspect)
+        values, config = resolved.values, resolved.config
+    found = resolved.found if resolved else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     # What is compiled cannot be looked into, and what is computed again in backward would be seen twice.
@@ -71,10 +68,10 @@ def _inspect(composition: Composition) -> float:
     with contextlib.closing(training.splits):
         training.splits.skipped.open(None, console.warn)
         kind = ""
-        if settled is not None:
-            check_classes(settled.classes, training.splits.classes)
-            fill(training.model, settled)
-            kind = settled.weights[1]
+        if resolved is not None:
+            check_classes(resolved.classes, training.splits.classes)
+            resolved.load_weights(training.model)
+            kind = resolved.weights[1]
         where = (
             "untrained" if found is None else f"{found.path}{'' if kind == 'raw' else f', averaged weights ({kind})'}"
         )
@@ -147,7 +144,7 @@ def _folder(config: Inspect, found: find.Found | None, composition: Composition)
     given = composition.job_dir or composition.run_dir
     if chosen is None and given is None and run is not None:
         return claim(run / "inspect", timestamp())
-    return folder_for(chosen, given, config.output_root, "inspections")
+    return output_folder(chosen, given, config.output_root, "inspections")
 
 
 def _written_features(
@@ -158,9 +155,9 @@ def _written_features(
     features = PerImage(extractor(training.model, config.features))
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
-        path = folder_for(str(output.parent), None, "", "") / output.name
+        path = output_folder(str(output.parent), None, "", "") / output.name
     else:
-        folder = _folder(config, found, composition) if output is None else folder_for(config.output, None, "", "")
+        folder = _folder(config, found, composition) if output is None else output_folder(config.output, None, "", "")
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:
