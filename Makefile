@@ -1,4 +1,4 @@
-.PHONY: install test lint format types check torture benchmark clean
+.PHONY: install test test-fast lint format types check torture benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -7,9 +7,11 @@ install:  ## install with everything that development needs
 test:  ## the whole test suite
 	pytest
 
-lint:  ## linter and format check
+lint:  ## linter, format, spelling and plain English
 	ruff check .
 	ruff format --check .
+	codespell
+	python scripts/lint_language.py
 
 format:  ## format, and mend what the linter can mend
 	ruff check --fix .

@@ -19,8 +19,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.blocks import Setting, checkpoint_activations
-from runner.runtime.memory import SavedTensors
 
 
 def build(name: str, size: int) -> nn.Module:

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torchvision import models
 
-from runner.checkpoint.async_writer import Background, Snapshot
+from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.disk_space import size_of
-from runner.checkpoint.manager import Keeper
+from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.resume import contents
-from runner.engine.state import Meter, TrainState
+from runner.engine.state import RunningMean, TrainState
 from runner.optim.schedules import Constant
 
 
@@ -40,7 +40,7 @@ def main() -> int:
     torch.set_num_threads(asked.threads)
     state = trained(models.get_model(asked.model, weights=None))
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
-        stood, first, during, alone = measure(state, Keeper(Path(name), 2), asked.rounds)
+        stood, first, during, alone = measure(state, CheckpointManager(Path(name), 2), asked.rounds)
     size = size_of(contents(state, {}, "", [], {})) / 2**20
     print(f"{asked.model}, {size:,.0f} MiB, {asked.threads} threads, {asked.rounds} saves of each kind in turns\n")
     at_once, behind = statistics.median(stood["at once"]), statistics.median(stood["in the background"])
@@ -57,7 +57,7 @@ def trained(model: nn.Module) -> TrainState:
     """A state after one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step(model, optimizer)
-    return TrainState(model, optimizer, Constant(1000), None, Meter(torch.device("cpu")))
+    return TrainState(model, optimizer, Constant(1000), None, RunningMean(torch.device("cpu")))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -68,14 +68,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def measure(
-    state: TrainState, keeper: Keeper, rounds: int
+    state: TrainState, manager: CheckpointManager, rounds: int
 ) -> tuple[dict[str, list[float]], float, list[float], list[float]]:
     """Seconds that the loop stood still by kind, in the first background save, of steps during a write, and of steps alone."""
     stood: dict[str, list[float]] = {"at once": [], "in the background": []}
     during: list[float] = []
     alone: list[float] = []
     first = 0.0
-    background, snapshot = Background(), Snapshot()
+    background, snapshot = AsyncWriter(), Snapshot()
 
     def now() -> dict[str, Any]:
         state.position.global_step += 1
@@ -83,11 +83,11 @@ def measure(
 
     for number in range(rounds + 1):
         since = time.perf_counter()
-        keeper.save(now(), state.position.global_step, False)
+        manager.save(now(), state.position.global_step, False)
         if number:
             stood["at once"].append(time.perf_counter() - since)
         alone.append(timed_step(state))
-        seconds, waited = behind(state, keeper, background, snapshot, now())
+        seconds, waited = behind(state, manager, background, snapshot, now())
         if number:
             stood["in the background"].append(seconds + waited)
             during.append(timed_step(state))
@@ -98,7 +98,7 @@ def measure(
 
 
 def behind(
-    state: TrainState, keeper: Keeper, background: Background, snapshot: Snapshot, contents: dict[str, Any]
+    state: TrainState, manager: CheckpointManager, background: AsyncWriter, snapshot: Snapshot, contents: dict[str, Any]
 ) -> tuple[float, float]:
     """Save as `runner.build.saving` does, then take a step: seconds of the first, and that the update waited for it."""
     waited = 0.0
@@ -114,7 +114,7 @@ def behind(
 
     def work() -> None:
         snapshot.finish()
-        keeper.save(copy, copy["position"]["global_step"], False)
+        manager.save(copy, copy["position"]["global_step"], False)
 
     background.start(work)
     seconds = time.perf_counter() - since

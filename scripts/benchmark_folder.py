@@ -39,7 +39,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.runtime.device import configure_torch
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -88,7 +88,7 @@ def peer(root: Path, kind: str, size: int, workers: int) -> DataLoader[Any]:
     )
 
 
-def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None = None) -> Splits:
+def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None = None) -> DataModule:
     """The same through the program's own configuration."""
     data = Data(
         dataset={"_target_": "runner.data.sources.folders.image_folder"},
@@ -103,7 +103,7 @@ def ours(root: Path, kind: str, size: int, workers: int, cache_dir: Path | None 
     )
     crops = [{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": size}] if kind == "random" else []
     transform = Transform(sample_train=crops, train=[{"_target_": "runner.data.transforms.augment.RandomFlip"}])
-    return assemble(data, transform, 0, CPU, BATCH, channels_last=False)
+    return build_data(data, transform, 0, CPU, BATCH, channels_last=False)
 
 
 class Cost(NamedTuple):
@@ -130,7 +130,7 @@ def processors() -> float:
     return sum(each.user + each.system for each in times)
 
 
-def epochs(splits: Splits) -> Callable[[], Iterable[Any]]:
+def epochs(splits: DataModule) -> Callable[[], Iterable[Any]]:
     """Gives one epoch after the other."""
     count = -(-splits.train.samples // BATCH)
     number = iter(range(10**9))

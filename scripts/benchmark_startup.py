@@ -41,11 +41,11 @@ from runner.verbs._launch import Job
 def stop_after_first_step():
     import runner.build.run as build
     import runner.train as train
-    assemble, seconds = build.assemble, []
+    build_data, seconds = build.build_data, []
 
     def timed(*args, **named):
         began = time.perf_counter()
-        splits = assemble(*args, **named)
+        splits = build_data(*args, **named)
         seconds.append(time.perf_counter() - began)
         return splits
 
@@ -54,7 +54,7 @@ def stop_after_first_step():
         os._exit(0)
 
     progress = train.Progress
-    build.assemble, train.Progress = timed, lambda advance: progress(stop)
+    build.build_data, train.Progress = timed, lambda advance: progress(stop)
 
 call = Job.__call__
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.augment import (
     Pipeline,
     RandomBrightnessContrast,
@@ -75,7 +75,7 @@ def transforms(images: Tensor, indices: Tensor) -> dict[str, Call]:
     normalised = Pipeline([], MEAN, STD, 0, CPU)(images, indices, 0)
     calls: dict[str, Call] = {}
     for name, transform in alone.items():
-        calls[name] = lambda epoch, made=transform: made(images, Draws(0, epoch, indices))
+        calls[name] = lambda epoch, made=transform: made(images, SampleRNG(0, epoch, indices))
     for name, mix in mixes.items():
         calls[name] = lambda epoch, made=mix: made(normalised, targets, indices, epoch)
     for name, steps in together.items():

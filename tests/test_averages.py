@@ -79,12 +79,19 @@ def last(result: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("step", "words"),
     [
-        (3, (*CNN, "ema=0.8", "accumulate=2", "amp=bf16", "clip.norm=0.5", "on_nonfinite=skip")),
+        (3, (*CNN, "ema=0.8", "accumulate=2", "amp=bf16", "grad_clip.norm=0.5", "on_nonfinite=skip")),
         (
             7,
-            (*MLP, "ema=0.8", "optimizer=muon", "clip.agc=0.1", "optimizer.no_decay=auto", "optimizer.layer_decay=0.7"),
+            (
+                *MLP,
+                "ema=0.8",
+                "optimizer=muon",
+                "grad_clip.agc=0.1",
+                "optimizer.no_decay=auto",
+                "optimizer.layer_decay=0.7",
+            ),
         ),
-        (10, (*CNN, "swa=0.25", "averaging.lr=0.5", "optimizer=sgd", "optimizer.lr_mult={head: 3}")),
+        (10, (*CNN, "swa=0.25", "averaging.lr_factor=0.5", "optimizer=sgd", "optimizer.lr_mult={head: 3}")),
     ],
     ids=["ema accumulate bf16 clip skip", "ema muon agc groups", "swa groups"],
 )
@@ -263,7 +270,7 @@ def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_ke
 
 
 def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:
-    words = (*MLP, "swa=1", "averaging.lr=0.5", "scheduler=constant", "optimizer.lr=0.01", "log.every_steps=1")
+    words = (*MLP, "swa=1", "averaging.lr_factor=0.5", "scheduler=constant", "optimizer.lr=0.01", "log.every_steps=1")
     rates = [record["lr"] for record in train(*words).metrics if record["split"] == "train"]
     assert rates[:6] == [0.01] * 6
     assert rates[11] == pytest.approx(0.005)
@@ -318,7 +325,7 @@ def test_a_run_starts_from_the_average_where_that_was_best(train: Callable[..., 
 def test_the_statistics_of_swa_do_not_depend_on_the_batch_size_of_evaluations(
     train: Callable[..., Any], more: tuple[str, ...]
 ) -> None:
-    words = (*CNN, "swa=0.5", "averaging.lr=1", *more)
+    words = (*CNN, "swa=0.5", "averaging.lr_factor=1", *more)
     digests = set()
     for size in (1, 3, 8, 11, 500):
         weights = last(train(*words, f"evaluate.batch_size={size}"))["averaged"]["weights"]

@@ -37,16 +37,16 @@ class Strict:
 # AdamW and torch's GradScaler ask for a number in every step unless the optimizer is fused; on CUDA, AdamW does not.
 FUSED = ("optimizer=adamw", "optimizer.fused=true")
 STEPS = [
-    ("optimizer=sgd", "clip.norm=1.0"),
-    ("optimizer=sgd", "amp=bf16", "clip.value=0.1"),
-    (*FUSED, "clip.norm=1.0"),
-    (*FUSED, "clip.agc=0.01", "ema=0.9", "optimizer.no_decay=auto"),
+    ("optimizer=sgd", "grad_clip.norm=1.0"),
+    ("optimizer=sgd", "amp=bf16", "grad_clip.value=0.1"),
+    (*FUSED, "grad_clip.norm=1.0"),
+    (*FUSED, "grad_clip.agc=0.01", "ema=0.9", "optimizer.no_decay=auto"),
     (*FUSED, "ema=0.9", "on_oom=split"),
     (*FUSED, "amp=fp16"),
     # What torch has no fused kernel for: the step is taken, and undone on the device if need be.
     ("optimizer=rmsprop", "optimizer.momentum=0.9"),
     ("optimizer=rmsprop", "optimizer.centered=true", "ema=0.9"),
-    ("optimizer=muon", "model=mlp", "~model.width", "clip.norm=1.0"),
+    ("optimizer=muon", "model=mlp", "~model.width", "grad_clip.norm=1.0"),
     ("optimizer=muon", "model=mlp", "~model.width", "on_nonfinite=rollback", "optimizer.no_decay=auto"),
     ("optimizer=adam", "optimizer.fused=true"),
 ]
@@ -118,10 +118,10 @@ def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to wait for")
 @pytest.mark.parametrize(
-    "data", [("data.residency=device",), ("data.residency=disk", "data.num_workers=1")], ids=" ".join
+    "data", [("data.placement=device",), ("data.placement=disk", "data.num_workers=1")], ids=" ".join
 )
 @pytest.mark.parametrize(
-    "words", [(), ("amp=bf16", "clip.norm=1.0"), ("amp=fp16", "optimizer.fused=true")], ids=" ".join
+    "words", [(), ("amp=bf16", "grad_clip.norm=1.0"), ("amp=fp16", "optimizer.fused=true")], ids=" ".join
 )
 def test_on_cuda_torch_finds_no_wait_between_two_log_points(
     train: Callable[..., Any], watching: Any, data: tuple[str, ...], words: tuple[str, ...]

@@ -78,9 +78,9 @@ def test_nothing_that_should_not_matter_changes_a_bit(train: Callable[..., Any])
     reference = weights(train(*CNN))
     for words in (
         (),
-        ("data.residency=disk", "data.num_workers=0"),
-        ("data.residency=disk", "data.num_workers=1", "data.prefetch=1", "data.persistent_workers=false"),
-        ("data.residency=disk", "data.num_workers=3", "data.prefetch=8"),
+        ("data.placement=disk", "data.num_workers=0"),
+        ("data.placement=disk", "data.num_workers=1", "data.prefetch=1", "data.persistent_workers=false"),
+        ("data.placement=disk", "data.num_workers=3", "data.prefetch=8"),
         ("log.every_steps=1", "log.progress=true", "logger=all"),
         ("evaluate.every_steps=1", "evaluate.every_epochs=null", "evaluate.batch_size=3"),
         ("evaluate.every_epochs=2", "checkpoint.every_steps=1", "checkpoint.keep=1"),
@@ -107,12 +107,12 @@ def test_the_whole_run_counts_and_not_what_ran_before_it(train: Callable[..., An
         (6, (*CNN, "optimizer=adamw", "scheduler=onecycle", "evaluate.test=true")),
         (7, (*MLP, "optimizer=rmsprop", "scheduler=step", "scheduler.every=1")),
         (9, (*MLP, "optimizer=muon", "scheduler=wsd")),
-        (11, (*MLP, "optimizer=sgd", "scheduler=constant", "clip.norm=0.5")),
+        (11, (*MLP, "optimizer=sgd", "scheduler=constant", "grad_clip.norm=0.5")),
         (1, (*MLP, "accumulate=4", "log.every_steps=1")),
         (3, (*CNN, "accumulate=4", "log.every_steps=2")),
         (5, (*CNN, "amp=true", "channels_last=true")),
-        (8, (*MLP, "amp=fp16", "clip.norm=1.0")),
-        (5, (*CNN, "data.residency=disk", "data.num_workers=2")),
+        (8, (*MLP, "amp=fp16", "grad_clip.norm=1.0")),
+        (5, (*CNN, "data.placement=disk", "data.num_workers=2")),
         (3, (*MLP, "max_steps=7", "data.drop_last=true")),
     ],
     ids=["sgd plateau", "adam cosine", "adamw onecycle", "rmsprop step", "muon wsd", "sgd constant", "accumulate 1",
@@ -149,7 +149,7 @@ def test_early_stopping_stops_at_the_same_evaluation_after_resuming(
 
 def test_workers_may_change_when_resuming(train: Callable[..., Any], stopped: Callable[..., Any]) -> None:
     whole = train(*CNN)
-    last = stopped(4, *CNN, "data.residency=disk", "data.num_workers=2").directory
+    last = stopped(4, *CNN, "data.placement=disk", "data.num_workers=2").directory
     rest = train(f"ckpt_path={last}", "data.num_workers=0", "log.every_steps=1", "checkpoint.every_steps=5")
     assert weights(rest) == weights(whole)
     assert "data.num_workers" in rest.out

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "runner"
-ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking")
+ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking", "instrument")
 MAY_IMPORT = {
-    **{room: {room, "config"} for room in ROOMS},
+    **{room: {room, "config", "instrument"} for room in ROOMS},
+    "instrument": {"instrument", "config"},
     "config": {"config"},
     "build": {"build", "config", *ROOMS},
     "train": {"build", "config", *ROOMS},

@@ -65,18 +65,18 @@ TOGGLES: dict[str, dict[str, Any]] = {
     "channels_last=true": {"channels_last": True},
     "activation_checkpointing=true": {"activation_checkpointing": True},
     "accumulate=2": {"accumulate": 2},
-    "clip.norm=0.1": {"clip.norm": 0.1},
+    "grad_clip.norm=0.1": {"grad_clip.norm": 0.1},
     "optimizer.fused=true": {"optimizer.fused": True},
     "optimizer.foreach=true": {"optimizer.foreach": True},
     "deterministic=true": {"deterministic": True},
     "model.dropout=0.3": {"model.dropout": 0.3},
-    "data.residency=disk": {"data.residency": "disk"},
+    "data.placement=disk": {"data.placement": "disk"},
     "freeze=blocks.0@3": {"freeze": "blocks.0@3"},  # trained from a step on that comes after the stop
 }
 EXCLUSIVE = [{"amp=bf16", "amp=fp16"}, {"optimizer.fused=true", "optimizer.foreach=true"}]
 # What changes where and how things are kept and computed, but nothing about what is computed.
 WITHOUT_A_TRACE = {
-    "activation_checkpointing=true", "optimizer.fused=true", "deterministic=true", "data.residency=disk",
+    "activation_checkpointing=true", "optimizer.fused=true", "deterministic=true", "data.placement=disk",
 }  # fmt: skip
 SINGLES = [(name,) for name in TOGGLES]
 PAIRS = [pair for pair in itertools.combinations(TOGGLES, 2) if set(pair) not in EXCLUSIVE]
@@ -203,7 +203,13 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
 
 
 def test_a_compiled_step_resumes_with_the_same_bits(call: Callable[..., Any]) -> None:
-    keys = {"data.drop_last": True, "amp": "bf16", "clip.norm": 1.0, "accumulate": 2, "activation_checkpointing": True}
+    keys = {
+        "data.drop_last": True,
+        "amp": "bf16",
+        "grad_clip.norm": 1.0,
+        "accumulate": 2,
+        "activation_checkpointing": True,
+    }
     plain = read(call(max_steps=4, **keys)["folder"] / "checkpoints" / "last.pt")["model"]
     keys["compile"] = "step"
     whole = call(max_steps=4, **keys)

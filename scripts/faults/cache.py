@@ -19,8 +19,8 @@ _SAMPLES = 40
 _IMAGES = _HEADER + _SAMPLES * 3 * _EDGE**2
 _READERS = {
     "gathered": (),
-    "in RAM": ("data.residency=ram",),
-    "by a worker": ("data.residency=disk", "data.num_workers=1"),
+    "in RAM": ("data.placement=ram",),
+    "by a worker": ("data.placement=disk", "data.num_workers=1"),
 }
 Damage = Callable[[Path, Random], None]
 

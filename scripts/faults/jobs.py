@@ -14,7 +14,7 @@ COMMON = (
     "checkpoint.min_seconds=0", "checkpoint.every_steps=3", "device=cpu",
 )  # fmt: skip
 _STRONG = ("transform=strong", "data.shift=0.125", "model.dropout=0.2")
-_WORKERS = (*_STRONG, "data.residency=disk", "epochs=3")
+_WORKERS = (*_STRONG, "data.placement=disk", "epochs=3")
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "BatchNorm and dropout": ("model.dropout=0.3", "epochs=4"),
@@ -22,9 +22,9 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "no worker": (*_WORKERS, "data.num_workers=0"),
     "1 worker": (*_WORKERS, "data.num_workers=1"),
     "3 workers": (*_WORKERS, "data.num_workers=3", "data.prefetch=4"),
-    "accumulation of 3 batches": (*_STRONG, "accumulate=3", "epochs=6", "clip.norm=1.0"),
+    "accumulation of 3 batches": (*_STRONG, "accumulate=3", "epochs=6", "grad_clip.norm=1.0"),
     "bf16": (*_STRONG, "amp=bf16", "epochs=4"),
-    "fp16 with a gradient scaler": (*_STRONG, "amp=fp16", "clip.norm=1.0", "epochs=4"),
+    "fp16 with a gradient scaler": (*_STRONG, "amp=fp16", "grad_clip.norm=1.0", "epochs=4"),
     "compiled model": ("compile=model", "data.drop_last=true", "epochs=8"),
     "synchronous checkpoints": (*_STRONG, "checkpoint.async=false", "epochs=4"),
     "max_steps inside an epoch": (*_STRONG, "epochs=null", "max_steps=67"),
@@ -34,17 +34,17 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "rmsprop, step": ("optimizer=rmsprop", "scheduler=step", "scheduler.every=1", "epochs=4"),
     "muon, wsd": ("model=mlp", "optimizer=muon", "scheduler=wsd", "epochs=4"),
     "sgd, constant": ("optimizer=sgd", "scheduler=constant", "callbacks=early_stopping", "epochs=4"),
-    "average of the weights": (*_STRONG, "ema=0.99", "optimizer.no_decay=auto", "clip.agc=0.02", "epochs=4"),
+    "average of the weights": (*_STRONG, "ema=0.99", "optimizer.no_decay=auto", "grad_clip.agc=0.02", "epochs=4"),
     "frozen at first": ("freeze=[stages.0]", "unfreeze_at=2ep", "swa=0.5", "evaluate.every_steps=9", "epochs=4"),
     "all together": (
-        *_STRONG, "accumulate=3", "amp=fp16", "data.residency=disk", "data.num_workers=2", "evaluate.every_steps=4",
+        *_STRONG, "accumulate=3", "amp=fp16", "data.placement=disk", "data.num_workers=2", "evaluate.every_steps=4",
         "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.transforms.mixing.Mixup}", "epochs=5",
     ),
 }  # fmt: skip
 # Each life of these takes many times as long as one of the others.
 SLOW = ("compiled model",)
 HARDEST = (
-    *_STRONG, "data.residency=disk", "data.num_workers=2", "accumulate=3", "amp=fp16", "clip.norm=1.0", "epochs=2",
+    *_STRONG, "data.placement=disk", "data.num_workers=2", "accumulate=3", "amp=fp16", "grad_clip.norm=1.0", "epochs=2",
     "limit.train_batches=20", "evaluate.every_steps=4", "checkpoint.every_steps=2",
 )  # fmt: skip
 

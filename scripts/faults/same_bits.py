@@ -7,7 +7,7 @@ from faults.lives import fingerprint, live
 from faults.table import Bench, Row
 
 _BASE = ("transform=strong", "data.shift=0.125", "model.dropout=0.2", "epochs=2", "accumulate=2")
-_DISK = "data.residency=disk"
+_DISK = "data.placement=disk"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "workers 0": (_DISK, "data.num_workers=0"),
     "workers 1, prefetch 1": (_DISK, "data.num_workers=1", "data.prefetch=1"),

@@ -17,7 +17,7 @@ from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.digits import digits
 from runner.data.sources.synthetic import synthetic
 from runner.data.sources.torchvision_sets import fashion_mnist
-from runner.data.splits import carve
+from runner.data.splits import make_splits
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN
@@ -115,7 +115,7 @@ _MODELS = {
 def work_of(job: Job) -> Work:
     """Read the data of a job: the samples that `runner` trains on, from the same functions."""
     if job.case == "digits":
-        parts = carve(digits(), Split(val=0.0, test=_TEST_SHARE))
+        parts = make_splits(digits(), Split(val=0.0, test=_TEST_SHARE))
         train, test = (_taken(*parts[name]) for name in ("train", "test"))
     elif job.case == "fashion":
         assert job.fashion_root is not None

@@ -28,8 +28,9 @@ from runner.build.setup import Setup, is_inside, open_directory, open_job, read_
 from runner.build.sources import own_sources
 from runner.build.weight_average import evaluate_both, load_best
 from runner.checkpoint import file as checkpoint_file
-from runner.checkpoint import resume
+from runner.checkpoint import find, resume
 from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import part_with
 from runner.config import stored
 from runner.config.app import Composition, current
 from runner.config.changes import changes_result
@@ -39,9 +40,9 @@ from runner.config.resolve import writes_where_told
 from runner.engine.callbacks import Checkpointing, Log, Progress
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import Thaw
+from runner.engine.freezing import UnfreezeCallback
 from runner.engine.loop import Loop
-from runner.engine.oom_retry import TellPieces
+from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
@@ -52,10 +53,10 @@ from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.metrics_buffer import Outbox
+from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory
-from runner.tracking.skipped_steps import LeftOut
+from runner.tracking.skipped_steps import SkippedSteps
 
 OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
 
@@ -116,7 +117,9 @@ def run(cfg: DictConfig) -> float | None:
     except Diverged as error:
         status = DIVERGED
         summary |= {"status": "failed", "error": f"diverged: {error}"}
-        advice = "lower optimizer.lr, set clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        advice = (
+            "lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+        )
         complain(directory, f"diverged: {error}; {advice}")
         raised = error if debugged else None
     except SystemExit as stop:  # its status may be 0, and the run is not finished
@@ -153,7 +156,7 @@ def run(cfg: DictConfig) -> float | None:
 
 def after_stop(directory: RunDirectory | None) -> str:
     """How to go on with a run that was asked to stop."""
-    if directory is None or not (directory.checkpoints / "last.pt").is_file():
+    if directory is None or find.named(directory.checkpoints, "last") is None:
         return "nothing was saved yet: give the same command again"
     return f"resume with ckpt_path={directory.path}"
 
@@ -207,10 +210,10 @@ def train(
     built.callback(splits.close)
     monitor, mode, warnings = training.monitor, training.mode, training.warnings
     warnings += look_ahead(config, training)
-    identity, sources = splits.identify(), own_sources(values)
+    identity, sources = splits.fingerprint(), own_sources(values)
     if setup.found:
         warnings += compare_data(setup.found.contents, splits, identity, sources, config.data.identity == "ignore")
-    splits.skipped.open(directory.path / "skipped.jsonl", console.warn)
+    splits.bad_samples.open(directory.path / "skipped.jsonl", console.warn)
 
     # Callbacks: the list's order is the order they are called in; saving comes last, when all else is done.
     loggers = build_loggers(config.logger, console.warn)
@@ -221,11 +224,11 @@ def train(
     )
 
     text = stored.dump(values)  # complete from here on
-    show = Outbox([console.metrics, *(logger.log for logger in loggers)])
+    show = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     keep, in_background, classes = config.checkpoint.keep, config.checkpoint.async_, list(splits.classes)
     known = (text, classes, identity, splits.image_shape, sources)
     saving = Saving(directory, keep, extra, *known, loggers, show, summary, monitor, in_background)
-    keeper = saving.keeper
+    manager = saving.manager
 
     compilation = training.toggled.compilation
     compiling = [CompileReport(compilation, console.line, console.warn)] if compilation else []
@@ -239,11 +242,11 @@ def train(
     )
     callbacks = [
         *compiling,
-        *([] if all(part.for_good for part in state.freezing.parts) else [Thaw(console.line)]),
+        *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
         *extra.values(),
-        LeftOut(directory.path, console),
-        *([TellPieces(console.warn)] if config.on_oom == "split" else []),
+        SkippedSteps(directory.path, console),
+        *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [show], gauges, console.warn),
         checkpointing,
     ]
@@ -252,7 +255,7 @@ def train(
     metrics = fresh_metrics(config, task, training.device)
 
     def evaluate_split(name: str, interrupted: Callable[[], bool]) -> dict[str, float]:
-        split = splits.named(name)
+        split = splits.eval_split(name)
         assert split is not None, f"there is no split {name}"
         with memory_for_evaluation(config):
             found = evaluate(
@@ -295,11 +298,11 @@ def train(
             before, now = f"{best.metric} ({best.mode})", f"{monitor} ({mode})"
             warnings.append(f"the best evaluation was by {before}, and is decided anew by {now}")
             state.best = None
-        elif best is not None and not resume.carry_best(path, keeper, best.global_step):
+        elif best is not None and not resume.carry_best(path, manager, best.global_step):
             warnings.append("the checkpoint of the best evaluation is gone: which one is best is decided anew")
             state.best = None
-        if continued and not resume.is_last(path, keeper):
-            checkpoint_file.link(path, keeper.last)  # later ones are of a future that is computed anew
+        if continued:
+            manager.make_last(path)  # later ones are of a future that is computed again
         # A checkpoint that was moved away from its run has no metrics beside it.
         if not continued and path.parent.name == directory.checkpoints.name:
             directory.copy_metrics(path.parents[1], resumed_step)
@@ -340,12 +343,12 @@ def train(
     try:
         if warning := saving.room_for(state):
             console.warn(warning)
-        if config.on_nonfinite == "rollback" and not keeper.last.is_file():
+        if config.on_nonfinite == "rollback" and not manager.last.is_file():
             saving.save(loop, False)  # something to go back to
         with memory_for_training(config):
             loop.run()
         saving.wait()
-        if not keeper.last.is_file():
+        if not manager.last.is_file():
             saving.save(loop, False)
             saving.wait()
         if loop.stop_reason:
@@ -354,8 +357,8 @@ def train(
         summary["weights_sha256"] = weights_sha256(model.state_dict())
         # Test, with the best weights if there are any
         if splits.test is not None and config.evaluate.test:
-            has_best = keeper.best.is_file() and state.best is not None
-            of_best = load_best(training, checkpoint_file.read(keeper.best)) if has_best else "raw"
+            has_best = manager.best.is_file() and state.best is not None
+            of_best = load_best(training, checkpoint_file.read(manager.best, part_with())) if has_best else "raw"
             if has_best and (state.averaged is not None or of_best != "raw"):
                 summary["test_weights"] = of_best
             test = functools.partial(evaluate_split, "test", stopped)
@@ -377,8 +380,8 @@ def train(
             for report in compiling:
                 summary |= report.summary()
             splits.close()
-            if said := splits.skipped.summary():
-                summary["skipped"] = len(splits.skipped)
+            if said := splits.bad_samples.summary():
+                summary["skipped"] = len(splits.bad_samples)
                 console.warn(said)
     try:
         if config.log.curves:

@@ -16,7 +16,7 @@ from runner.checkpoint.file import read
 from runner.config.errors import UserError
 from runner.config.resolve import checked
 from runner.config.schema import Train
-from runner.engine.plan import Plan, Timeline
+from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.state import Position
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
@@ -34,8 +34,8 @@ SCHEDULES = [
     ("scheduler=wsd", "scheduler.warmup=0", "scheduler.decay=0.7"),
     ("scheduler=constant", "scheduler.warmup=0.9"),
     ("scheduler=plateau", "scheduler.warmup=0.9"),
-    ("scheduler=constant", "swa=0.5", "averaging.lr=0.1", "averaging.anneal_epochs=2"),
-    ("scheduler=cosine", "swa=2", "averaging.lr=0.1", "averaging.anneal_epochs=3"),
+    ("scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1", "averaging.anneal_epochs=2"),
+    ("scheduler=cosine", "swa=2", "averaging.lr_factor=0.1", "averaging.anneal_epochs=3"),
 ]
 
 
@@ -121,7 +121,7 @@ def test_a_schedule_that_is_given_in_steps_stays_where_it_is(
 
 
 def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Callable[..., Training]) -> None:
-    words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr=0.1")
+    words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1")
     for size in (4, 16):
         rest = training(*words, size=size, start=Position(epoch=2, global_step=12))
         assert rest.state.schedule.factor(17) == 1
@@ -151,7 +151,7 @@ def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of
 @pytest.mark.parametrize("size", [4, 16])
 @pytest.mark.parametrize("swa", ["swa=2", "swa=0.35", "swa=0.6"])
 def test_swa_takes_the_weights_of_as_many_epochs(train: Callable[..., Any], swa: str, size: int, workdir: Path) -> None:
-    words = (*RUN, swa, "averaging.lr=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
+    words = (*RUN, swa, "averaging.lr_factor=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
     whole = train(*words)
     expected = read(whole.directory / "checkpoints" / "last.pt")["averaged"]["updates"]
     checkpoint = whole.directory / "checkpoints" / "step_0000000018.pt"
@@ -220,7 +220,7 @@ def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: C
 
 
 def test_moments_in_steps_and_in_epochs_belong_together() -> None:
-    plan = Plan(samples=48, batch_size=4)
+    plan = EpochPlan(samples=48, batch_size=4)
     timeline = Timeline.of(Position(epoch=3, batch=2, global_step=20), plan)
     assert timeline.turns == ((18, 3),)
     assert [timeline.step(epoch) for epoch in (0, 1.5, 3, 3.25, 5)] == [0, 9, 18, 21, 42]

@@ -149,7 +149,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
         "freeze": "all-but-head", "unfreeze_at": 2, "optimizer.fused": False, "accumulate": 2, "amp": "bf16"
     },
     "recomputed": {
-        "freeze": "all-but-head@2", "activation_checkpointing": True, "model.drop_path": 0.3, "clip.norm": 0.1,
+        "freeze": "all-but-head@2", "activation_checkpointing": True, "model.drop_path": 0.3, "grad_clip.norm": 0.1,
         "init": "orthogonal",
     },
 }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint.async_writer import Background, Snapshot
+from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
@@ -68,7 +68,7 @@ def test_an_update_waits_until_the_weights_before_it_are_copied(
 
 
 def test_work_is_done_in_order_and_its_errors_are_raised_where_the_program_looks() -> None:
-    background, done, go = Background(), [], threading.Event()
+    background, done, go = AsyncWriter(), [], threading.Event()
 
     def fails() -> None:
         go.wait()

@@ -12,7 +12,7 @@ import pytest
 
 from runner.checkpoint.file import DamagedCheckpoint, read
 from runner.checkpoint.find import load, newest_run
-from runner.checkpoint.manager import Keeper
+from runner.checkpoint.manager import CheckpointManager
 from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]
@@ -24,10 +24,10 @@ def runs(tmp_path: Path, contents: Make) -> Path:
     for number, (name, steps) in enumerate({"old": (10, 20, 30), "new": (5,)}.items()):
         folder = tmp_path / "runs" / name / "checkpoints"
         folder.mkdir(parents=True)
-        keeper = Keeper(folder, 2)
+        manager = CheckpointManager(folder, 2)
         for step in steps:
-            keeper.save(contents(step), step, is_best=step in (10, 5))
-        os.utime(keeper.last, (1000 + number, 1000 + number))
+            manager.save(contents(step), step, is_best=step in (10, 5))
+        os.utime(manager.last, (1000 + number, 1000 + number))
     return tmp_path / "runs"
 
 
@@ -57,7 +57,7 @@ def test_the_newest_run_is_the_one_saved_last_in_sweeps_too(runs: Path, contents
     assert newest_run(runs).name == "new"
     job = runs / "sweeps" / "2026-01-01" / "3" / "checkpoints"
     job.mkdir(parents=True)
-    Keeper(job, 1).save(contents(1), 1, is_best=False)
+    CheckpointManager(job, 1).save(contents(1), 1, is_best=False)
     assert newest_run(runs).name == "3"
 
 

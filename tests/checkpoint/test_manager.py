@@ -12,7 +12,7 @@ import pytest
 
 from runner.checkpoint import find
 from runner.checkpoint.file import read
-from runner.checkpoint.manager import Keeper
+from runner.checkpoint.manager import CheckpointManager
 
 Make = Callable[..., dict[str, Any]]
 
@@ -27,51 +27,51 @@ def step_of(path: Path) -> int:
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_the_newest_few_are_kept_and_last_and_best_outlive_them(keep: int, tmp_path: Path, contents: Make) -> None:
-    keeper = Keeper(tmp_path, keep)
+    manager = CheckpointManager(tmp_path, keep)
     for step in range(1, 7):
-        keeper.save(contents(step), step, is_best=step == 2)
+        manager.save(contents(step), step, is_best=step == 2)
     newest = [f"step_{step:010d}.pt" for step in range(7 - keep, 7)]
     assert names(tmp_path) == sorted(["best.pt", "last.pt", *newest])
-    assert step_of(keeper.last) == 6
-    assert step_of(keeper.best) == 2
+    assert step_of(manager.last) == 6
+    assert step_of(manager.best) == 2
 
 
 def test_the_latest_best_replaces_the_one_before(tmp_path: Path, contents: Make) -> None:
-    keeper = Keeper(tmp_path, 1)
+    manager = CheckpointManager(tmp_path, 1)
     for step in (1, 2, 3):
-        keeper.save(contents(step), step, is_best=step != 3)
-    assert step_of(keeper.best) == 2
+        manager.save(contents(step), step, is_best=step != 3)
+    assert step_of(manager.best) == 2
 
 
 def test_the_same_step_saved_twice_is_one_checkpoint(tmp_path: Path, contents: Make) -> None:
-    keeper = Keeper(tmp_path, 2)
-    keeper.save(contents(5), 5, is_best=True)
-    keeper.save(contents(5, classes=["new"]), 5, is_best=False)
+    manager = CheckpointManager(tmp_path, 2)
+    manager.save(contents(5), 5, is_best=True)
+    manager.save(contents(5, classes=["new"]), 5, is_best=False)
     assert names(tmp_path) == ["best.pt", "last.pt", "step_0000000005.pt"]
-    assert read(keeper.last)["classes"] == ["new"]
-    assert step_of(keeper.best) == 5
+    assert read(manager.last)["classes"] == ["new"]
+    assert step_of(manager.best) == 5
 
 
 def test_steps_of_an_abandoned_future_are_removed(tmp_path: Path, contents: Make) -> None:
-    keeper = Keeper(tmp_path, 3)
+    manager = CheckpointManager(tmp_path, 3)
     for step in (10, 20, 30):
-        keeper.save(contents(step), step, is_best=False)
-    keeper.save(contents(15), 15, is_best=False)
+        manager.save(contents(step), step, is_best=False)
+    manager.save(contents(15), 15, is_best=False)
     assert names(tmp_path) == ["last.pt", "step_0000000010.pt", "step_0000000015.pt"]
-    assert step_of(keeper.last) == 15
+    assert step_of(manager.last) == 15
 
 
 def test_no_temporary_file_outlives_the_next_start(tmp_path: Path, contents: Make) -> None:
     (tmp_path / ".last.pt.123.tmp").write_bytes(b"half")
     (tmp_path / "mine.tmp").write_bytes(b"not ours")
-    Keeper(tmp_path, 2).save(contents(1), 1, is_best=False)
+    CheckpointManager(tmp_path, 2).save(contents(1), 1, is_best=False)
     assert names(tmp_path) == ["last.pt", "mine.tmp", "step_0000000001.pt"]
 
 
 CALLS = ("open", "fsync", "replace", "link", "unlink")
 
 
-def killed_at(count: int, keeper: Keeper, made: dict[str, Any], step: int) -> bool:
+def killed_at(count: int, manager: CheckpointManager, made: dict[str, Any], step: int) -> bool:
     """Save in a process that SIGKILLs itself at a system call; whether it came that far."""
     pid = os.fork()
     if pid == 0:
@@ -91,7 +91,7 @@ def killed_at(count: int, keeper: Keeper, made: dict[str, Any], step: int) -> bo
         Path.open = deadly(Path.open)  # type: ignore[method-assign]
         Path.unlink = deadly(Path.unlink)  # type: ignore[method-assign]
         try:
-            keeper.save(made, step, is_best=True)
+            manager.save(made, step, is_best=True)
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
@@ -103,15 +103,15 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_reported_checkpoint_or_a
     for count in range(1, 100):
         folder = tmp_path / str(count)
         folder.mkdir()
-        keeper = Keeper(folder, 1)
-        keeper.save(contents(1), 1, is_best=True)
-        killed = killed_at(count, keeper, contents(2), 2)
+        manager = CheckpointManager(folder, 1)
+        manager.save(contents(1), 1, is_best=True)
+        killed = killed_at(count, manager, contents(2), 2)
         for prefer in ("last", "best"):
             found = find.load(str(folder), folder, prefer)
             assert found.path.name == f"{prefer}.pt", "the name that people and `ckpt_path=last` look for is gone"
             assert found.contents["position"]["global_step"] in (1, 2)
             assert found.warnings == []
-        restarted = Keeper(folder, 1)
+        restarted = CheckpointManager(folder, 1)
         restarted.save(contents(3), 3, is_best=False)
         assert not [name for name in names(folder) if name.endswith(".tmp")]
         if not killed:

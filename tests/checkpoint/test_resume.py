@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint.find import Found
+from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.resume import restore
 from runner.config.errors import UserError
 
@@ -44,7 +44,7 @@ class Counting:
 def test_a_callback_that_cannot_load_its_state_is_named_with_the_key_and_what_to_set(
     contents: Make, saved: Any, named: str
 ) -> None:
-    found = Found(Path("last.pt"), contents(metrics={"callbacks": {"mine": saved}}), [])
+    found = LoadedCheckpoint(Path("last.pt"), contents(metrics={"callbacks": {"mine": saved}}), [])
     with pytest.raises(UserError) as raised:
         restore(found, State(), {"mine": Counting()})
     message = str(raised.value)
@@ -61,7 +61,7 @@ def test_a_missing_key_of_anything_else_is_told_as_one(contents: Make) -> None:
             state["positions"]
 
     with pytest.raises(UserError, match=r"last\.pt: does not fit this run: there is no 'positions'"):
-        restore(Found(Path("last.pt"), contents(), []), Other(), {})
+        restore(LoadedCheckpoint(Path("last.pt"), contents(), []), Other(), {})
 
 
 COUNTING = """

@@ -40,7 +40,7 @@ def test_looking_whether_a_folder_can_be_made_leaves_nothing(run: Callable[..., 
 
 @pytest.mark.slow
 def test_a_limit_on_open_files_is_a_sentence(workdir: Path) -> None:
-    words = (*SMALL, "data.residency=disk", "data.num_workers=2", "hydra.run.dir=run")
+    words = (*SMALL, "data.placement=disk", "data.num_workers=2", "hydra.run.dir=run")
     command = f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}'
     done = subprocess.run(
         ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, check=False

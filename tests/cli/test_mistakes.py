@@ -190,7 +190,7 @@ ROWS = [
     ),
     Mistake("range", ("train", "data.hflip=1.5"), ("data.hflip: cannot be 1.5", "at least 0 and at most 1")),
     Mistake("truth for a number", ("train", "data.batch_size=true"), ("data.batch_size: cannot be true", "a whole")),
-    Mistake("choice", ("train", "data.residency=dsk"), ("data.residency: cannot be dsk", "did you mean 'disk'?")),
+    Mistake("choice", ("train", "data.placement=dsk"), ("data.placement: cannot be dsk", "did you mean 'disk'?")),
     Mistake("value for a section", ("train", "limit=3"), ("limit: cannot be 3", "a mapping of train_batches")),
     Mistake("no component", ("train", "callbacks.mine=3"), ("callbacks.mine: cannot be 3", "a mapping with _target_")),
     Mistake("no end", ("train", "epochs=null"), ("epochs: is null and so is max_steps", "set epochs=30")),
@@ -222,8 +222,8 @@ ROWS = [
     ),
     Mistake(
         "workers for images in memory",
-        ("train", "data.residency=ram", "data.num_workers=2"),
-        ("data.num_workers: is 2", "data.residency=ram", "allowed: data.num_workers=auto, or data.residency=disk"),
+        ("train", "data.placement=ram", "data.num_workers=2"),
+        ("data.num_workers: is 2", "data.placement=ram", "allowed: data.num_workers=auto, or data.placement=disk"),
     ),
     Mistake(
         "plateau without evaluations",
@@ -332,7 +332,7 @@ ROWS = [
     Mistake(
         "data that are not there",
         ("train", "data=mnist", "data.root=nowhere", "logger=none"),
-        ("data.root: MNIST is not complete in", "nowhere/MNIST/raw", "data.download=true"),
+        ("data.root: MNIST is incomplete in", "nowhere/MNIST/raw", "data.download=true"),
         tiny=False,
     ),
     Mistake(

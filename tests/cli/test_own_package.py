@@ -54,9 +54,9 @@ class Negative:
     def __init__(self, p: float = 0.5) -> None:
         self.p = p
 
-    def __call__(self, images, draws):
+    def __call__(self, images, rng):
         assert images.dtype == torch.uint8
-        return torch.where((draws.uniform() < self.p)[:, None, None, None], 255 - images, images)
+        return torch.where((rng.uniform() < self.p)[:, None, None, None], 255 - images, images)
 
 
 class Counter:

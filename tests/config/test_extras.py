@@ -15,39 +15,39 @@ SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 class Scaling:
     """Something to build that has an argument of the name of an extra."""
 
-    def __init__(self, scale_lr: str = "none") -> None:
-        self.scale_lr = scale_lr
+    def __init__(self, lr_base_batch_size: str = "none") -> None:
+        self.lr_base_batch_size = lr_base_batch_size
 
 
 def test_a_component_is_built_without_the_keys_that_the_program_reads():
     import torch
 
     weights = [torch.nn.Parameter(torch.zeros(1))]
-    assert build("optimizer", SGD | {"scale_lr": 64}, weights).defaults["lr"] == 0.1
-    assert bind("optimizer", SGD | {"scale_lr": 64}, positional=1) == []
+    assert build("optimizer", SGD | {"lr_base_batch_size": 64}, weights).defaults["lr"] == 0.1
+    assert bind("optimizer", SGD | {"lr_base_batch_size": 64}, positional=1) == []
 
 
 def test_extras_that_a_config_leaves_out_have_their_defaults():
     assert extras_of("optimizer", SGD) == OptimizerExtras()
-    assert extras_of("optimizer", SGD | {"scale_lr": 64}).scale_lr == 64
+    assert extras_of("optimizer", SGD | {"lr_base_batch_size": 64}).lr_base_batch_size == 64
 
 
 def test_an_argument_of_the_component_itself_is_none_of_the_extras():
-    own = {"_target_": f"{__name__}.Scaling", "scale_lr": "mine"}
-    assert build("optimizer", own).scale_lr == "mine"
+    own = {"_target_": f"{__name__}.Scaling", "lr_base_batch_size": "mine"}
+    assert build("optimizer", own).lr_base_batch_size == "mine"
     assert check_extras("optimizer", own) == []
     assert extras_of("optimizer", own) == OptimizerExtras()
 
 
 @pytest.mark.parametrize("value", [0, "many", True, 1.5])
 def test_a_wrong_value_is_a_problem_of_its_key(value, compose):
-    composition = compose(f"optimizer.scale_lr={value}")
+    composition = compose(f"optimizer.lr_base_batch_size={value}")
     _, problems = problems_in(composition.values, composition, Train)
-    assert [problem.key for problem in problems] == ["optimizer.scale_lr"]
+    assert [problem.key for problem in problems] == ["optimizer.lr_base_batch_size"]
     assert problems[0].allowed == "a whole number of at least 1 or null"
 
 
 def test_a_misspelled_one_is_recognised(compose):
     composition = compose("+optimizer.scale_rl=64")
     _, problems = problems_in(composition.values, composition, Train)
-    assert [(problem.key, problem.nearest) for problem in problems] == [("optimizer.scale_rl", "scale_lr")]
+    assert [(problem.key, problem.nearest) for problem in problems] == [("optimizer.scale_rl", "lr_base_batch_size")]

@@ -16,7 +16,7 @@ from runner.config.sources import Sources
 PREFIXES = ("", "+", "++")
 # A key of the schema, one of a section, one of a component, one that a component's file leaves out, a group.
 WORDS = ["seed=7", "data.batch_size=16", "model.dropout=0.3", "optimizer.maximize=true", "optimizer=sgd"]
-WORDS += ["metrics.f1._target_=torchmetrics.F1Score", "callbacks.mine._target_=a.B", "clip={norm: 1}"]
+WORDS += ["metrics.f1._target_=torchmetrics.F1Score", "callbacks.mine._target_=a.B", "grad_clip={norm: 1}"]
 
 
 @pytest.mark.parametrize("word", WORDS[::2])
@@ -82,9 +82,9 @@ def test_a_key_of_a_component_can_be_deleted(compose):
 
 
 def test_values_keep_their_types(compose):
-    values = compose("name='007'", "amp=bf16", "data.hflip=1", "trust=[a,b]", "clip.norm=1e-3").values
+    values = compose("name='007'", "amp=bf16", "data.hflip=1", "trust=[a,b]", "grad_clip.norm=1e-3").values
     assert (values["name"], values["amp"], values["data"]["hflip"], values["trust"]) == ("007", "bf16", 1, ["a", "b"])
-    assert values["clip"]["norm"] == pytest.approx(1e-3)
+    assert values["grad_clip"]["norm"] == pytest.approx(1e-3)
 
 
 def examine(*words: str, multirun: bool = False) -> overrides.Words:

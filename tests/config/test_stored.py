@@ -20,7 +20,15 @@ TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", 
 @pytest.fixture
 def original(compose) -> dict[str, Any]:
     """A config as a checkpoint has it, far from the defaults."""
-    words = (*TINY, "model=mlp", "model.hidden=[3,4]", "optimizer=sgd", "optimizer.lr=0.5", "clip.norm=1", "seed=9")
+    words = (
+        *TINY,
+        "model=mlp",
+        "model.hidden=[3,4]",
+        "optimizer=sgd",
+        "optimizer.lr=0.5",
+        "grad_clip.norm=1",
+        "seed=9",
+    )
     return copy.deepcopy(compose(*words, "callbacks=early_stopping", "metrics.f1._target_=torchmetrics.F1Score").values)
 
 
@@ -55,7 +63,7 @@ def test_a_value_sets_its_key_and_no_other(overlaid):
     [
         ("seed=0", {"seed": ("9", "0")}),
         ("epochs=30", {"epochs": ("3", "30")}),
-        ("clip.norm=null", {"clip.norm": ("1", "null")}),
+        ("grad_clip.norm=null", {"grad_clip.norm": ("1", "null")}),
         ("model.hidden=[128]", {"model.hidden": ("[3, 4]", "[128]")}),
     ],
 )
@@ -87,7 +95,7 @@ def test_a_group_and_a_value_inside_it_both_count_in_either_order(overlaid):
 
 def test_a_mapping_sets_the_keys_in_it_and_no_other(overlaid):
     assert overlaid("optimizer={lr: 0.25}")[1] == {"optimizer.lr": ("0.5", "0.25")}
-    assert overlaid("clip={value: 2}")[1] == {"clip.value": ("null", "2")}
+    assert overlaid("grad_clip={value: 2}")[1] == {"grad_clip.value": ("null", "2")}
 
 
 def test_a_preset_sets_the_keys_of_its_file_and_no_other(overlaid):

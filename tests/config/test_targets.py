@@ -351,7 +351,7 @@ def test_an_instance_is_nothing_to_build_from_a_file():
         "torch.nn.ParameterDict",
         "torchvision.datasets.LSUN",
         "torchvision.datasets.LSUNClass",
-        "runner.data.build.assemble",
+        "runner.data.build.build_data",
         "runner.data.workers.WorkerLoader",
     ],
 )

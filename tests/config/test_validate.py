@@ -57,7 +57,7 @@ def test_the_least_config_is_typed_with_every_default():
         ("data.num_workers", "auto"),
         ("data.num_workers", 0),
         ("epochs", None),
-        ("clip.norm", 1),
+        ("grad_clip.norm", 1),
         ("data.hflip", 1.0),
         ("data.normalize.mean", [0.5, 1]),
         ("trust", ["a", "b"]),
@@ -93,11 +93,11 @@ WRONG = [
     ("data.batch_size", True, "cannot be true", "auto or a whole number of at least 1"),
     ("data.split.val", 1.0, "cannot be 1.0", "a number of at least 0 and below 1"),
     ("data.split.val", False, "cannot be false", "a number of at least 0 and below 1"),
-    ("clip.norm", 0, "cannot be 0", "a number above 0 or null"),
+    ("grad_clip.norm", 0, "cannot be 0", "a number above 0 or null"),
     ("data.hflip", 1.01, "cannot be 1.01", "a number of at least 0 and at most 1"),
     ("amp", "bf17", "cannot be bf17", "true, false, auto, bf16 or fp16"),
     ("compile", "maybe", "cannot be maybe", "true, false, model or step"),
-    ("data.residency", "gpu", "cannot be gpu", "auto, device, ram or disk"),
+    ("data.placement", "gpu", "cannot be gpu", "auto, device, ram or disk"),
     ("trust", "mine", "cannot be mine", "a list, each item text"),
     ("trust", [["a"]], "cannot be [a]", "a list, each item text"),
     ("data.normalize.std", ["x"], "cannot be x", "a list, each item a number or null"),
@@ -123,7 +123,7 @@ def test_an_item_of_a_list_of_components_is_named_by_its_number():
 
 
 def test_a_misspelt_choice_gets_the_nearest_one():
-    assert problem("data.residency", "dvice").nearest == "device"
+    assert problem("data.placement", "dvice").nearest == "device"
     assert problem("deterministic", "wran").nearest == "warn"
 
 
@@ -157,10 +157,10 @@ def test_a_component_that_names_nothing_to_build_is_told(key, node):
 
 
 def test_all_problems_are_reported_at_once():
-    values = with_value("sede", 1) | {"epochs": 0, "tf32": 3, "clip": {"norm": -1, "vlaue": 1}, "seed": True}
+    values = with_value("sede", 1) | {"epochs": 0, "tf32": 3, "grad_clip": {"norm": -1, "vlaue": 1}, "seed": True}
     del values["model"]
     _, found = typed(Train, values)
-    assert {p.key for p in found} == {"sede", "epochs", "tf32", "clip.norm", "clip.vlaue", "seed", "model"}
+    assert {p.key for p in found} == {"sede", "epochs", "tf32", "grad_clip.norm", "grad_clip.vlaue", "seed", "model"}
     text = str(ConfigError(found))
     assert text.startswith("7 problems in the configuration\n")
     assert all(f"  {p.key}: " in text for p in found)
@@ -187,7 +187,7 @@ def test_the_origin_is_the_last_override_that_set_the_key(problems):
 
 
 def test_the_origin_of_a_key_inside_an_override_of_its_section_is_that_override(problems):
-    assert problems("clip={norm: -1}")["clip.norm"].origin == "the override clip={norm: -1}"
+    assert problems("grad_clip={norm: -1}")["grad_clip.norm"].origin == "the override grad_clip={norm: -1}"
 
 
 def test_the_origin_drops_the_plus_signs(problems):
@@ -215,7 +215,7 @@ def own(workdir):
         (["model=own"], "model.hiden", "model/own.yaml"),
         (["data=own"], "data.hflip", "data/own.yaml"),
         (["experiment=own"], "epochs", "experiment/own.yaml"),
-        (["experiment=own"], "clip.norm", "experiment/own.yaml"),
+        (["experiment=own"], "grad_clip.norm", "experiment/own.yaml"),
         (["--config-name", "other"], "accumulate", "other.yaml"),
     ],
 )
@@ -269,9 +269,9 @@ def test_checked_gives_the_typed_config(compose):
         ({"data": {"dataset": NODE, "normalize": {"mean": [0.5]}}}, ["data.normalize"]),
         ({"data": {"dataset": NODE, "normalize": {"mean": [0.5], "std": [0.0]}}}, ["data.normalize.std"]),
         ({"data": {"dataset": NODE, "normalize": {"mean": [0.5], "std": [1, 1]}}}, ["data.normalize"]),
-        ({"data": {"dataset": NODE, "residency": "device", "num_workers": 1}}, ["data.num_workers"]),
-        ({"data": {"dataset": NODE, "residency": "device", "num_workers": 0}}, []),
-        ({"data": {"dataset": NODE, "residency": "ram"}, "transform": {"sample_train": [NODE]}}, ["transform"]),
+        ({"data": {"dataset": NODE, "placement": "device", "num_workers": 1}}, ["data.num_workers"]),
+        ({"data": {"dataset": NODE, "placement": "device", "num_workers": 0}}, []),
+        ({"data": {"dataset": NODE, "placement": "ram"}, "transform": {"sample_train": [NODE]}}, ["transform"]),
         ({"evaluate": {"every_epochs": None}, "scheduler": {"_target_": "a.Plateau"}}, ["scheduler"]),
         ({"evaluate": {"every_epochs": None, "every_steps": 5}, "scheduler": {"_target_": "a.Plateau"}}, []),
         ({"evaluate": {"every_epochs": None}, "callbacks": {"s": {"_target_": "a.EarlyStopping"}}}, ["callbacks.s"]),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runner.config.errors import UserError
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms import augment
 from runner.data.transforms.augment import (
     Pipeline,
@@ -27,7 +27,7 @@ from runner.data.transforms.color_jitter import ColorJitter
 from runner.data.transforms.resized_crop import RandomResizedCrop
 
 CPU = torch.device("cpu")
-TRANSFORMS: dict[str, Callable[[], Callable[[Tensor, Draws], Tensor]]] = {
+TRANSFORMS: dict[str, Callable[[], Callable[[Tensor, SampleRNG], Tensor]]] = {
     "shift": lambda: RandomShift(0.25),
     "shift edge": lambda: RandomShift(0.25, "edge"),
     "shift reflect": lambda: RandomShift(0.25, "reflect"),
@@ -45,8 +45,8 @@ def pictures(count: int, channels: int = 3, height: int = 8, width: int = 6, low
     return torch.randint(low, 256, (count, channels, height, width), generator=generator, dtype=torch.uint8)
 
 
-def draws(count: int, epoch: int = 0) -> Draws:
-    return Draws(11, epoch, torch.arange(count) * 3)
+def draws(count: int, epoch: int = 0) -> SampleRNG:
+    return SampleRNG(11, epoch, torch.arange(count) * 3)
 
 
 @pytest.mark.parametrize("as_float", [False, True])
@@ -56,7 +56,7 @@ def test_a_sample_comes_out_the_same_alone_and_in_a_batch(name: str, as_float: b
     images = images.float() / 255 if as_float else images
     transform = TRANSFORMS[name]()
     together = transform(images, draws(24))
-    apart = torch.cat([transform(images[i : i + 1], Draws(11, 0, torch.tensor([3 * i]))) for i in range(24)])
+    apart = torch.cat([transform(images[i : i + 1], SampleRNG(11, 0, torch.tensor([3 * i]))) for i in range(24)])
     assert torch.equal(together, apart)
     assert not torch.equal(together, images), "nothing was changed, so nothing was tested"
 
@@ -80,7 +80,7 @@ def test_dtype_shape_and_range_are_kept(name: str, dtype: torch.dtype) -> None:
     [RandomShift(0), RandomFlip(0), RandomBrightnessContrast(0, 0), RandomErasing(0), ColorJitter(0, 0, 0, 0)],
     ids=lambda transform: type(transform).__name__,
 )
-def test_a_chance_or_strength_of_zero_changes_nothing(transform: Callable[[Tensor, Draws], Tensor]) -> None:
+def test_a_chance_or_strength_of_zero_changes_nothing(transform: Callable[[Tensor, SampleRNG], Tensor]) -> None:
     images = pictures(32)
     assert torch.equal(transform(images, draws(32)), images)
 
@@ -171,7 +171,7 @@ def test_an_alternating_flip_mirrors_each_image_in_every_other_epoch_by_a_parity
     assert (found[1:] != found[:-1]).all()
     assert abs(float(found[0].float().mean()) - 0.5) < 0.03
     other_seed = RandomFlip(0.5, alternate=True)(
-        torch.arange(2, dtype=torch.uint8).expand(4000, 1, 1, 2), Draws(12, 0, torch.arange(4000) * 3)
+        torch.arange(2, dtype=torch.uint8).expand(4000, 1, 1, 2), SampleRNG(12, 0, torch.arange(4000) * 3)
     )
     assert abs(float((other_seed[:, 0, 0, 0] == found[0]).float().mean()) - 0.5) < 0.03
 
@@ -276,8 +276,8 @@ def test_statistics_for_other_channels_are_a_sentence() -> None:
 def test_equal_transforms_at_two_places_draw_apart() -> None:
     seen: list[Tensor] = []
 
-    def spy(images: Tensor, draws: Draws) -> Tensor:
-        seen.append(draws.uniform())
+    def spy(images: Tensor, rng: SampleRNG) -> Tensor:
+        seen.append(rng.uniform())
         return images
 
     pipeline = Pipeline([spy, spy], [0.0], [1.0], 5, CPU)

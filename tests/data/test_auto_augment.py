@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms import auto_augment
 from runner.data.transforms.auto_augment import RandAugment, TrivialAugment
 
@@ -26,8 +26,8 @@ def pictures(count: int, channels: int = 3, size: int = 24) -> Tensor:
     return images.clamp(0, 255).round().to(torch.uint8)
 
 
-def draws(count: int, epoch: int = 0) -> Draws:
-    return Draws(0, epoch, torch.arange(count))
+def draws(count: int, epoch: int = 0) -> SampleRNG:
+    return SampleRNG(0, epoch, torch.arange(count))
 
 
 def sheared(image: Tensor, shear: list[float]) -> Tensor:

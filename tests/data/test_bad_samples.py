@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Split, Transform
-from runner.data.bad_samples import DRAWS, Skipped, StandIns, Unreadable
-from runner.data.build import Splits, assemble
+from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
+from runner.data.build import DataModule, build_data
 from runner.data.cache_file import CachedImages
-from runner.data.indices import Whole
+from runner.data.indices import AllSamples
 from runner.data.loaders import Batch, MemoryLoader
 from runner.data.workers import WorkerLoader
 
@@ -52,10 +52,10 @@ def noisy(image: Tensor) -> Tensor:
 
 
 def loader(
-    broken: set[int] = BROKEN, found: list[Unreadable] | None = None, seed: int = 3, **options: Any
+    broken: set[int] = BROKEN, found: list[BadSample] | None = None, seed: int = 3, **options: Any
 ) -> WorkerLoader:
     note = (lambda skipped: None) if found is None else found.extend
-    options = {"stand_ins": StandIns(seed, PART), "on_skipped": note, **options}
+    options = {"replacements": ReplacementSampler(seed, PART), "on_skipped": note, **options}
     return WorkerLoader(Damaged(broken), PART, 8, seed, True, CPU, **options)
 
 
@@ -72,12 +72,12 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
 
 def test_a_stand_in_is_another_sample_of_the_split_and_the_rest_are_as_ever() -> None:
     batches, whole = read(loader()), read(loader(set()))
-    stand_ins = StandIns(3, PART)
+    replacements = ReplacementSampler(3, PART)
     for batch, expected in zip(batches, whole, strict=True):
         assert torch.equal(batch.indices, expected.indices), "a batch names the samples that are its own"
         for image, target, index in zip(*batch, strict=True):
             index = int(index)
-            source = next(i for i in (index, *stand_ins.draws(0, index)) if i not in BROKEN)
+            source = next(i for i in (index, *replacements.candidates(0, index)) if i not in BROKEN)
             assert int(target) == source
             assert image.unique().tolist() == [source]
             assert source in PART
@@ -90,9 +90,9 @@ def test_stand_ins_and_their_list_are_the_same_for_any_workers_and_wherever_an_e
     options: dict[str, Any],
 ) -> None:
     for epoch in (0, 1):
-        expected_skipped: list[Unreadable] = []
+        expected_skipped: list[BadSample] = []
         expected = read(loader(found=expected_skipped, transforms=(noisy,)), epoch)
-        skipped: list[Unreadable] = []
+        skipped: list[BadSample] = []
         assert same(read(loader(found=skipped, transforms=(noisy,), **options), epoch), expected)
         assert skipped == expected_skipped
         assert {entry.sample for entry in skipped} == BROKEN
@@ -102,15 +102,15 @@ def test_stand_ins_and_their_list_are_the_same_for_any_workers_and_wherever_an_e
 
 def test_who_stands_in_depends_on_seed_epoch_and_sample_and_is_drawn_evenly() -> None:
     draws = {
-        (seed, epoch, index): tuple(StandIns(seed, PART).draws(epoch, index))
+        (seed, epoch, index): tuple(ReplacementSampler(seed, PART).candidates(epoch, index))
         for seed, epoch, index in itertools.product(range(4), range(4), range(4))
     }
     assert len(set(draws.values())) == len(draws)
-    many = torch.tensor([next(StandIns(0, PART).draws(0, index)) for index in range(3200)])
+    many = torch.tensor([next(ReplacementSampler(0, PART).candidates(0, index)) for index in range(3200)])
     counts = torch.bincount(many, minlength=40)
     assert counts[::5].sum() == 0
     assert 60 < counts[PART].min() <= counts[PART].max() < 140  # 100 each, give or take four standard deviations
-    assert next(StandIns(0, Whole(10**12)).draws(0, 0)) > 10**9
+    assert next(ReplacementSampler(0, AllSamples(10**12)).candidates(0, 0)) > 10**9
 
 
 def test_what_happens_to_a_stand_in_is_drawn_as_for_the_sample() -> None:
@@ -121,7 +121,7 @@ def test_what_happens_to_a_stand_in_is_drawn_as_for_the_sample() -> None:
 
 
 def test_when_nothing_can_be_read_it_is_an_error_after_a_while() -> None:
-    found: list[Unreadable] = []
+    found: list[BadSample] = []
     with pytest.raises(UserError, match=rf"sample \d+ cannot be read, nor can any of {DRAWS}.*the disk says no"):
         read(loader(set(range(40)), found))
     assert not found
@@ -131,18 +131,20 @@ def test_without_stand_ins_it_is_an_error_at_once() -> None:
     with pytest.raises(
         UserError, match=r"sample \d+ cannot be read: OSError: the disk says no .*\n.*data.on_error=skip"
     ):
-        read(loader(stand_ins=None))
+        read(loader(replacements=None))
 
 
 def test_too_little_memory_is_no_damaged_sample() -> None:
-    made = WorkerLoader(Damaged({0}, MemoryError()), Whole(40), 8, 0, True, CPU, stand_ins=StandIns(0, Whole(40)))
+    made = WorkerLoader(
+        Damaged({0}, MemoryError()), AllSamples(40), 8, 0, True, CPU, replacements=ReplacementSampler(0, AllSamples(40))
+    )
     with pytest.raises(MemoryError):
         list(made.batches(0, 0, 5))
 
 
 def test_from_memory_the_same_samples_stand_in() -> None:
     images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 1, 2, 2).contiguous()
-    source_of = functools.partial(StandIns(3, PART).sources, unreadable=torch.tensor(sorted(BROKEN)))
+    source_of = functools.partial(ReplacementSampler(3, PART).sources, unreadable=torch.tensor(sorted(BROKEN)))
     memory = MemoryLoader(images, torch.arange(40), PART, 8, 3, True, CPU, source_of=source_of)
     for epoch in (0, 1):
         assert same(list(memory.batches(epoch, 0, 4)), read(loader(), epoch))
@@ -176,12 +178,12 @@ def data(folder: Path, **keys: Any) -> Data:
 
 
 @contextlib.contextmanager
-def assembled(settings: Data, seed: int = 0) -> Iterator[Splits]:
-    with contextlib.closing(assemble(settings, Transform(), seed, CPU, 16, False)) as splits:
+def assembled(settings: Data, seed: int = 0) -> Iterator[DataModule]:
+    with contextlib.closing(build_data(settings, Transform(), seed, CPU, 16, False)) as splits:
         yield splits
 
 
-def epochs_of(splits: Splits) -> list[Batch]:
+def epochs_of(splits: DataModule) -> list[Batch]:
     assert splits.val is not None
     found = [batch for epoch in (0, 1) for batch in splits.train.loader.batches(epoch, 0, 99)]
     return found + list(splits.val.loader.batches(0, 0, 99))
@@ -192,9 +194,9 @@ def epochs_of(splits: Splits) -> list[Batch]:
     [
         {"num_workers": 2},
         {"cache": "disk"},
-        {"cache": "disk", "residency": "ram"},
-        {"cache": "disk", "residency": "disk"},
-        {"cache": "disk", "residency": "disk", "num_workers": 2},
+        {"cache": "disk", "placement": "ram"},
+        {"cache": "disk", "placement": "disk"},
+        {"cache": "disk", "placement": "disk", "num_workers": 2},
     ],
     ids=str,
 )
@@ -202,13 +204,13 @@ def test_every_path_to_damaged_images_gives_the_same_batches_and_the_same_list(
     keys: dict[str, Any], folder: Path
 ) -> None:
     with assembled(data(folder)) as splits:
-        expected, listed = epochs_of(splits), set(splits.skipped._entries)
+        expected, listed = epochs_of(splits), set(splits.bad_samples._entries)
         assert len(listed) == 4
         mean = splits.mean
     for _ in range(2):  # a cache is made, and then opened
         with assembled(data(folder, **keys)) as splits:
             assert same(epochs_of(splits), expected)
-            assert set(splits.skipped._entries) == listed
+            assert set(splits.bad_samples._entries) == listed
             assert splits.mean == mean
 
 
@@ -224,12 +226,12 @@ def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) 
 
 def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Path) -> None:
     with assembled(data(folder, cache="disk")) as splits:
-        assert len(splits.skipped) == 4
+        assert len(splits.bad_samples) == 4
     for name in ("a/00.png", "a/10.png", "b/07.png", "b/39.png"):
         Image.new("RGB", (6, 6), (1, 2, 3)).save(folder / name)
     with assembled(data(folder, cache="disk")) as splits:
         epochs_of(splits)
-        assert not len(splits.skipped)
+        assert not len(splits.bad_samples)
         assert any("made from other files" in warning for warning in splits.warnings)
 
 
@@ -248,20 +250,20 @@ def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
 # The list
 
 
-def listing(skipped: Skipped, path: Path | None = None) -> list[str]:
+def listing(skipped: BadSampleLog, path: Path | None = None) -> list[str]:
     said: list[str] = []
     skipped.open(path, said.append)
     return said
 
 
 def test_a_sample_is_listed_once_and_the_first_is_told_at_once(tmp_path: Path) -> None:
-    skipped, path = Skipped(), tmp_path / "skipped.jsonl"
-    note: Callable[[list[Unreadable]], None] = skipped.noting("train", object())
-    note([Unreadable(3, "early")])
+    skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
+    note: Callable[[list[BadSample]], None] = skipped.noting("train", object())
+    note([BadSample(3, "early")])
     said = listing(skipped, path)
-    note([Unreadable(3, "early"), Unreadable(9, "later")])
-    note([Unreadable(9, "later")])
-    skipped.noting("val", object())([Unreadable(9, "elsewhere")])
+    note([BadSample(3, "early"), BadSample(9, "later")])
+    note([BadSample(9, "later")])
+    skipped.noting("val", object())([BadSample(9, "elsewhere")])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["split"], line["sample"], line["reason"]) for line in lines] == [
         ("train", 3, "early"),
@@ -276,32 +278,32 @@ def test_a_list_is_continued_although_a_kill_cut_it_short(tmp_path: Path) -> Non
     path = tmp_path / "skipped.jsonl"
     entry = {"split": "train", "sample": 3, "path": None, "reason": "early"}
     path.write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:20])
-    skipped = Skipped()
+    skipped = BadSampleLog()
     note = skipped.noting("train", object())
-    note([Unreadable(3, "early")])
+    note([BadSample(3, "early")])
     listing(skipped, path)
-    note([Unreadable(3, "early"), Unreadable(4, "new")])
+    note([BadSample(3, "early"), BadSample(4, "new")])
     assert len(skipped) == 2
     found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
     assert [line["sample"] for line in found] == [3, 4]
 
 
 def test_a_list_that_is_deleted_during_the_run_is_written_again_whole(tmp_path: Path) -> None:
-    skipped, path = Skipped(), tmp_path / "skipped.jsonl"
+    skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
     said = listing(skipped, path)
     note = skipped.noting("train", object())
-    note([Unreadable(3, "early")])
+    note([BadSample(3, "early")])
     path.unlink()
-    note([Unreadable(4, "new")])
+    note([BadSample(4, "new")])
     assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [3, 4]
     assert sum("was deleted" in text for text in said) == 1
 
 
 def test_a_list_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: Path) -> None:
-    skipped = Skipped()
+    skipped = BadSampleLog()
     said = listing(skipped, tmp_path / "gone" / "skipped.jsonl")
     for sample in (1, 2):
-        skipped.noting("train", object())([Unreadable(sample, "bad")])
+        skipped.noting("train", object())([BadSample(sample, "bad")])
     assert len(said) == 2
     assert "cannot write" in said[1]
     assert "1 of" not in skipped.summary()
@@ -309,7 +311,7 @@ def test_a_list_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: 
 
 
 def test_nothing_skipped_is_nothing_told(tmp_path: Path) -> None:
-    skipped = Skipped()
+    skipped = BadSampleLog()
     assert listing(skipped, tmp_path / "skipped.jsonl") == []
     assert skipped.summary() == ""
     assert not (tmp_path / "skipped.jsonl").exists()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data.build import Splits, assemble
-from runner.data.samples import Keyed
+from runner.data.build import DataModule, build_data
+from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
@@ -63,18 +63,18 @@ def node(name: str = "", **arguments: Any) -> dict[str, Any]:
     return {"_target_": f"{HERE}.{name}" if name else "runner.data.sources.synthetic.synthetic", **arguments}
 
 
-def put_together(dataset: dict[str, Any] | None = None, transform: Transform | None = None, **keys: Any) -> Splits:
+def put_together(dataset: dict[str, Any] | None = None, transform: Transform | None = None, **keys: Any) -> DataModule:
     dataset = dataset or node(samples=60, image_size=8, classes=5)
     data = Data(dataset=dataset, **{"batch_size": 16, "num_workers": 0, "pin_memory": False, **keys})
-    return assemble(data, transform or Transform(), 3, CPU, 32, channels_last=False)
+    return build_data(data, transform or Transform(), 3, CPU, 32, channels_last=False)
 
 
-def choice(splits: Splits, label: str) -> tuple[str, str]:
+def choice(splits: DataModule, label: str) -> tuple[str, str]:
     return next((value, reason) for name, value, reason in splits.choices if name == label)
 
 
-def indices(splits: Splits, name: str) -> set[int]:
-    split = splits.named(name)
+def indices(splits: DataModule, name: str) -> set[int]:
+    split = splits.eval_split(name)
     assert split is not None
     count = -(-split.samples // split.loader.batch_size)
     return {index for batch in split.loader.batches(0, 0, count) for index in batch.indices.tolist()}
@@ -82,9 +82,9 @@ def indices(splits: Splits, name: str) -> set[int]:
 
 def test_images_in_memory_stay_there_and_the_reason_is_told() -> None:
     assert choice(put_together(), "data path") == ("in RAM", "0.0 MiB of images, and the CPU computes")
-    assert choice(put_together(residency="ram"), "data path") == ("in RAM", "as set")
-    assert choice(put_together(residency="device"), "data path") == ("in RAM", "as set")
-    assert choice(put_together(residency="disk"), "data path") == ("workers", "as set")
+    assert choice(put_together(placement="ram"), "data path") == ("in RAM", "as set")
+    assert choice(put_together(placement="device"), "data path") == ("in RAM", "as set")
+    assert choice(put_together(placement="disk"), "data path") == ("workers", "as set")
 
 
 def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> None:
@@ -93,23 +93,23 @@ def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> N
     assert choice(put_together(transform=transform), "data path") == ("workers", "transform has sample transforms")
 
 
-@pytest.mark.parametrize("residency", ["ram", "device"])
-def test_a_residency_that_cannot_be_had_is_refused(residency: str) -> None:
-    with pytest.raises(UserError, match=rf"data.residency: '{residency}' needs .*\n.*allowed: auto or disk"):
-        put_together(node("Listed"), residency=residency)
+@pytest.mark.parametrize("placement", ["ram", "device"])
+def test_a_residency_that_cannot_be_had_is_refused(placement: str) -> None:
+    with pytest.raises(UserError, match=rf"data.placement: '{placement}' needs .*\n.*allowed: auto or disk"):
+        put_together(node("Listed"), placement=placement)
 
 
 def test_workers_without_effect_are_a_warning_and_none_else() -> None:
     (warning,) = put_together(num_workers=3).warnings
     assert warning.startswith("data.num_workers=3 has no effect")
     assert put_together(num_workers="auto").warnings == []
-    assert put_together(num_workers=1, residency="disk").warnings == []
-    (warning,) = put_together(num_workers=4096, residency="disk").warnings
+    assert put_together(num_workers=1, placement="disk").warnings == []
+    (warning,) = put_together(num_workers=4096, placement="disk").warnings
     assert warning.startswith("data.num_workers=4096 is more than the")
 
 
 def test_automatic_workers_are_measured_and_told() -> None:
-    value, reason = choice(put_together(residency="disk", num_workers="auto"), "workers")
+    value, reason = choice(put_together(placement="disk", num_workers="auto"), "workers")
     assert value == "0"
     # Which of the two it is depends on how fast the machine is just now; tests/data/test_num_workers.py has each of them.
     assert re.fullmatch(
@@ -140,7 +140,7 @@ def test_statistics_of_samples_read_one_by_one_are_those_of_their_pixels() -> No
     assert splits.std == pytest.approx(images.std((0, 2, 3), correction=0).tolist(), abs=1e-6)
 
 
-def _batch_of(splits: Splits) -> list[tuple[Tensor, Tensor]]:
+def _batch_of(splits: DataModule) -> list[tuple[Tensor, Tensor]]:
     loader = splits.train_for_eval.loader
     return [
         (image, target)
@@ -184,9 +184,9 @@ def test_without_a_test_split_one_is_carved_and_no_sample_is_in_two() -> None:
 
 def test_splits_that_the_data_has_are_used_whole() -> None:
     splits = put_together(node("three"))
-    assert [splits.named(name).samples for name in ("train", "val", "test")] == [20, 8, 6]  # type: ignore[union-attr]
+    assert [splits.eval_split(name).samples for name in ("train", "val", "test")] == [20, 8, 6]  # type: ignore[union-attr]
     for name, value in (("val", 2), ("test", 3)):
-        (batch,) = splits.named(name).loader.batches(0, 0, 1)  # type: ignore[union-attr]
+        (batch,) = splits.eval_split(name).loader.batches(0, 0, 1)  # type: ignore[union-attr]
         assert ((batch.images * splits.std[0] + splits.mean[0]) * 255).round().eq(value).all()
 
 
@@ -259,7 +259,7 @@ def test_a_transform_that_works_in_place_leaves_the_data_set_as_it_is(name: str)
     splits = put_together(node(name), Transform(sample_train=steps, sample_eval=steps), num_workers=0)
     assert isinstance(splits.train.loader, WorkerLoader)
     keyed = splits.train.loader._loader.dataset
-    assert isinstance(keyed, Keyed)
+    assert isinstance(keyed, SeededDataset)
     before = [keyed._dataset[index][0].clone() for index in range(1, 20)]
     assert all(image.any() for image in before)
     assert not next(iter(splits.train.loader.batches(0, 0, 1))).images.any()

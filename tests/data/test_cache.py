@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.data.cache import Cache, Opened
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Header, Unusable
 from runner.data.loaders import MemoryLoader
@@ -488,14 +488,14 @@ AUGMENTED = Transform(
 NOISY = Transform(sample_train=[{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": None}])
 
 
-def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> Splits:
+def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> DataModule:
     settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
     node = {"_target_": "runner.data.sources.folders.image_folder"}
     data = Data(dataset=node, root=str(root), **(settings | keys))
-    return assemble(data, transform or Transform(), 3, CPU, 4, channels_last=False)
+    return build_data(data, transform or Transform(), 3, CPU, 4, channels_last=False)
 
 
-def assert_same_batches(one: Splits, other: Splits) -> None:
+def assert_same_batches(one: DataModule, other: DataModule) -> None:
     assert (one.mean, one.std, one.classes) == (other.mean, other.std, other.classes)
     assert torch.equal(one.class_counts, other.class_counts)  # type: ignore[arg-type]
     for first, second in zip(
@@ -517,9 +517,9 @@ def assert_same_batches(one: Splits, other: Splits) -> None:
     ("transform", "keys"),
     [
         (AUGMENTED, {}),
-        (AUGMENTED, {"residency": "ram"}),
+        (AUGMENTED, {"placement": "ram"}),
         (AUGMENTED, {"normalize": Normalize([0.5], [0.2])}),
-        (AUGMENTED, {"residency": "disk"}),
+        (AUGMENTED, {"placement": "disk"}),
         (NOISY, {"num_workers": 2}),
     ],
     ids=["usual", "in RAM", "statistics given", "one by one", "sample transforms"],
@@ -527,17 +527,17 @@ def assert_same_batches(one: Splits, other: Splits) -> None:
 def test_batches_are_the_same_bits_with_it_and_without(
     photos: Path, transform: Transform, keys: dict[str, Any]
 ) -> None:
-    reference = put_together(photos, transform, **{key: value for key, value in keys.items() if key != "residency"})
+    reference = put_together(photos, transform, **{key: value for key, value in keys.items() if key != "placement"})
     for _ in range(2):
         splits = put_together(photos, transform, cache="disk", **keys)
         assert_same_batches(reference, splits)
-        read = transform is NOISY or keys.get("residency") == "disk"
+        read = transform is NOISY or keys.get("placement") == "disk"
         assert isinstance(splits.train.loader, WorkerLoader if read else MemoryLoader)
         assert splits.warnings == []
         splits.close()
 
 
-def rows(splits: Splits) -> dict[str, tuple[str, str]]:
+def rows(splits: DataModule) -> dict[str, tuple[str, str]]:
     return {label: (value, reason) for label, value, reason in splits.choices}
 
 
@@ -551,15 +551,15 @@ def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Pat
     assert rows(put_together(photos, cache="disk"))["test cache"][1] == "opened"
     put_together(photos, cache="disk", cache_dir=str(tmp_path / "elsewhere"))
     assert len(list((tmp_path / "elsewhere").glob("*.images"))) == 2
-    assert rows(put_together(photos, cache="disk", residency="ram"))["data path"] == ("in RAM", "as set")
+    assert rows(put_together(photos, cache="disk", placement="ram"))["data path"] == ("in RAM", "as set")
 
 
 def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
-    def read_once(residency: Any = "auto") -> Splits:
+    def read_once(placement: Any = "auto") -> DataModule:
         node = {"_target_": "runner.data.sources.folders.image_folder"}
         data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0)
-        data.residency = residency
-        return assemble(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
+        data.placement = placement
+        return build_data(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
 
     splits = read_once()
     assert rows(splits) == rows(read_once())
@@ -567,7 +567,7 @@ def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos
     assert splits.warnings == []
     in_ram = read_once("ram")
     assert rows(in_ram) == rows(splits)
-    assert in_ram.warnings == ["data.residency=ram has no effect: the cache of data.cache is not there"]
+    assert in_ram.warnings == ["data.placement=ram has no effect: the cache of data.cache is not there"]
     assert not (tmp_path / "photos.cache").exists()
     put_together(photos, cache="disk")
     assert rows(read_once())["train cache"][1] == "opened"
@@ -601,11 +601,11 @@ def test_a_run_that_is_told_to_stop_meanwhile_goes_on_from_the_files(
         return decoded(*args)
 
     monkeypatch.setattr(cache_module, "_decoded", interrupted)
-    splits = put_together(photos, cache="disk", residency="ram")
+    splits = put_together(photos, cache="disk", placement="ram")
     assert handled == [signal.SIGTERM]
     assert splits.warnings == [
         "data.cache was not made: a signal asks the run to stop",
-        "data.residency=ram has no effect: the cache of data.cache is not there",
+        "data.placement=ram has no effect: the cache of data.cache is not there",
     ]
     assert_same_batches(put_together(photos), splits)
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as reference
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.color_jitter import ColorJitter
 
 
-class Scripted(Draws):
+class Scripted(SampleRNG):
     """Draws that are given, the same for every sample."""
 
     def __init__(self, count: int, *values: float) -> None:
@@ -59,15 +59,15 @@ def test_the_order_is_brightness_contrast_saturation_hue() -> None:
 def test_bytes_are_those_of_floats_rounded() -> None:
     images = (pictures() * 255).round().to(torch.uint8)
     jitter = ColorJitter(0.4, 0.4, 0.4, 0.1)
-    out = jitter(images, Draws(2, 0, torch.arange(6)))
-    floats = jitter(images.float() / 255, Draws(2, 0, torch.arange(6)))
+    out = jitter(images, SampleRNG(2, 0, torch.arange(6)))
+    floats = jitter(images.float() / 255, SampleRNG(2, 0, torch.arange(6)))
     assert out.dtype == torch.uint8
     assert (out.float() - floats * 255).abs().max() <= 0.51
 
 
 def test_factors_are_uniform_and_never_negative() -> None:
     grey = torch.full((5000, 1, 1, 1), 0.25)
-    out = ColorJitter(2.0, 0, 0, 0)(grey, Draws(1, 0, torch.arange(5000))) / 0.25
+    out = ColorJitter(2.0, 0, 0, 0)(grey, SampleRNG(1, 0, torch.arange(5000))) / 0.25
     counts = torch.histc(out, 10, 0, 3)
     assert 0 <= out.min() < 0.01
     assert 2.99 < out.max() <= 3 + 1e-6
@@ -81,7 +81,7 @@ def test_grey_images_take_brightness_and_contrast_and_refuse_the_rest() -> None:
     assert torch.allclose(out, expected, atol=1e-4)
     for saturation, hue in ((0.4, 0.0), (0.0, 0.1)):
         with pytest.raises(ValueError, match="3 channels, and these have 1; allowed: saturation: 0 and hue: 0"):
-            ColorJitter(0, 0, saturation, hue)(images, Draws(0, 0, torch.arange(6)))
+            ColorJitter(0, 0, saturation, hue)(images, SampleRNG(0, 0, torch.arange(6)))
 
 
 @pytest.mark.parametrize(

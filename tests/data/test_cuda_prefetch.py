@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.cuda_prefetch import overlapped
+from runner.data.cuda_prefetch import prefetch_to_cuda
 from runner.data.loaders import Batch, MemoryLoader
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
@@ -66,7 +66,7 @@ def making(gpu: Gpu, count: int) -> Iterator[Any]:
 
 
 def test_a_batch_is_made_one_ahead_and_waited_for_before_it_is_used(gpu: Gpu) -> None:
-    for batch in overlapped(making(gpu, 3), CUDA):
+    for batch in prefetch_to_cuda(making(gpu, 3), CUDA):
         assert not gpu.inside
         gpu.log.append(f"use {batch[0].number}")
     wanted = """side waits for main, make 0,
@@ -77,7 +77,7 @@ def test_a_batch_is_made_one_ahead_and_waited_for_before_it_is_used(gpu: Gpu) ->
 
 
 def test_without_batches_there_are_none(gpu: Gpu) -> None:
-    assert list(overlapped(making(gpu, 0), CUDA)) == []
+    assert list(prefetch_to_cuda(making(gpu, 0), CUDA)) == []
 
 
 def test_an_error_of_a_batch_comes_through_and_leaves_the_side_stream(gpu: Gpu) -> None:
@@ -85,14 +85,14 @@ def test_an_error_of_a_batch_comes_through_and_leaves_the_side_stream(gpu: Gpu) 
         yield (Item(gpu, 0),)
         raise OSError("gone")
 
-    batches = overlapped(broken(), CUDA)
+    batches = prefetch_to_cuda(broken(), CUDA)
     with pytest.raises(OSError, match="gone"):
         list(batches)
 
 
 def test_elsewhere_the_batches_are_given_as_they_are() -> None:
     batches = iter([(torch.zeros(1),)])
-    assert overlapped(batches, torch.device("cpu")) is batches
+    assert prefetch_to_cuda(batches, torch.device("cpu")) is batches
 
 
 class Preparing:
@@ -128,7 +128,7 @@ def test_only_what_has_no_random_state_is_prepared_ahead(
         assert not prepare.making
         return images, targets
 
-    monkeypatch.setattr(f"runner.data.{'loaders' if path == 'memory' else 'workers'}.overlapped", marking)
+    monkeypatch.setattr(f"runner.data.{'loaders' if path == 'memory' else 'workers'}.prefetch_to_cuda", marking)
     cpu, indices = torch.device("cpu"), torch.arange(20)
     loader: Any
     if path == "memory":

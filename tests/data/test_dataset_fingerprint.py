@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.dataset_fingerprint import _places, identity, other_classes, other_data
-from runner.data.indices import Indices, Whole
+from runner.data.dataset_fingerprint import _places, class_changes, data_changes, fingerprint_data
+from runner.data.indices import AllSamples, Indices
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, image_folder
 from runner.data.sources.synthetic import synthetic
@@ -40,8 +40,8 @@ class Counted(Dataset[Any]):
 
 
 def of(dataset: Any, indices: Indices | None = None, full: bool = False) -> dict[str, Any]:
-    part = dataset, Whole(len(dataset)) if indices is None else indices
-    return identity({"train": part}, {"train": dataset}, full)
+    part = dataset, AllSamples(len(dataset)) if indices is None else indices
+    return fingerprint_data({"train": part}, {"train": dataset}, full)
 
 
 class Labelled(Counted):
@@ -76,7 +76,7 @@ def test_all_targets_count_though_few_samples_are_read(place: int) -> None:
     expected = of(before)
     assert len(before.read) == 16
     targets[place] += 1
-    clauses = other_data(expected, of(Labelled(targets)), lambda: of(Labelled(targets)))
+    clauses = data_changes(expected, of(Labelled(targets)), lambda: of(Labelled(targets)))
     assert clauses == ["'train' has other targets"]
     half = torch.arange(0, 1000, 2)
     assert (of(Labelled(targets), half) == of(before, half)) == (place % 2 == 1), "those of the split alone"
@@ -88,7 +88,7 @@ def test_two_images_in_memory_that_are_exchanged_are_other_data() -> None:
     one, other = 100, int((arrays.targets != arrays.targets[100]).nonzero()[0, 0])
     images[[one, other]] = images[[other, one]]
     exchanged = ImageArrays(images, arrays.targets, arrays.classes)
-    assert other_data(of(arrays), of(exchanged), lambda: of(exchanged)) == ["'train' has other images or targets"]
+    assert data_changes(of(arrays), of(exchanged), lambda: of(exchanged)) == ["'train' has other images or targets"]
 
 
 def folder(root: Path, count: int = 60) -> dict[str, ImageFolder]:
@@ -112,12 +112,12 @@ def test_files_of_a_folder_that_are_moved_or_of_another_size_are_other_data(tmp_
     root = tmp_path / "one"
     exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")  # of different sizes
     now = of(image_folder(str(root), image_size=4)["train"])
-    assert "'train' has other files" in other_data(before, now, lambda: now)[0]
+    assert "'train' has other files" in data_changes(before, now, lambda: now)[0]
     exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")
     (root / "a" / "30.bmp").rename(root / "b" / "30.bmp")
     (root / "b" / "31.bmp").rename(root / "a" / "31.bmp")
     now = of(image_folder(str(root), image_size=4)["train"])
-    (clause,) = other_data(before, now, lambda: now)
+    (clause,) = data_changes(before, now, lambda: now)
     assert clause.startswith("'train' has other ")
     (root / "a" / "31.bmp").unlink()
     assert of(ImageFolder([root / "a" / "31.bmp"], [0], ["a"])) is not None, (
@@ -143,8 +143,8 @@ def test_the_bytes_of_every_sample_count_if_asked_for(kind: str, tmp_path: Path)
     exchange(*names)
     made = image_folder(str(root), image_size=4)["train"]
     assert found(False) == before[1], "the check that this test is about would be in vain"
-    assert other_data(before[0], found(True), lambda: found(True)) == ["'train' has other images or targets"]
-    assert other_data(before[0], found(False), lambda: found(False)) == []
+    assert data_changes(before[0], found(True), lambda: found(True)) == ["'train' has other images or targets"]
+    assert data_changes(before[0], found(False), lambda: found(False)) == []
 
 
 def test_files_that_torchvision_lists_count_too(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_files_that_torchvision_lists_count_too(tmp_path: Path) -> None:
     before = of(Torchvisions(tmp_path / "one"))
     exchange(tmp_path / "one" / "a" / "30.bmp", tmp_path / "one" / "b" / "31.bmp")
     now = of(Torchvisions(tmp_path / "one"))
-    assert "'train' has other files" in other_data(before, now, lambda: now)[0]
+    assert "'train' has other files" in data_changes(before, now, lambda: now)[0]
 
 
 def test_a_checkpoint_of_an_older_version_is_compared_by_what_it_has() -> None:
     old = {"train": {name: of(ARRAYS)["train"][name] for name in ("samples", "content")}}
-    assert other_data(old, of(ARRAYS), lambda: of(ARRAYS)) == []
+    assert data_changes(old, of(ARRAYS), lambda: of(ARRAYS)) == []
 
 
 def test_of_a_billion_samples_a_few_are_read_always_the_same_ones() -> None:
@@ -191,7 +191,7 @@ def test_differences_are_named(before: Any, now: Any, words: list[str]) -> None:
         {name: {"content": content, "samples": samples} for name, (content, samples) in given.items()}
         for given in (before, now)
     )
-    found = other_data(old, new, lambda: new)
+    found = data_changes(old, new, lambda: new)
     assert len(found) == len(words)
     assert all(clause.startswith(word) for clause, word in zip(found, words, strict=True))
 
@@ -200,12 +200,12 @@ def test_data_that_are_others_at_every_reading_are_known_by_their_length() -> No
     changing = Counted(1000, changes=True)
     before = of(changing)
     assert before != of(changing)
-    assert other_data(before, of(changing), lambda: of(changing)) == []
+    assert data_changes(before, of(changing), lambda: of(changing)) == []
     longer = of(Counted(1001, changes=True))
-    assert other_data(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples in place of 1,000"]
+    assert data_changes(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples in place of 1,000"]
 
 
 def test_names_of_classes_are_compared() -> None:
-    assert other_classes(["a", "b"], ["a", "b"]) == []
-    assert other_classes(["a", "b"], ["b", "a"]) == ["its classes are b, a in place of a, b"]
-    assert other_classes([], [str(n) for n in range(9)]) == ["its classes are 0, 1, 2, 3, 4, ... (9) in place of none"]
+    assert class_changes(["a", "b"], ["a", "b"]) == []
+    assert class_changes(["a", "b"], ["b", "a"]) == ["its classes are b, a in place of a, b"]
+    assert class_changes([], [str(n) for n in range(9)]) == ["its classes are 0, 1, 2, 3, 4, ... (9) in place of none"]

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
 from runner.data.groups import groups_of
-from runner.data.leakage import leaks
+from runner.data.leakage import find_leaks
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import image_folder
-from runner.data.splits import carve
+from runner.data.splits import make_splits
 
 
 class Plain(Dataset):
@@ -38,7 +38,7 @@ class Plain(Dataset):
 
 
 def indices(dataset: Dataset, **keys: Any) -> dict[str, torch.Tensor]:
-    return {name: found[:] for name, (_, found) in carve({"train": dataset}, Split(**keys)).items()}
+    return {name: found[:] for name, (_, found) in make_splits({"train": dataset}, Split(**keys)).items()}
 
 
 @settings(deadline=None, max_examples=60)
@@ -133,7 +133,7 @@ def test_what_cannot_be_divided_is_a_sentence(keys: dict[str, Any], words: str):
 
 def test_folds_of_a_data_set_with_validation_samples_are_refused():
     with pytest.raises(UserError, match=r"data\.split\.folds: is 5, but this data set has a validation split"):
-        carve({"train": Plain(10), "val": Plain(3)}, Split(folds=5))
+        make_splits({"train": Plain(10), "val": Plain(3)}, Split(folds=5))
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_images_that_are_in_two_splits_are_told(shape: tuple[int, ...]):
             "test": (test, torch.arange(10)),
         }
 
-    assert leaks(split(), None) == []
+    assert find_leaks(split(), None) == []
     pixels[34], pixels[35], pixels[36] = pixels[7], pixels[25], pixels[26]
-    told = leaks(split(), None)
+    told = find_leaks(split(), None)
     assert [text.split(":")[0] for text in told] == [
         "1 image is in 'test' and, pixel for pixel, in 'train', such as sample 4 as sample 7",
         "2 images are in 'test' and, pixel for pixel, in 'val', such as sample 5 as sample 25",
@@ -199,12 +199,12 @@ def test_images_that_are_in_two_splits_are_told(shape: tuple[int, ...]):
 
 def test_groups_that_are_in_two_splits_of_the_data_set_are_told():
     train, test = Plain(30, patient=list(range(30))), Plain(4, patient=[28, 29, 30, 31])
-    parts = carve({"train": train, "test": test}, Split(group="patient", seed=3))
-    told = leaks(parts, "patient")
+    parts = make_splits({"train": train, "test": test}, Split(group="patient", seed=3))
+    told = find_leaks(parts, "patient")
     assert sum(int(text.split()[1]) for text in told) == 2
     assert all(text.startswith("data.split.group: ") and "in 'test', such as 2" in text for text in told)
     del test.patient
-    assert leaks(parts, "patient")[0].startswith("whether groups are in 'test' and in another split is not known")
+    assert find_leaks(parts, "patient")[0].startswith("whether groups are in 'test' and in another split is not known")
 
 
 def test_a_run_trains_on_its_fold_and_warns_of_leaks(train: Callable[..., Any], tmp_path: Path):

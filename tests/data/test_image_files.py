@@ -13,7 +13,7 @@ from PIL import Image
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import Unreadable
+from runner.data.bad_samples import BadSample
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_files import files_loader
 from runner.data.transforms.augment import Pipeline
@@ -37,7 +37,7 @@ def read(
 ) -> tuple[torch.Tensor, dict[int, str]]:
     found: dict[int, str] = {}
 
-    def note(unreadable: Sequence[Unreadable]) -> None:
+    def note(unreadable: Sequence[BadSample]) -> None:
         found.update(dict(unreadable))
 
     data = Data(dataset, num_workers=0, image_size=dataset.get("image_size"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.mixing import BatchMix, CutMix, Mixing, Mixup, OneOf
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -127,10 +127,10 @@ def test_cutmix_puts_in_one_rectangle_of_the_area_that_is_weighted() -> None:
 
 
 def test_one_way_is_chosen_for_the_whole_batch_and_all_as_often() -> None:
-    def double(images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def double(images: Tensor, targets: Tensor, rng: SampleRNG) -> tuple[Tensor, Tensor]:
         return images * 2, targets
 
-    def halve(images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def halve(images: Tensor, targets: Tensor, rng: SampleRNG) -> tuple[Tensor, Tensor]:
         return images / 2, targets
 
     mixing = Mixing(OneOf([double, halve]), 0, 10)
@@ -149,12 +149,12 @@ def test_a_device_that_makes_all_choices_and_selects_one_gives_the_same_bits() -
     ways = [Mixup(0.8), CutMix()]
     seen = set()
     for epoch in range(20):
-        draws = Draws(0, epoch, classes, -1)
-        number = int(draws.of_batch(2))
-        expected = ways[number](images, soft, draws.apart(number))
-        made = OneOf(ways)(images, soft, Draws(0, epoch, classes, -1))
+        rng = SampleRNG(0, epoch, classes, -1)
+        number = int(rng.batch_integer(2))
+        expected = ways[number](images, soft, rng.fork(number))
+        made = OneOf(ways)(images, soft, SampleRNG(0, epoch, classes, -1))
         assert all(map(torch.equal, made, expected))
-        selected = OneOf(ways)._selected(images, soft, Draws(0, epoch, classes, -1), torch.tensor(number))
+        selected = OneOf(ways)._selected(images, soft, SampleRNG(0, epoch, classes, -1), torch.tensor(number))
         assert all(map(torch.equal, selected, expected))
         seen.add(number)
     assert seen == {0, 1}
@@ -206,8 +206,8 @@ SMALL = (
 def test_a_blended_run_ends_with_the_same_bits_on_both_paths_and_other_ones_than_without(
     train: Callable[..., Any],
 ) -> None:
-    memory = train(*SMALL, "data.residency=ram").summary
-    workers = train(*SMALL, "data.residency=disk", "data.num_workers=2").summary
+    memory = train(*SMALL, "data.placement=ram").summary
+    workers = train(*SMALL, "data.placement=disk", "data.num_workers=2").summary
     assert memory["weights_sha256"] == workers["weights_sha256"]
     assert train(*SMALL, "transform.mix=null").summary["weights_sha256"] != memory["weights_sha256"]
     # What is evaluated is not blended: its accuracy is a share of whole samples.

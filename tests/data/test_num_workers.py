@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 
 from runner.config.schema.sections import Data
 from runner.data import num_workers
-from runner.data.num_workers import Crew, Timing, enough, muster
-from runner.data.placement import plan_reading
+from runner.data.num_workers import BatchTiming, WorkerChoice, choose_num_workers, enough
+from runner.data.placement import plan_placement
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from runner.data.placement import plan_reading
 def test_the_fewest_that_keep_ahead_are_chosen(
     read_ms: float, handed_over_ms: float, epoch_s: float, cores: int, allowed: int, workers: int, reason: str
 ) -> None:
-    count, told = enough(Timing(read_ms / 1000, handed_over_ms / 1000, epoch_s), cores, allowed)
+    count, told = enough(BatchTiming(read_ms / 1000, handed_over_ms / 1000, epoch_s), cores, allowed)
     assert count == workers
     assert told.startswith(reason)
 
@@ -64,9 +64,11 @@ class Slow(Dataset[Any]):
         return torch.rand(1, 4, 4) + random.random() + float(np.random.rand()), 0
 
 
-def mustered(dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64) -> Crew:
+def mustered(
+    dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64
+) -> WorkerChoice:
     indices = torch.arange(len(dataset))
-    return muster(wanted, prefetch, dataset, indices, (), batch, batch, sample_bytes)
+    return choose_num_workers(wanted, prefetch, dataset, indices, (), batch, batch, sample_bytes)
 
 
 def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +92,8 @@ def test_measuring_is_short_and_draws_nothing() -> None:
 
 def test_a_number_that_was_set_is_taken_without_reading() -> None:
     dataset = Slow(1)
-    assert mustered(dataset, wanted=1) == Crew(1)
-    assert mustered(dataset, wanted=0) == Crew(0)
+    assert mustered(dataset, wanted=1) == WorkerChoice(1)
+    assert mustered(dataset, wanted=0) == WorkerChoice(0)
     assert dataset.read == 0
 
 
@@ -105,7 +107,7 @@ def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytes
         "data.num_workers=4 reads up to 800 MiB of batches ahead, and /dev/shm has 64 MiB"
     )
     none = mustered(Slow(0.01), batch=100, sample_bytes=2**20)
-    assert none == Crew(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
+    assert none == WorkerChoice(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
     assert mustered(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
 
 
@@ -116,14 +118,14 @@ def test_shared_memory_has_to_hold_the_batches_of_all_loaders_that_have_some_at_
     keys: dict[str, Any], samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = 2 * 2 * samples * 16  # workers, batches of each, bytes of an image
-    data = Data({"_target_": "some.where"}, batch_size=40, num_workers=2, residency="disk")
+    data = Data({"_target_": "some.where"}, batch_size=40, num_workers=2, placement="disk")
     data = dataclasses.replace(data, **keys, cache_dir=str(tmp_path) if keys else None)
     dataset = Listed()
     parts = {"train": (dataset, torch.arange(100)), "val": (dataset, torch.arange(10))}
     for room, said in ((ahead, []), (ahead - 1, ["data.num_workers=2 reads up to"])):
         monkeypatch.setattr(num_workers, "_free_shared_memory", lambda room=room: room)
         monkeypatch.setattr(num_workers, "cores", lambda: 2)
-        plan = plan_reading(data, parts, [], [], torch.device("cpu"), dataset[0][0], 16)
+        plan = plan_placement(data, parts, [], [], torch.device("cpu"), dataset[0][0], 16)
         assert [warning[:30] for warning in plan.warnings if "shm" in warning] == said
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.cache_file import CachedImages
-from runner.data.placement import Reading, plan_reading
+from runner.data.placement import DataPlacement, plan_placement
 from runner.data.sources.synthetic import synthetic
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -32,17 +32,17 @@ class Read(Dataset[Any]):
         return ARRAYS[index]
 
 
-def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> Reading:
+def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> DataPlacement:
     data = Data(dataset={"_target_": "some.where"}, **keys)
     parts = {"train": (dataset, torch.arange(24)), "val": (dataset, torch.arange(4))}
-    return plan_reading(data, parts, [], [], device, ARRAYS.images[0], 16)
+    return plan_placement(data, parts, [], [], device, ARRAYS.images[0], 16)
 
 
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         ({}, []),
-        ({"residency": "device"}, ["data.residency=device has no effect: the device is the CPU"]),
+        ({"placement": "device"}, ["data.placement=device has no effect: the device is the CPU"]),
         ({"num_workers": 2}, ["data.num_workers=2 has no effect: the images are in memory"]),
         ({"prefetch": 4}, ["data.prefetch=4 has no effect: the images are in memory"]),
         ({"persistent_workers": False}, ["data.persistent_workers=false has no effect: the images are in memory"]),
@@ -92,7 +92,7 @@ def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will() -> Non
 
 
 @pytest.mark.parametrize(
-    ("free", "residency", "where", "reason"),
+    ("free", "placement", "where", "reason"),
     [
         (10**9, "auto", CUDA, "0.0 MiB of images fit"),
         (1000, "auto", CPU, "0.0 MiB of images are over 30% of the device's free memory"),
@@ -101,27 +101,27 @@ def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will() -> Non
     ],
 )
 def test_images_live_on_a_gpu_that_has_room(
-    free: int, residency: str, where: torch.device, reason: str, monkeypatch: pytest.MonkeyPatch
+    free: int, placement: str, where: torch.device, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
-    found = plan(device=CUDA, residency=residency)
+    found = plan(device=CUDA, placement=placement)
     assert found.in_memory == where
     assert found.choices == [("data path", "on cuda:0" if where == CUDA else "in RAM", reason)]
     assert found.warnings == []
-    said = plan(device=CUDA, residency=residency, pin_memory=True, non_blocking=False).warnings
+    said = plan(device=CUDA, placement=placement, pin_memory=True, non_blocking=False).warnings
     assert [warning.split()[0] for warning in said] == ["data.pin_memory=true", "data.non_blocking=false"]
 
 
 def test_images_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
     with pytest.raises(UserError, match=r"'device' needs 0.0 GiB, and cuda:0 has 0.0 GiB free\n.*allowed: auto or ram"):
-        plan(device=CUDA, residency="device")
+        plan(device=CUDA, placement="device")
 
 
-@pytest.mark.parametrize("residency", ["device", "ram"])
-def test_images_read_one_by_one_cannot_live_in_memory_without_a_cache(residency: str) -> None:
+@pytest.mark.parametrize("placement", ["device", "ram"])
+def test_images_read_one_by_one_cannot_live_in_memory_without_a_cache(placement: str) -> None:
     with pytest.raises(UserError, match=r"needs a data set of image tensors in memory\n.*or data.cache=disk"):
-        plan(Read(), residency=residency)
+        plan(Read(), placement=placement)
 
 
 def test_a_cache_is_read_from_its_file_or_copied_into_memory_that_is_large_enough(
@@ -129,8 +129,8 @@ def test_a_cache_is_read_from_its_file_or_copied_into_memory_that_is_large_enoug
 ) -> None:
     keys = {"cache": "disk", "cache_dir": str(tmp_path), "num_workers": 0}
     dataset = Read()
-    for residency, copied in (("auto", False), ("ram", True)):
-        found = plan(dataset, residency=residency, **keys)
+    for placement, copied in (("auto", False), ("ram", True)):
+        found = plan(dataset, placement=placement, **keys)
         images, targets = found.stored(dataset)
         source = found.source(dataset)
         assert isinstance(source, CachedImages)
@@ -140,5 +140,5 @@ def test_a_cache_is_read_from_its_file_or_copied_into_memory_that_is_large_enoug
         assert torch.equal(targets, ARRAYS.targets)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     assert plan(dataset, **keys).in_memory == CPU
-    with pytest.raises(UserError, match=r"data.residency: 'ram' needs 0.0 GiB, and 0.0 GiB are available"):
-        plan(dataset, residency="ram", **keys)
+    with pytest.raises(UserError, match=r"data.placement: 'ram' needs 0.0 GiB, and 0.0 GiB are available"):
+        plan(dataset, placement="ram", **keys)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.resized_crop import RandomResizedCrop
 
 
-class Scripted(Draws):
+class Scripted(SampleRNG):
     """Draws that are given, the same for every sample."""
 
     def __init__(self, *values: float) -> None:
@@ -52,14 +52,14 @@ def test_a_part_is_enlarged_bilinearly(start: float, offset: int) -> None:
 def test_the_whole_image_comes_out_as_it_is(dtype: torch.dtype) -> None:
     images = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
     images = images if dtype == torch.uint8 else (images / 255).to(dtype)
-    out = RandomResizedCrop((1.0, 1.0), (7 / 5, 7 / 5))(images, Draws(0, 0, torch.arange(2)))
+    out = RandomResizedCrop((1.0, 1.0), (7 / 5, 7 / 5))(images, SampleRNG(0, 0, torch.arange(2)))
     assert out.dtype == dtype
     assert torch.allclose(out.float(), images.float(), atol=2e-6)
 
 
 def test_areas_are_uniform_and_shapes_log_uniform_within_their_limits() -> None:
     images = ramps(4000, 48, 48)
-    tall, wide = boxes(RandomResizedCrop((0.1, 0.4), (0.5, 2.0))(images, Draws(3, 0, torch.arange(4000))))
+    tall, wide = boxes(RandomResizedCrop((0.1, 0.4), (0.5, 2.0))(images, SampleRNG(3, 0, torch.arange(4000))))
     area, shape = tall * wide, (wide / tall).log2()
     for values, low, high in ((area, 0.1, 0.4), (shape, -1.0, 1.0)):
         assert low - 2e-3 < values.min() < low + 0.01 * (high - low) + 2e-3
@@ -71,7 +71,7 @@ def test_areas_are_uniform_and_shapes_log_uniform_within_their_limits() -> None:
 @pytest.mark.parametrize(("height", "width"), [(8, 40), (40, 8), (24, 24)])
 def test_a_part_lies_within_the_image_whatever_its_shape(height: int, width: int) -> None:
     images = ramps(1000, height, width)
-    tall, wide = boxes(RandomResizedCrop((0.5, 1.0))(images, Draws(5, 0, torch.arange(1000))))
+    tall, wide = boxes(RandomResizedCrop((0.5, 1.0))(images, SampleRNG(5, 0, torch.arange(1000))))
     assert max(tall.max(), wide.max()) <= 1 + 1e-4
     area = tall * wide
     assert 0.5 - 1e-3 < area.min() < 0.52
@@ -79,7 +79,7 @@ def test_a_part_lies_within_the_image_whatever_its_shape(height: int, width: int
 
 
 def test_parts_come_from_everywhere() -> None:
-    out = RandomResizedCrop((0.25, 0.25), (1.0, 1.0))(ramps(2000, 16, 16), Draws(1, 0, torch.arange(2000)))
+    out = RandomResizedCrop((0.25, 0.25), (1.0, 1.0))(ramps(2000, 16, 16), SampleRNG(1, 0, torch.arange(2000)))
     for channel in range(2):
         middles = out[:, channel].mean((1, 2))
         counts = torch.histc(middles, 5, 0.25, 0.75)

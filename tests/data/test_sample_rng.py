@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.data.sample_rng import Draws, _hash, _hash_anywhere, mix, preserved_rng, seed_generators
+from runner.data.sample_rng import SampleRNG, _hash, _hash_anywhere, hash_ints, preserved_rng, seed_generators
 
 MANY = torch.arange(20_000)
 
@@ -29,8 +29,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 )
 def test_a_batch_split_changes_no_bit(indices: list[int], cut: int, seed: int, epoch: int) -> None:
     def draw(part: list[int]) -> list[Tensor]:
-        draws = Draws(seed, epoch, torch.tensor(part, dtype=torch.int64), stream=2)
-        return [draws.uniform(), draws.integers(17), draws.uniform()]
+        rng = SampleRNG(seed, epoch, torch.tensor(part, dtype=torch.int64), stream=2)
+        return [rng.uniform(), rng.integers(17), rng.uniform()]
 
     parts = [draw(part) for part in (indices[:cut], indices[cut:]) if part]
     joined = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
@@ -39,7 +39,7 @@ def test_a_batch_split_changes_no_bit(indices: list[int], cut: int, seed: int, e
 
 @given(seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40), stream=st.integers(0, 50))
 def test_uniform_numbers_are_at_least_0_and_below_1(seed: int, epoch: int, stream: int) -> None:
-    values = Draws(seed, epoch, torch.arange(500), stream).uniform()
+    values = SampleRNG(seed, epoch, torch.arange(500), stream).uniform()
     assert values.dtype == torch.float32
     assert values.min() >= 0
     assert values.max() < 1
@@ -47,7 +47,7 @@ def test_uniform_numbers_are_at_least_0_and_below_1(seed: int, epoch: int, strea
 
 @given(count=st.integers(1, 1000), seed=st.integers(0, 2**63 - 1))
 def test_integers_are_in_range(count: int, seed: int) -> None:
-    values = Draws(seed, 0, torch.arange(500)).integers(count)
+    values = SampleRNG(seed, 0, torch.arange(500)).integers(count)
     assert values.dtype == torch.int64
     assert values.min() >= 0
     assert values.max() < count
@@ -55,8 +55,8 @@ def test_integers_are_in_range(count: int, seed: int) -> None:
 
 @pytest.mark.parametrize(("seed", "epoch", "stream"), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (12345, 99, 3)])
 def test_draws_over_the_samples_are_uniform(seed: int, epoch: int, stream: int) -> None:
-    draws = Draws(seed, epoch, MANY, stream)
-    for values in (draws.uniform(), draws.uniform()):
+    rng = SampleRNG(seed, epoch, MANY, stream)
+    for values in (rng.uniform(), rng.uniform()):
         # Standard errors of the mean and the variance are 0.002 and 0.0005.
         assert abs(float(values.mean()) - 0.5) < 0.011
         assert abs(float(values.var()) - 1 / 12) < 0.003
@@ -65,20 +65,20 @@ def test_draws_over_the_samples_are_uniform(seed: int, epoch: int, stream: int) 
 
 
 def test_draws_of_one_sample_over_the_epochs_are_uniform() -> None:
-    values = torch.cat([Draws(7, epoch, torch.tensor([42])).uniform() for epoch in range(4000)])
+    values = torch.cat([SampleRNG(7, epoch, torch.tensor([42])).uniform() for epoch in range(4000)])
     assert abs(float(values.mean()) - 0.5) < 0.025
     assert abs(float(values.var()) - 1 / 12) < 0.006
     assert abs(correlation(values[1:], values[:-1])) < 0.08
 
 
 def test_streams_epochs_seeds_calls_and_neighbours_are_uncorrelated() -> None:
-    draws = Draws(0, 0, MANY)
-    first, second = draws.uniform(), draws.uniform()
+    rng = SampleRNG(0, 0, MANY)
+    first, second = rng.uniform(), rng.uniform()
     others = {
         "calls": second,
-        "epochs": Draws(0, 1, MANY).uniform(),
-        "seeds": Draws(1, 0, MANY).uniform(),
-        "streams": Draws(0, 0, MANY, 1).uniform(),
+        "epochs": SampleRNG(0, 1, MANY).uniform(),
+        "seeds": SampleRNG(1, 0, MANY).uniform(),
+        "streams": SampleRNG(0, 0, MANY, 1).uniform(),
         "neighbours": first.roll(1),
     }
     # The standard error of a correlation of 20,000 pairs is 0.007.
@@ -87,7 +87,7 @@ def test_streams_epochs_seeds_calls_and_neighbours_are_uncorrelated() -> None:
 
 
 def test_integers_are_equally_likely() -> None:
-    counts = torch.bincount(Draws(3, 1, MANY).integers(9), minlength=9)
+    counts = torch.bincount(SampleRNG(3, 1, MANY).integers(9), minlength=9)
     assert float(((counts - 20_000 / 9).square() / (20_000 / 9)).sum()) < 30  # chi-squared, 8 degrees of freedom
 
 
@@ -102,59 +102,63 @@ def test_a_ring_pairs_every_sample_with_another_whatever_their_order(
     count: int, epoch: int, data: st.DataObject
 ) -> None:
     indices = torch.arange(count) * 7
-    neighbours = indices[Draws(4, epoch, indices).ring()]
+    neighbours = indices[SampleRNG(4, epoch, indices).partners()]
     assert sorted(neighbours.tolist()) == indices.tolist()
     assert count == 1 or not (neighbours == indices).any()
     places = torch.tensor(data.draw(st.permutations(range(count))))
-    assert torch.equal(indices[places][Draws(4, epoch, indices[places]).ring()], neighbours[places])
+    assert torch.equal(indices[places][SampleRNG(4, epoch, indices[places]).partners()], neighbours[places])
 
 
 def test_every_other_sample_is_as_often_the_neighbour() -> None:
     counts = torch.zeros(6, 6)
     for epoch in range(3000):
-        counts[torch.arange(6), Draws(0, epoch, torch.arange(6)).ring()] += 1
+        counts[torch.arange(6), SampleRNG(0, epoch, torch.arange(6)).partners()] += 1
     others = counts[~torch.eye(6, dtype=torch.bool)]
     assert (others - 600).abs().max() < 110  # five standard errors
 
 
 def test_a_batch_draws_one_number_whatever_the_order_of_its_samples() -> None:
     indices = torch.arange(32)
-    drawn = [int(Draws(0, epoch, indices).of_batch(3)) for epoch in range(900)]
-    assert [int(Draws(0, epoch, indices.flip(0)).of_batch(3)) for epoch in range(900)] == drawn
+    drawn = [int(SampleRNG(0, epoch, indices).batch_integer(3)) for epoch in range(900)]
+    assert [int(SampleRNG(0, epoch, indices.flip(0)).batch_integer(3)) for epoch in range(900)] == drawn
     assert all(abs(drawn.count(number) - 300) < 75 for number in range(3))
-    assert Draws(0, 0, indices).of_batch(3).shape == ()
-    assert len({int(Draws(0, 0, indices + batch).of_batch(1000)) for batch in range(20)}) > 15
+    assert SampleRNG(0, 0, indices).batch_integer(3).shape == ()
+    assert len({int(SampleRNG(0, 0, indices + batch).batch_integer(1000)) for batch in range(20)}) > 15
 
 
 def test_lasting_draws_are_the_same_in_every_epoch_and_of_no_epoch() -> None:
-    lasting = [Draws(0, epoch, MANY).lasting().uniform() for epoch in (0, 7)]
+    lasting = [SampleRNG(0, epoch, MANY).without_epoch().uniform() for epoch in (0, 7)]
     assert torch.equal(*lasting)
     for epoch in range(3):
-        assert abs(correlation(lasting[0], Draws(0, epoch, MANY).uniform())) < 0.035
-    assert not torch.equal(lasting[0], Draws(1, 0, MANY).lasting().uniform())
+        assert abs(correlation(lasting[0], SampleRNG(0, epoch, MANY).uniform())) < 0.035
+    assert not torch.equal(lasting[0], SampleRNG(1, 0, MANY).without_epoch().uniform())
 
 
 def test_draws_of_several_consumers_are_apart() -> None:
-    draws = Draws(0, 0, MANY, -1)
-    drawn = [draws.uniform(), draws.apart(0).uniform(), draws.apart(1).uniform(), Draws(0, 0, MANY).uniform()]
+    rng = SampleRNG(0, 0, MANY, -1)
+    drawn = [rng.uniform(), rng.fork(0).uniform(), rng.fork(1).uniform(), SampleRNG(0, 0, MANY).uniform()]
     for one, other in itertools.combinations(drawn, 2):
         assert abs(correlation(one, other)) < 0.035
 
 
 def test_mix_tells_numbers_and_their_order_apart() -> None:
-    hashes = [mix(*parts) for parts in itertools.product(range(12), repeat=3)]
+    hashes = [hash_ints(*parts) for parts in itertools.product(range(12), repeat=3)]
     assert len(set(hashes)) == len(hashes)
-    assert mix(1, 2) != mix(2, 1)
-    assert mix(1) != mix(1, 0)
+    assert hash_ints(1, 2) != hash_ints(2, 1)
+    assert hash_ints(1) != hash_ints(1, 0)
 
 
 @given(st.lists(st.integers(0, 2**80), max_size=4))
 def test_mix_gives_63_bits(parts: list[int]) -> None:
-    assert 0 <= mix(*parts) < 2**63
+    assert 0 <= hash_ints(*parts) < 2**63
 
 
 def test_mix_changes_half_of_its_bits_with_one_bit_of_input() -> None:
-    flips = [(mix(5, value) ^ mix(5, value ^ (1 << bit))).bit_count() for value in range(50) for bit in range(0, 60, 7)]
+    flips = [
+        (hash_ints(5, value) ^ hash_ints(5, value ^ (1 << bit))).bit_count()
+        for value in range(50)
+        for bit in range(0, 60, 7)
+    ]
     assert 29 < sum(flips) / len(flips) < 34
     assert min(flips) > 10
 

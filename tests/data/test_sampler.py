@@ -77,7 +77,7 @@ def test_every_sample_comes_once_in_orders_that_are_too_long_for_a_list(samples:
 
 def test_up_to_a_size_the_order_is_the_one_of_torch() -> None:
     for samples in (7, LISTED):
-        generator = torch.Generator().manual_seed(module.mix(3, 4, 0))
+        generator = torch.Generator().manual_seed(module.hash_ints(3, 4, 0))
         assert torch.equal(whole(samples, 3, 4), torch.randperm(samples, generator=generator))
 
 

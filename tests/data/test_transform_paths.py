@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from runner.config.schema.sections import Data, Transform
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
 from runner.data.transforms.augment import Pipeline
 
@@ -96,7 +96,7 @@ def test_a_split_of_the_samples_changes_no_bit(
         assert torch.equal(whole, torch.cat(parts))
 
 
-def batches(splits: Splits) -> list[tuple[Tensor, ...]]:
+def batches(splits: DataModule) -> list[tuple[Tensor, ...]]:
     loader = splits.train.loader
     count = -(-loader.samples // loader.batch_size)
     try:
@@ -116,9 +116,9 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
     transform = Transform(mix=node) if target in MIX else Transform(train=[node])
     dataset = {"_target_": "runner.data.sources.synthetic.synthetic", "samples": 75, "image_size": 8, "classes": 5}
     found = []
-    for keys in ({"residency": "ram"}, {"residency": "disk", "num_workers": 2 if channels_last else 0}):
+    for keys in ({"placement": "ram"}, {"placement": "disk", "num_workers": 2 if channels_last else 0}):
         data = Data(dataset=dataset, batch_size=16, pin_memory=False, **keys)  # type: ignore[arg-type]
-        found.append(batches(assemble(data, transform, 3, CPU, 32, channels_last)))
+        found.append(batches(build_data(data, transform, 3, CPU, 32, channels_last)))
     for memory, workers in zip(*found, strict=True):
         assert all(map(torch.equal, memory, workers))
         assert memory[0].stride() == workers[0].stride()
@@ -135,7 +135,7 @@ def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Callable
         data = Data(
             dataset=dataset, batch_size=16, num_workers=workers if transform is not plain else "auto", pin_memory=False
         )
-        splits = assemble(data, transform, 3, CPU, 32, False)
+        splits = build_data(data, transform, 3, CPU, 32, False)
         if transform is not plain:
             assert splits.choices[0] == ("data path", "workers", "transform has sample transforms")
         found.append(batches(splits))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.config.errors import DataFailed
-from runner.data.indices import Whole
+from runner.data.indices import AllSamples
 from runner.data.workers import WorkerLoader
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Numbered(Dataset[Any]):
 
 
 def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
-    return WorkerLoader(Numbered(wrong, side), Whole(80), 8, 0, False, CPU, workers=workers, **options)
+    return WorkerLoader(Numbered(wrong, side), AllSamples(80), 8, 0, False, CPU, workers=workers, **options)
 
 
 def gone(pids: list[int]) -> bool:

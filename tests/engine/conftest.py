@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.data.loaders import Batch, MemoryLoader
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Limits, Loop
-from runner.engine.plan import Plan
-from runner.engine.state import Meter, TrainState
-from runner.engine.step import StepParts
+from runner.engine.plan import EpochPlan
+from runner.engine.state import RunningMean, TrainState
+from runner.engine.step import StepConfig
 from runner.optim.schedules import Constant
 
 CPU = torch.device("cpu")
@@ -45,14 +45,14 @@ class Bench:
         optimizer = self.optimizer(model.parameters(), lr=self.lr)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
-        return TrainState(model, optimizer, Constant(1000), self.scaler, Meter(CPU))
+        return TrainState(model, optimizer, Constant(1000), self.scaler, RunningMean(CPU))
 
-    def step_parts(self) -> StepParts:
+    def step_parts(self) -> StepConfig:
         defaults: dict[str, Any] = {
             "targets": lambda targets: targets,
             "loss": nn.CrossEntropyLoss(),
         }
-        return StepParts(**defaults | self.parts)
+        return StepConfig(**defaults | self.parts)
 
     @property
     def source(self) -> MemoryLoader:
@@ -61,8 +61,8 @@ class Bench:
         )
 
     @property
-    def plan(self) -> Plan:
-        return Plan(len(self.images), self.batch_size, self.accumulate)
+    def plan(self) -> EpochPlan:
+        return EpochPlan(len(self.images), self.batch_size, self.accumulate)
 
     def evaluate(self, model: nn.Module, interrupted: Callable[[], bool] = lambda: False) -> dict[str, float]:
         parts = self.step_parts()

@@ -108,4 +108,4 @@ def test_a_run_with_it_ends_with_other_weights(train: Callable[..., Any]) -> Non
         "evaluate.test=false",
         "optimizer=sgd",
     )
-    assert len({train(*words, f"clip.agc={ratio}").summary["weights_sha256"] for ratio in ("null", 0.001)}) == 2
+    assert len({train(*words, f"grad_clip.agc={ratio}").summary["weights_sha256"] for ratio in ("null", 0.001)}) == 2

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from runner.data.loaders import Batch
 from runner.engine.errors import Interrupted
-from runner.engine.evaluation import evaluate, untouched
+from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Classification, Regression
+from runner.instrument.no_trace import evaluating
 
 
 class Model(nn.Module):
@@ -97,7 +98,7 @@ def test_modes_and_generators_come_back_after_an_error(model: Model) -> None:
     before = torch.get_rng_state()
 
     def fails() -> None:
-        with untouched(model):
+        with evaluating(model):
             torch.rand(3)
             assert not model.first.training
             raise RuntimeError("on purpose")

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.engine.freezing import Freezing, Frozen, Thaw
+from runner.engine.freezing import Freezing, Frozen, UnfreezeCallback
 from runner.engine.state import Position
-from runner.engine.weight_average import Averaged
+from runner.engine.weight_average import AveragedModel
 
 
 class Net(nn.Module):
@@ -96,7 +96,7 @@ def test_the_callback_tells_what_is_trained_from_where_on():
 
     loop: Any = Loop()
     loop.state.freezing = freezing
-    thaw = Thaw(said.append)
+    thaw = UnfreezeCallback(said.append)
     for step in (1, 2, 3):
         loop.state.position = Position(global_step=step)
         thaw.on_step(loop)
@@ -113,7 +113,7 @@ def test_frozen_weights_get_no_gradient():
 def test_the_statistics_of_frozen_norms_stay_in_an_average_too():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     Freezing(model, [part(model, "0")]).train(Position())
-    averaged = Averaged("swa", model, list(model[1].parameters()), start=0, every=1)
+    averaged = AveragedModel("swa", model, list(model[1].parameters()), start=0, every=1)
     averaged.recalibrate(lambda: model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])))
     assert model[0].running_mean.tolist() == [0.0, 0.0]
     assert model[1].running_mean.tolist() != [0.0, 0.0]

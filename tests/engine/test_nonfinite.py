@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.engine.errors import Diverged
 from runner.engine.nonfinite import Guard
-from runner.engine.state import FiniteMeter
+from runner.engine.state import FiniteMean
 from runner.optim.kernels import plain_step, start_momentum
 from runner.optim.muon import Muon
 
@@ -45,9 +45,9 @@ def loop_of(bench: Any, policy: Any, optimizer: Any, *callbacks: Any, scaler: An
     state = made.state()
     start_momentum(state.optimizer)
     if policy == "skip":
-        state.meter = FiniteMeter(torch.device("cpu"))
+        state.meter = FiniteMean(torch.device("cpu"))
     guard = Guard(state.model, state.optimizer, policy, scaler is not None)
-    made.parts |= {"guard": guard, "take_step": plain_step(state.optimizer)}
+    made.parts |= {"guard": guard, "optimizer_step": plain_step(state.optimizer)}
     loop = made.loop(*callbacks, state=state)
     loop.source = Spoilt(made.source)
     return loop
@@ -71,7 +71,7 @@ class Seen:
     def on_step(self, loop: Any) -> None:
         self.weights.append(weights(loop.state.model))
 
-    def on_left_out(self, loop: Any, step: int, diagnosis: Any) -> None:
+    def on_step_skipped(self, loop: Any, step: int, diagnosis: Any) -> None:
         self.left_out.append((step, diagnosis))
 
 
@@ -83,7 +83,7 @@ class Look:
 
     def on_step(self, loop: Any) -> None:
         if loop.state.position.global_step % self.every == 0:
-            loop.settle()
+            loop.check_nonfinite()
 
 
 @pytest.mark.parametrize("optimizer", [FUSED, PLAIN, ADAMW, RMSPROP], ids=["fused", "plain", "adamw", "rmsprop"])
@@ -198,7 +198,7 @@ def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Callable[...
 
 
 def test_the_mean_loss_leaves_out_what_is_not_finite() -> None:
-    meter = FiniteMeter(torch.device("cpu"))
+    meter = FiniteMean(torch.device("cpu"))
     for loss, samples in ((1.0, 4), (float("nan"), 4), (4.0, 2)):
         meter.add(torch.tensor(loss), samples)
     assert meter.read() == pytest.approx((4 * 1.0 + 2 * 4.0) / 6)
@@ -294,11 +294,11 @@ def test_looking_into_it_leaves_everything_as_it_was(bench: Callable[..., Any]) 
 
         def on_step(self, loop: Any) -> None:
             before = torch.get_rng_state(), weights(loop.state.model)
-            loop.settle()
+            loop.check_nonfinite()
             assert torch.equal(before[0], torch.get_rng_state())
             assert same(before[1], weights(loop.state.model))
 
-        def on_left_out(self, loop: Any, step: int, diagnosis: Any) -> None:
+        def on_step_skipped(self, loop: Any, step: int, diagnosis: Any) -> None:
             self.found += 1
 
     def build() -> nn.Module:
@@ -315,7 +315,7 @@ def test_going_back_leaves_the_step_out_the_second_time(bench: Callable[..., Any
     class Save:
         def on_boundary(self, loop: Any) -> None:
             if loop.state.position.global_step % 2 == 0:
-                loop.settle()
+                loop.check_nonfinite()
                 saved.append(copied(loop.state.state_dict()))
 
     class Told:

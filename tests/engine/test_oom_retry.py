@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.engine.oom_retry import SplittingStep, is_out_of_memory
-from runner.engine.plan import Plan
+from runner.engine.oom_retry import OOMRetryStep, is_out_of_memory
+from runner.engine.plan import EpochPlan
 from runner.engine.step import train_step
 
 PARTS = """
@@ -85,7 +85,7 @@ class Spy(torch.optim.SGD):
 
 def trained(bench: Callable[..., Any], most: int, where: str, step: Any, accumulate: int = 1) -> Any:
     one = bench(14, optimizer=Spy, batch_size=14 // accumulate, build=lambda: Layers(most, where))
-    state, plan = one.state(), Plan(14, 14 // accumulate, accumulate)
+    state, plan = one.state(), EpochPlan(14, 14 // accumulate, accumulate)
     for number, batch in enumerate(one.source.batches(0, 0, plan.batches)):
         step(state, one.step_parts(), batch, plan.weight(number), plan.size(number), plan.ends_window(number))
     return state
@@ -95,7 +95,7 @@ def trained(bench: Callable[..., Any], most: int, where: str, step: Any, accumul
 @pytest.mark.parametrize("where", ["plain forward", "plain backward"])
 def test_the_gradients_are_those_of_the_whole_batch(bench: Callable[..., Any], where: str, accumulate: int) -> None:
     whole = trained(bench, 100, where, train_step, accumulate)
-    pieces = trained(bench, 3, where, SplittingStep(14 // accumulate), accumulate)
+    pieces = trained(bench, 3, where, OOMRetryStep(14 // accumulate), accumulate)
     assert pieces.position.pieces == (8 if accumulate == 1 else 4)
     assert max(pieces.model.sizes[-7:]) == 2
     for a, b in zip(whole.optimizer.seen, pieces.optimizer.seen, strict=True):
@@ -107,13 +107,13 @@ def test_the_gradients_are_those_of_the_whole_batch(bench: Callable[..., Any], w
 
 @pytest.mark.parametrize("where", ["dropout forward", "dropout backward"])
 def test_an_attempt_that_failed_leaves_nothing_behind(bench: Callable[..., Any], where: str) -> None:
-    searching = trained(bench, 4, where, SplittingStep(7), 2)
+    searching = trained(bench, 4, where, OOMRetryStep(7), 2)
 
     def knowing(state: Any, *rest: Any) -> None:
         state.position.pieces = 2
         step(state, *rest)
 
-    step = SplittingStep(7)
+    step = OOMRetryStep(7)
     told = trained(bench, 4, where, knowing, 2)
     assert searching.position.pieces == told.position.pieces == 2
     for name, value in told.model.state_dict().items():
@@ -123,7 +123,7 @@ def test_an_attempt_that_failed_leaves_nothing_behind(bench: Callable[..., Any],
 
 def test_where_memory_suffices_it_is_the_plain_step_to_the_bit(bench: Callable[..., Any]) -> None:
     plain = trained(bench, 100, "dropout forward", train_step, 2)
-    split = trained(bench, 100, "dropout forward", SplittingStep(7), 2)
+    split = trained(bench, 100, "dropout forward", OOMRetryStep(7), 2)
     assert split.position.pieces == 1
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), split.model.parameters(), strict=True))
     assert plain.meter.read() == split.meter.read()
@@ -131,13 +131,13 @@ def test_where_memory_suffices_it_is_the_plain_step_to_the_bit(bench: Callable[.
 
 def test_what_does_not_fit_sample_by_sample_is_an_error(bench: Callable[..., Any]) -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        trained(bench, 0, "plain forward", SplittingStep(14))
+        trained(bench, 0, "plain forward", OOMRetryStep(14))
 
 
 def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Callable[..., Any]) -> None:
     # Three batches of 8, the last of 4: in pieces of 2 each, as BatchNorm has nothing to do with a single sample.
     one = bench(20, batch_size=8, build=lambda: Layers(3, "norm forward"))
-    state, step, plan = one.state(), SplittingStep(8), Plan(20, 8, 1)
+    state, step, plan = one.state(), OOMRetryStep(8), EpochPlan(20, 8, 1)
     for number, batch in enumerate(one.source.batches(0, 0, plan.batches)):
         step(state, one.step_parts(), batch, plan.weight(number), plan.size(number), plan.ends_window(number))
     assert state.position.pieces == 4
@@ -162,7 +162,7 @@ def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Callable[..., An
         one = bench(8, batch_size=8, build=lambda: Anew(4, "forward"))
         state = one.state()
         state.position.pieces = pieces
-        SplittingStep(8)(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, True)
+        OOMRetryStep(8)(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, True)
         means.append(float(state.model.mean))
     assert means[0] == means[1]
 
@@ -173,7 +173,7 @@ def test_other_errors_pass_through(bench: Callable[..., Any]) -> None:
 
     one = bench(8, parts={"loss": wrong})
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        SplittingStep(4)(one.state(), one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, True)
+        OOMRetryStep(4)(one.state(), one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 4, True)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.engine.loop import Limits
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 
 plans = st.builds(
-    Plan,
+    EpochPlan,
     samples=st.integers(1, 300),
     batch_size=st.integers(1, 40),
     accumulate=st.integers(1, 9),
@@ -19,7 +19,7 @@ plans = st.builds(
 )
 
 
-def windows(plan: Plan) -> list[list[int]]:
+def windows(plan: EpochPlan) -> list[list[int]]:
     found: list[list[int]] = [[]]
     for batch in range(plan.batches):
         found[-1].append(batch)
@@ -30,13 +30,13 @@ def windows(plan: Plan) -> list[list[int]]:
 
 
 @given(plans)
-def test_the_weights_of_a_window_sum_to_1(plan: Plan) -> None:
+def test_the_weights_of_a_window_sum_to_1(plan: EpochPlan) -> None:
     for window in windows(plan):
         assert sum(plan.weight(batch) for batch in window) == pytest.approx(1, abs=1e-12)
 
 
 @given(plans)
-def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: Plan) -> None:
+def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: EpochPlan) -> None:
     found = windows(plan)
     assert len(found) == plan.steps
     assert [batch for window in found for batch in window] == list(range(plan.batches))
@@ -45,14 +45,14 @@ def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: Plan) -> 
 
 
 @given(plans)
-def test_a_batch_weighs_as_much_as_its_samples(plan: Plan) -> None:
+def test_a_batch_weighs_as_much_as_its_samples(plan: EpochPlan) -> None:
     for window in windows(plan):
         total = sum(plan.size(batch) for batch in window)
         assert all(plan.weight(batch) == pytest.approx(plan.size(batch) / total) for batch in window)
 
 
 @given(plans)
-def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: Plan) -> None:
+def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: EpochPlan) -> None:
     sizes = [plan.size(batch) for batch in range(plan.batches)]
     assert all(1 <= size <= plan.batch_size for size in sizes)
     assert all(size == plan.batch_size for size in sizes[:-1])
@@ -66,9 +66,9 @@ def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: Plan) -> None:
     ("epochs", "max_steps", "expected"), [(3, None, 9), (None, 7, 7), (3, 7, 7), (3, 20, 9), (1, 1, 1)]
 )
 def test_training_ends_at_whichever_limit_comes_first(epochs: int | None, max_steps: int | None, expected: int) -> None:
-    assert Limits(epochs, max_steps).total_steps(Plan(10, 4)) == expected
+    assert Limits(epochs, max_steps).total_steps(EpochPlan(10, 4)) == expected
 
 
 def test_no_limit_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="epochs or max_steps must be given"):
-        Limits(None, None).total_steps(Plan(10, 4))
+        Limits(None, None).total_steps(EpochPlan(10, 4))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from runner.checkpoint.digest import weights_sha256
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, marked_step
+from runner.engine.step import backward, forward, update_weights
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
 
 
 class Diary:
@@ -47,7 +48,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Callable[..., Any], keys: dic
         made = keys | ({"scaler": keys["scaler"]()} if "scaler" in keys else {})
         loop = bench(10, **made).loop()
         if mark is not None:
-            loop.step = marked_step(mark)
+            loop.step = step_in_ranges(mark, forward, backward, update_weights)
         loop.run()
         weights.append(weights_sha256(loop.state.model.state_dict()))
     assert weights[0] == weights[1]
@@ -56,7 +57,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Callable[..., Any], keys: dic
 def test_the_ranges_come_in_the_order_of_the_step(bench: Callable[..., Any]) -> None:
     diary = Diary()
     loop = bench(10, accumulate=2, limits={"epochs": 1, "max_steps": None}).loop()
-    loop.step = marked_step(diary)
+    loop.step = step_in_ranges(diary, forward, backward, update_weights)
     loop.run()
     window = both(FORWARD, BACKWARD)
     assert diary.book == [*window, *window, *both(OPTIMIZER), *window, *both(OPTIMIZER)]

@@ -14,11 +14,11 @@ from torch import nn
 
 from runner.engine.errors import Preempted
 from runner.engine.freezing import Freezing, Frozen
-from runner.engine.generators import untouched_generators
 from runner.engine.nonfinite import Guard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
 from runner.engine.step import train_step
-from runner.engine.weight_average import Averaged
+from runner.engine.weight_average import AveragedModel
+from runner.instrument.no_trace import preserved_rng
 
 
 def network() -> nn.Module:
@@ -66,7 +66,7 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
     state = small.state()
     frozen = list(state.model[0].parameters())
     state.freezing = Freezing(state.model, [Frozen("stem", tuple(frozen), (state.model[1],))])
-    averaged = state.averaged = Averaged("ema", state.model, list(state.model.parameters()), decay=0.5)
+    averaged = state.averaged = AveragedModel("ema", state.model, list(state.model.parameters()), decay=0.5)
     before = copy.deepcopy(averaged.state_dict())
     seen = []
 
@@ -195,7 +195,7 @@ def test_a_signal_ends_it(bench: Callable[..., Any]) -> None:
     answers = iter(["", "SIGTERM"])
     small = bench()
     state = small.state()
-    with pytest.raises(Preempted, match="SIGTERM"), untouched_generators(state.model):
+    with pytest.raises(Preempted, match="SIGTERM"), preserved_rng():
         swept(small, state, [0.1] * 5, interrupted=lambda: next(answers))
     assert torch.equal(state.model[1].weight, small.state().model[1].weight)
 

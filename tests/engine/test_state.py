@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.engine.state import Best, Meter, load_optimizer, load_weights
+from runner.engine.state import Best, RunningMean, load_optimizer, load_weights
 
 
 def test_the_better_of_two_evaluations_is_told_by_the_mode() -> None:
@@ -29,12 +29,12 @@ def test_of_equal_values_the_one_with_the_lower_loss_is_better() -> None:
 
 
 def test_the_meter_weighs_by_samples_and_survives_saving() -> None:
-    meter = Meter(torch.device("cpu"))
+    meter = RunningMean(torch.device("cpu"))
     meter.add(torch.tensor(2.0), 3)
     saved = copy.deepcopy(meter.state_dict())
     meter.add(torch.tensor(4.0), 1)
     assert meter.read() == pytest.approx(2.5)
-    other = Meter(torch.device("cpu"))
+    other = RunningMean(torch.device("cpu"))
     other.load_state_dict(saved)
     other.add(torch.tensor(4.0), 1)
     assert other.read() == meter.read()
@@ -43,7 +43,7 @@ def test_the_meter_weighs_by_samples_and_survives_saving() -> None:
 
 
 def test_a_saved_meter_does_not_change_with_the_one_it_came_from() -> None:
-    meter = Meter(torch.device("cpu"))
+    meter = RunningMean(torch.device("cpu"))
     meter.add(torch.tensor(2.0), 3)
     saved = meter.state_dict()
     meter.add(torch.tensor(9.0), 3)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.loaders import Batch
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.state import TrainState
-from runner.engine.step import StepParts, clip_gradients, train_step
+from runner.engine.step import StepConfig, clip_gradients, train_step
 from runner.runtime.precision import choose_precision
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def test_an_accumulated_gradient_is_that_of_one_big_batch(
     train_step(big, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, samples, True)
 
     many = bench(samples, optimizer=Spy)
-    small, plan = many.state(), Plan(samples, size, accumulate)
+    small, plan = many.state(), EpochPlan(samples, size, accumulate)
     assert plan.steps == 1, "the case must fit one window"
     many.batch_size = size
     for number, batch in enumerate(many.source.batches(0, 0, plan.batches)):
@@ -184,6 +184,6 @@ def test_a_step_never_waits_for_the_device(bench: Callable[..., Any], waits: Any
 
 
 def test_parts_have_no_clipping_unless_asked() -> None:
-    parts = StepParts(lambda a, b, c: a, lambda t: t, nn.CrossEntropyLoss())
+    parts = StepConfig(lambda a, b, c: a, lambda t: t, nn.CrossEntropyLoss())
     assert parts.clip_norm is None
     assert parts.clip_value is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.schema import checkpoints as schema
-from runner.engine.tta import VIEWS, Averaged, as_it_is, shifted, views_named
+from runner.engine.tta import VIEWS, TTAModel, as_it_is, shifted, views_named
 
 
 class Probe(nn.Module):
@@ -35,9 +35,9 @@ def test_the_output_is_the_mean_over_the_plain_image_and_its_views(name: str, im
     views = views_named([name])
     assert views[0] is as_it_is
     expected = torch.stack([Probe()(view(images)) for view in views]).mean(0)
-    torch.testing.assert_close(Averaged(Probe(), views)(images), expected)
+    torch.testing.assert_close(TTAModel(Probe(), views)(images), expected)
     shares = torch.stack([Probe()(view(images)).softmax(1) for view in views]).mean(0)
-    torch.testing.assert_close(Averaged(Probe(), views, probabilities=True)(images).softmax(1), shares)
+    torch.testing.assert_close(TTAModel(Probe(), views, probabilities=True)(images).softmax(1), shares)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -77,6 +77,6 @@ def test_a_class_that_every_view_rules_out_is_finite() -> None:
         def forward(self, images: Tensor) -> Tensor:
             return torch.tensor([[500.0, -500.0]]).expand(len(images), 2)
 
-    outputs = Averaged(Sure(), views_named(["flip"]), probabilities=True)(torch.zeros(1, 1, 2, 2))
+    outputs = TTAModel(Sure(), views_named(["flip"]), probabilities=True)(torch.zeros(1, 1, 2, 2))
     assert outputs.isfinite().all()
     torch.testing.assert_close(outputs.softmax(1), torch.tensor([[1.0, 0.0]]))

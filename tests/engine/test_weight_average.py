@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from runner.engine.weight_average import Averaged, loss_beside
+from runner.engine.weight_average import AveragedModel, loss_beside
 from runner.optim.schedules import Annealed, Constant, Cosine
 
 STEPS = 12
@@ -22,7 +22,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def walk(
-    model: nn.Module, averaged: Averaged, steps: range, left_out: frozenset[int] = frozenset()
+    model: nn.Module, averaged: AveragedModel, steps: range, left_out: frozenset[int] = frozenset()
 ) -> list[list[Tensor]]:
     """Weights after each step of a random walk; those left out move nothing, and say so by a flag."""
     after = []
@@ -38,7 +38,7 @@ def walk(
     return after
 
 
-def averages(averaged: Averaged, model: nn.Module) -> list[Tensor]:
+def averages(averaged: AveragedModel, model: nn.Module) -> list[Tensor]:
     weights = averaged.weights()
     return [weights[name] for name, _ in model.named_parameters()]
 
@@ -47,7 +47,7 @@ def averages(averaged: Averaged, model: nn.Module) -> list[Tensor]:
 def test_ema_equals_the_closed_form(warmup: bool) -> None:
     model = network()
     start = [parameter.detach().clone().double() for parameter in model.parameters()]
-    averaged = Averaged("ema", model, list(model.parameters()), 0.7, warmup)
+    averaged = AveragedModel("ema", model, list(model.parameters()), 0.7, warmup)
     after = walk(model, averaged, range(1, STEPS + 1))
     decays = [min(0.7, (1 + n) / (10 + n)) if warmup else 0.7 for n in range(STEPS)]
     # What is left of the weights after step k: their share, times the decay of every later update.
@@ -61,7 +61,7 @@ def test_ema_equals_the_closed_form(warmup: bool) -> None:
 
 def test_swa_is_the_mean_of_the_weights_at_its_steps() -> None:
     model = network()
-    averaged = Averaged("swa", model, list(model.parameters()), start=4, every=3)
+    averaged = AveragedModel("swa", model, list(model.parameters()), start=4, every=3)
     assert not averaged.begun
     after = walk(model, averaged, range(1, 6))
     assert not averaged.begun
@@ -75,8 +75,8 @@ def test_swa_is_the_mean_of_the_weights_at_its_steps() -> None:
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) -> None:
     model, other = network(), network()
-    on_device = Averaged(kind, model, list(model.parameters()), 0.7, leaves_out=True)
-    on_host = Averaged(kind, other, list(other.parameters()), 0.7)
+    on_device = AveragedModel(kind, model, list(model.parameters()), 0.7, leaves_out=True)
+    on_host = AveragedModel(kind, other, list(other.parameters()), 0.7)
     walk(model, on_device, range(1, STEPS + 1), frozenset({1, 5, 6}))
     for step in range(1, STEPS + 1):
         if step not in (1, 5, 6):
@@ -88,7 +88,7 @@ def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) 
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_an_update_never_waits_for_the_device(waits: Any, leaves_out: bool) -> None:
     model = network()
-    averaged = Averaged("ema", model, list(model.parameters()), 0.9, leaves_out=leaves_out)
+    averaged = AveragedModel("ema", model, list(model.parameters()), 0.9, leaves_out=leaves_out)
     with waits:
         walk(model, averaged, range(1, 4))
     assert waits.found == []
@@ -97,7 +97,7 @@ def test_an_update_never_waits_for_the_device(waits: Any, leaves_out: bool) -> N
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_the_average_is_applied_and_taken_back_bit_for_bit(kind: Any) -> None:
     model = network()
-    averaged = Averaged(kind, model, list(model.parameters()), 0.7)
+    averaged = AveragedModel(kind, model, list(model.parameters()), 0.7)
     walk(model, averaged, range(1, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -117,7 +117,7 @@ def test_the_average_is_applied_and_taken_back_bit_for_bit(kind: Any) -> None:
 
 def test_statistics_are_computed_anew_as_torch_does_and_dropout_adds_no_noise() -> None:
     model = network()
-    averaged = Averaged("swa", model, list(model.parameters()))
+    averaged = AveragedModel("swa", model, list(model.parameters()))
     walk(model, averaged, range(1, 4))
     batches = list(torch.randn(3, 5, 1, 3, 3))
     momentum = model[1].momentum  # type: ignore[union-attr]
@@ -135,7 +135,7 @@ def test_statistics_are_computed_anew_as_torch_does_and_dropout_adds_no_noise() 
 
 def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3))
-    averaged = Averaged("swa", model, list(model.parameters()))
+    averaged = AveragedModel("swa", model, list(model.parameters()))
     walk(model, averaged, range(1, 4))
     model[0].eval()
 
@@ -154,15 +154,15 @@ def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
 @pytest.mark.parametrize("leaves_out", [False, True])
 def test_a_restored_average_continues_bit_for_bit(kind: Any, leaves_out: bool) -> None:
     whole = network()
-    expected = Averaged(kind, whole, list(whole.parameters()), 0.7, leaves_out=leaves_out)
+    expected = AveragedModel(kind, whole, list(whole.parameters()), 0.7, leaves_out=leaves_out)
     walk(whole, expected, range(1, 9))
 
     first = network()
-    averaged = Averaged(kind, first, list(first.parameters()), 0.7, leaves_out=leaves_out)
+    averaged = AveragedModel(kind, first, list(first.parameters()), 0.7, leaves_out=leaves_out)
     walk(first, averaged, range(1, 5))
     second = network(seed=3)
     second.load_state_dict(first.state_dict())
-    restored = Averaged(kind, second, list(second.parameters()), 0.7, leaves_out=leaves_out)
+    restored = AveragedModel(kind, second, list(second.parameters()), 0.7, leaves_out=leaves_out)
     restored.load_state_dict(averaged.state_dict())
     walk(second, restored, range(5, 9))
     assert restored.updates == expected.updates
@@ -174,7 +174,7 @@ def test_a_restored_average_continues_bit_for_bit(kind: Any, leaves_out: bool) -
 )
 def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(state: Any) -> None:
     model = network()
-    averaged = Averaged("ema", model, list(model.parameters()), 0.7)
+    averaged = AveragedModel("ema", model, list(model.parameters()), 0.7)
     walk(model, averaged, range(1, 4))
     averaged.load_state_dict(state)
     assert averaged.updates == 0
@@ -183,7 +183,7 @@ def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(stat
 
 def test_averages_of_another_model_are_refused() -> None:
     model = network()
-    averaged = Averaged("ema", model, list(model.parameters()), 0.7)
+    averaged = AveragedModel("ema", model, list(model.parameters()), 0.7)
     state = averaged.state_dict()
     state["weights"] = {**state["weights"], "0.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"no '0.weight' of the shape"):
@@ -192,7 +192,7 @@ def test_averages_of_another_model_are_refused() -> None:
 
 def test_parameters_that_are_not_trained_and_buffers_are_the_models_own() -> None:
     model = network()
-    averaged = Averaged("ema", model, [model[4].weight], 0.7)  # type: ignore[union-attr, list-item]
+    averaged = AveragedModel("ema", model, [model[4].weight], 0.7)  # type: ignore[union-attr, list-item]
     walk(model, averaged, range(1, 4))
     model(torch.randn(4, 1, 3, 3))
     weights, own = averaged.weights(), model.state_dict()
@@ -230,7 +230,7 @@ def test_updates_follow_the_steps_of_a_loop(bench: Callable[..., Any]) -> None:
         limits={"epochs": 3, "max_steps": None},
     )
     state = one.state()
-    state.averaged = Averaged("swa", state.model, list(state.model.parameters()), start=2, every=2)
+    state.averaged = AveragedModel("swa", state.model, list(state.model.parameters()), start=2, every=2)
     seen: list[list[Tensor]] = []
 
     class Watch:

@@ -81,7 +81,7 @@ def test_patterns_name_parameters_and_modules(compose: Any) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_rate_is_the_optimizers_times_the_factor_of_the_last_pattern_that_matches(name: str, compose: Any) -> None:
     model, plain = vit(), vit()
-    words = (f"optimizer={name}", "optimizer.scale_lr=128", "data.batch_size=64")
+    words = (f"optimizer={name}", "optimizer.lr_base_batch_size=128", "data.batch_size=64")
     base = settings(plain, built(compose, plain, *words), "initial_lr")
     optimizer = built(compose, model, *words, "optimizer.lr_mult={blocks: 0.5, blocks.1.mlp: 3, head: 10}")
     found = settings(model, optimizer, "initial_lr")

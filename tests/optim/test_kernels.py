@@ -126,7 +126,7 @@ def test_an_optimizer_that_cannot_take_a_step_is_a_sentence() -> None:
         choose("LBFGS")
 
 
-EXTRAS = {"scale_lr": 64, "no_decay": "auto", "lr_mult": {"head": 2.0}, "layer_decay": 0.5}
+EXTRAS = {"lr_base_batch_size": 64, "no_decay": "auto", "lr_mult": {"head": 2.0}, "layer_decay": 0.5}
 
 
 @pytest.mark.parametrize("extras", [{}, *({name: value} for name, value in EXTRAS.items()), EXTRAS], ids=str)

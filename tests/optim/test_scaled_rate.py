@@ -1,4 +1,4 @@
-"""`optimizer.scale_lr`: a learning rate that follows the number of samples of a step."""
+"""`optimizer.lr_base_batch_size`: a learning rate that follows the number of samples of a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runner.config.schema import Train
     ("words", "expected"),
     [
         ((), 0.1),
-        (("optimizer.scale_lr=64",), 0.1),
-        (("optimizer.scale_lr=256",), 0.025),
-        (("optimizer.scale_lr=256", "accumulate=8"), 0.2),
+        (("optimizer.lr_base_batch_size=64",), 0.1),
+        (("optimizer.lr_base_batch_size=256",), 0.025),
+        (("optimizer.lr_base_batch_size=256", "accumulate=8"), 0.2),
     ],
 )
 def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, compose):
@@ -28,7 +28,7 @@ def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, com
 
 
 def test_both_rates_of_muon_follow(compose):
-    composition = compose("optimizer=muon", "optimizer.scale_lr=32", "data.batch_size=64")
+    composition = compose("optimizer=muon", "optimizer.lr_base_batch_size=32", "data.batch_size=64")
     config = checked(composition.values, composition, Train)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer, _ = build_optimizer(config, model)

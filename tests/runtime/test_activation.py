@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
+from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime import activation
 from runner.runtime.activation import checkpointed
 from runner.runtime.blocks import Setting, checkpoint_activations
-from runner.runtime.memory import SavedTensors
 
 IMAGE = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

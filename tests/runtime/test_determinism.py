@@ -53,7 +53,7 @@ class Net(nn.Module):
         return self.layers(images)
 
 class Putting:
-    def __call__(self, images, draws):
+    def __call__(self, images, rng):
         return images.clone().put_(torch.tensor([0]), torch.zeros(1, dtype=images.dtype))
 """
 FEW = ("epochs=1", "limit.train_batches=3", "evaluate.test=false", "threads=1", "logger=none")

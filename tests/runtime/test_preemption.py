@@ -105,7 +105,7 @@ def reference(here: Path, train: Callable[..., Any]) -> Callable[..., str]:
 def test_a_signal_saves_the_step_says_so_and_costs_nothing(
     name: str, step: int, start: Any, here: Path, train: Callable[..., Any], reference: Callable[..., str]
 ) -> None:
-    workers = ("data.residency=disk", "data.num_workers=2") if name == "SIGTERM" else ()
+    workers = ("data.placement=disk", "data.num_workers=2") if name == "SIGTERM" else ()
     process = start(*SLOWLY, *workers)
     wait_for(here / "steps", process, at_step(step))
     # The whole group, as a terminal and a scheduler do it: loader workers are signalled as well.
@@ -121,7 +121,7 @@ def test_a_signal_saves_the_step_says_so_and_costs_nothing(
     steps = int((here / "steps").read_text())
     saved = read(directory / "checkpoints" / "last.pt")["position"]["global_step"]
     assert step <= saved == steps == summary["global_step"], "it was saved at the step where it stopped"
-    rest = train(f"ckpt_path={directory}", "callbacks.slow.step_s=0", "data.residency=auto", "data.num_workers=auto")
+    rest = train(f"ckpt_path={directory}", "callbacks.slow.step_s=0", "data.placement=auto", "data.num_workers=auto")
     assert rest.summary["weights_sha256"] == reference()
 
 

@@ -18,7 +18,7 @@ import pytest
 WORDS = (
     "train", "data=synthetic", "data.dataset.samples=200", "data.image_size=8", "data.batch_size=8", "epochs=2",
     "model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.every_steps=1", "evaluate.test=false",
-    "log.curves=false", "data.residency=disk", "data.num_workers=2", "+callbacks.slow._target_=slow.Slow",
+    "log.curves=false", "data.placement=disk", "data.num_workers=2", "+callbacks.slow._target_=slow.Slow",
     "hydra.run.dir=run",
 )  # fmt: skip
 SLOW = """

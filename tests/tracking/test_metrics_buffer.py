@@ -3,7 +3,7 @@
 import pytest
 
 from runner.tracking import metrics_buffer
-from runner.tracking.metrics_buffer import Outbox
+from runner.tracking.metrics_buffer import MetricsBuffer
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def clock(monkeypatch):
 
 def test_what_comes_quickly_waits_for_a_second_and_comes_in_order(clock):
     taken = []
-    box = Outbox([lambda split, metrics, step, epoch: taken.append((split, metrics["loss"], step, epoch))])
+    box = MetricsBuffer([lambda split, metrics, step, epoch: taken.append((split, metrics["loss"], step, epoch))])
     box("train", {"loss": 3.0}, 1, 1)
     assert taken == [("train", 3.0, 1, 1)]
     clock.now += 0.4
@@ -30,7 +30,7 @@ def test_what_comes_quickly_waits_for_a_second_and_comes_in_order(clock):
 
 def test_slow_steps_are_handed_on_one_by_one(clock):
     taken = []
-    box = Outbox([lambda *metrics: taken.append(metrics)])
+    box = MetricsBuffer([lambda *metrics: taken.append(metrics)])
     for step in range(3):
         clock.now += 1.0
         box("train", {}, step, 1)
@@ -39,7 +39,7 @@ def test_slow_steps_are_handed_on_one_by_one(clock):
 
 def test_an_evaluation_takes_along_what_waits(clock):
     taken = []
-    box = Outbox([lambda split, *_: taken.append(split)])
+    box = MetricsBuffer([lambda split, *_: taken.append(split)])
     for split in ("train", "train", "val"):
         box(split, {}, 1, 1)
     assert taken == ["train", "train", "val"]
@@ -47,7 +47,7 @@ def test_an_evaluation_takes_along_what_waits(clock):
 
 def test_emptying_hands_on_once_to_every_taker(clock):
     first, second = [], []
-    box = Outbox([lambda *metrics: first.append(metrics[2]), lambda *metrics: second.append(metrics[2])])
+    box = MetricsBuffer([lambda *metrics: first.append(metrics[2]), lambda *metrics: second.append(metrics[2])])
     for step in (1, 2, 3):
         box("train", {}, step, 1)
     box.empty()
@@ -59,7 +59,7 @@ def test_what_could_not_be_handed_on_is_not_tried_again(clock):
     def full(*metrics):
         raise OSError("no space")
 
-    box = Outbox([full])
+    box = MetricsBuffer([full])
     with pytest.raises(OSError, match="no space"):
         box("train", {}, 1, 1)
     box.empty()

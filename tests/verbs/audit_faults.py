@@ -81,7 +81,7 @@ class OwnGeneratorOfBatches:
     def __init__(self) -> None:
         self.generator = np.random.default_rng()
 
-    def __call__(self, images: Tensor, draws: Any) -> Tensor:
+    def __call__(self, images: Tensor, rng: Any) -> Tensor:
         return images + int(self.generator.integers(0, 100))
 
 

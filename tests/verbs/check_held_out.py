@@ -93,7 +93,7 @@ class OtherBatch:
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def __call__(self, images: Tensor, draws: Any) -> Tensor:
+    def __call__(self, images: Tensor, rng: Any) -> Tensor:
         floats, side = images.float() / 255, images.shape[-1]
         if self.fault == "neighbours swapped":
             order = torch.arange(len(images)) ^ 1

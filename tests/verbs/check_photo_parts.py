@@ -232,7 +232,7 @@ class Batchwise:
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def __call__(self, images: Tensor, draws: Any) -> Tensor:
+    def __call__(self, images: Tensor, rng: Any) -> Tensor:
         floats = images.float() / 255 if images.dtype == torch.uint8 else images
         side = images.shape[-1]
         if self.fault == "one image":

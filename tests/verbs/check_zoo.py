@@ -246,7 +246,7 @@ class LeavesEvaluation:
 class Blank:
     """An augmentation that hides the whole image."""
 
-    def __call__(self, images: Tensor, draws: Any) -> Tensor:
+    def __call__(self, images: Tensor, rng: Any) -> Tensor:
         return torch.zeros_like(images)
 
 

@@ -73,7 +73,13 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "resnet, zero gamma, sgd": (*RESNET, "init=zero_gamma", "optimizer=sgd", "optimizer.lr=0.05"),
     "resnet, drop path, mixing": (*RESNET, "model.drop_path=0.2", "transform=mix"),
     "vision transformer": (*VIT, "optimizer.lr=0.001"),
-    "vision transformer, clipping": (*VIT, "model.drop_path=0.1", "optimizer.lr=0.001", "clip.norm=1.0", "ema=0.99"),
+    "vision transformer, clipping": (
+        *VIT,
+        "model.drop_path=0.1",
+        "optimizer.lr=0.001",
+        "grad_clip.norm=1.0",
+        "ema=0.99",
+    ),
     "residual blocks that start at zero": ("model={_target_: healthy.Residual, num_classes: null, width: 16}",),
     "muon": (*CNN, "optimizer=muon"),
     "rmsprop, steps": (*CNN, "optimizer=rmsprop", "optimizer.lr=0.001", "scheduler=step"),
@@ -84,7 +90,7 @@ TRAININGS: dict[str, tuple[str, ...]] = {
     "numbers, vision transformer": (*VIT, *NUMBERS, "optimizer.lr=0.001"),
     "stochastic weight averaging": (*CNN, "swa=0.75", "scheduler=wsd"),
     "random augmentation": (*CNN, "transform=randaugment", "init=prior_bias"),
-    "trivial augmentation, adaptive clipping": (*RESNET, "transform=trivialaugment", "clip.agc=0.05"),
+    "trivial augmentation, adaptive clipping": (*RESNET, "transform=trivialaugment", "grad_clip.agc=0.05"),
     "augmix": (*CNN, "transform=augmix", "loss.class_weights=balanced"),
     "efficientnet_b0": (*ZOO, "model.name=efficientnet_b0"),
     # Its BatchNorm has a momentum of 0.0003, which needs a long training.

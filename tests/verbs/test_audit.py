@@ -38,9 +38,9 @@ def audit(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[
     "words",
     [
         (),
-        ("vary=data.residency:ram,disk",),
-        ("data.residency=disk", "vary=data.num_workers:0,2"),
-        ("data.residency=disk", "data.num_workers=1", "vary=data.prefetch:1,8"),
+        ("vary=data.placement:ram,disk",),
+        ("data.placement=disk", "vary=data.num_workers:0,2"),
+        ("data.placement=disk", "data.num_workers=1", "vary=data.prefetch:1,8"),
         ("accumulate=2", "amp=bf16", "vary=log.every_steps:1"),
         ("amp=fp16", "activation_checkpointing=false", "vary.activation_checkpointing=true"),
     ],
@@ -55,7 +55,7 @@ def test_what_promises_the_same_bits_has_them(audit: Callable[..., Any], words: 
 
 
 def test_a_module_that_draws_from_what_is_seeded_repeats_dropout_too(audit: Callable[..., Any]) -> None:
-    assert audit(*OWN, "model.middle=seeded", "data.residency=disk", "vary=data.num_workers:0,1")["same"]
+    assert audit(*OWN, "model.middle=seeded", "data.placement=disk", "vary=data.num_workers:0,1")["same"]
 
 
 def test_a_module_with_a_generator_of_its_own_is_named_and_nothing_before_it_differs(audit: Callable[..., Any]) -> None:
@@ -119,7 +119,7 @@ def test_a_transform_with_a_generator_of_its_own_is_named(
 
 @pytest.mark.parametrize("workers", ["0,2", "1,2"])
 def test_an_augmentation_seeded_by_the_worker_is_named(audit: Callable[..., Any], workers: str) -> None:
-    words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.residency=disk")
+    words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.placement=disk")
     found = audit(*QUICK, *words, f"vary=data.num_workers:{workers}")
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
     expected = "ByWorker (transform.sample_train.0) gives another result in another worker process"

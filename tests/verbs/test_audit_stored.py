@@ -31,10 +31,10 @@ def test_runs_that_only_differ_in_what_changes_no_bit_are_the_same(
     train: Callable[..., Any], compared: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
     a = train(*SHORT).directory
-    b = train(*SHORT, "data.residency=disk", "data.num_workers=1").directory
+    b = train(*SHORT, "data.placement=disk", "data.num_workers=1").directory
     found = compared(a, b)
     assert found["same"]
-    assert [row[0] for row in found["config"]] == ["data.residency", "data.num_workers"]
+    assert [row[0] for row in found["config"]] == ["data.placement", "data.num_workers"]
     assert found["log_lines"] == 5, "four steps and an evaluation"
     assert found["a"] == str(a / "checkpoints" / "last.pt")
     assert found["parts"]["model"] == {"differ": 0, "of": 20}

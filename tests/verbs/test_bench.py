@@ -201,14 +201,14 @@ def test_a_loss_that_is_too_far_off_is_not_recommended(bench: Bench) -> None:
 def test_what_cannot_be_run_is_listed_with_the_reason(bench: Bench) -> None:
     found = bench(
         *("toggles=[optimizer.fused]", "optimizer.foreach=true", "vary.data.batch_size=[0]", "vary.model.pause=[1]"),
-        *("vary.data.residency=[elsewhere]", "vary.optimizer.fused=[true]", "vary.clip.norm=[-1]"),
+        *("vary.data.placement=[elsewhere]", "vary.optimizer.fused=[true]", "vary.grad_clip.norm=[-1]"),
     )
     why = reasons(found)
     assert why["data.batch_size=0"].startswith("data.batch_size: cannot be 0")
     assert "is not an argument of bench_parts.Net" in why["model.pause=1"]
-    assert "elsewhere" in why["data.residency=elsewhere"]
+    assert "elsewhere" in why["data.placement=elsewhere"]
     assert "fused" in why["optimizer.fused=true"]
-    assert "clip.norm" in why["clip.norm=-1"]
+    assert "grad_clip.norm" in why["grad_clip.norm=-1"]
     assert [*found["by_name"]] == ["optimizer.fused=true optimizer.foreach=false"]
 
 
@@ -282,7 +282,7 @@ def test_compute_is_the_bottleneck_of_a_slow_model(run: Callable[..., Any], part
     assert found["bottleneck"]["kind"] == "compute"
     assert found["bottleneck"]["factor"] > 3
     assert found["bottleneck"]["waiting"] < 0.3
-    assert [way["overrides"] for way in found["ways"]] == [[], ["data.residency=disk"]]
+    assert [way["overrides"] for way in found["ways"]] == [[], ["data.placement=disk"]]
 
 
 def test_the_config_of_a_checkpoint_is_measured_with_the_line_on_top(

@@ -63,7 +63,7 @@ def tried(composed: Callable[..., Any]) -> Tried:
 def test_on_the_cpu_each_toggle_that_applies_is_tried_and_compiling_only_if_asked_for(tried: Tried) -> None:
     found, left_out = tried(CPU)
     assert {"amp=bf16", "amp=fp16", "channels_last=true", "optimizer.fused=true", "performance=fast"} <= set(found)
-    assert {"threads=1", "threads=2", "threads=6", "data.residency=disk"} <= set(found)
+    assert {"threads=1", "threads=2", "threads=6", "data.placement=disk"} <= set(found)
     assert not any("compile" in name or "tf32" in name or "cudnn" in name for name in found)
     assert not {"threads=4", "performance=baseline", "amp=false", "performance=max"} & set(found)
     assert {"compile", "tf32", "cudnn_benchmark", "performance=max", "data.num_workers"} <= set(left_out)
@@ -84,7 +84,7 @@ def test_a_preset_that_changes_nothing_here_is_not_measured(tried: Tried) -> Non
 def test_on_cuda_its_own_toggles_and_compiling_are_tried(tried: Tried) -> None:
     found, left_out = tried(CUDA)
     assert {"compile=true", "tf32=true", "cudnn_benchmark=true", "performance=max"} <= set(found)
-    assert {"data.residency=disk", "data.residency=ram", "data.residency=device"} <= set(found)
+    assert {"data.placement=disk", "data.placement=ram", "data.placement=device"} <= set(found)
     assert "threads" in left_out
 
 
@@ -138,11 +138,11 @@ def test_a_model_without_convolutions_has_no_memory_layout_to_try(tried: Tried) 
 
 
 def test_workers_are_tried_where_samples_are_read_one_by_one(tried: Tried, composed: Callable[..., Any]) -> None:
-    found, _ = tried(WORKERS, toggles=["data.num_workers", "data.residency"])
+    found, _ = tried(WORKERS, toggles=["data.num_workers", "data.placement"])
     assert set(found) == {f"data.num_workers={count}" for count in (0, 1, 4, 6)}
-    config, _ = composed("part=data", "data.residency=disk", "data.num_workers=2")
+    config, _ = composed("part=data", "data.placement=disk", "data.num_workers=2")
     names = {candidate.name for candidate in data_candidates(config, WORKERS)}
-    assert {"data.num_workers=0", "data.prefetch=4", "data.residency=ram data.num_workers=auto"} <= names
+    assert {"data.num_workers=0", "data.prefetch=4", "data.placement=ram data.num_workers=auto"} <= names
     assert not {"data.num_workers=2", "data.prefetch=2"} & names
 
 

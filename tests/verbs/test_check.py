@@ -126,7 +126,7 @@ def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeyp
     from runner.verbs.check import run as check_run
 
     seen: set[str] = set()
-    real = check_run.made
+    real = check_run.run_check
 
     def spying(each: Any, subject: Any, broken: dict[str, str]) -> Any:
         verdict = real(each, subject, broken)
@@ -136,7 +136,7 @@ def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeyp
         )
         return verdict
 
-    monkeypatch.setattr(check_run, "made", spying)
+    monkeypatch.setattr(check_run, "run_check", spying)
     words = ("skip=[zero-input,baselines]", "train=true", "train_steps=20", "scheduler=constant", "budget_s=300")
     assert run(*QUICK, *words).status == 0
     assert len(seen) == 1

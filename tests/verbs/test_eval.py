@@ -60,7 +60,7 @@ def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digi
 ) -> None:
     whole = evaluate(f"ckpt_path={trained.directory}")
     small = evaluate(
-        f"ckpt_path={trained.directory}", "evaluate.batch_size=3", "data.residency=disk", "data.num_workers=1"
+        f"ckpt_path={trained.directory}", "evaluate.batch_size=3", "data.placement=disk", "data.num_workers=1"
     )
     assert small["metrics"]["accuracy"] == whole["metrics"]["accuracy"]
     assert small["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-6)
@@ -239,9 +239,7 @@ def test_losses_is_of_softmax_are_told_from_others(loss: torch.nn.Module, expect
 def test_numbers_that_are_none_are_null_in_json(
     trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "runner.verbs.eval.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")}
-    )
+    monkeypatch.setattr("runner.verbs.eval.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")})
     monkeypatch.setattr("runner.verbs.eval.build_metrics", lambda *_: {})
     monkeypatch.setattr(Classification, "tables", lambda *_: {})
     result = run(*EVAL, f"ckpt_path={trained.directory}")

@@ -311,7 +311,7 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
 
     training = built(*SMALL)
     load_weights(training.model, read(trained.directory / "checkpoints" / "best.pt")["model"])
-    batch = next(iter(training.splits.named("test").loader.batches(0, 0, 1)))
+    batch = next(iter(training.splits.eval_split("test").loader.batches(0, 0, 1)))
     with torch.no_grad():
         logits = training.model.eval()(batch.images)
     np.testing.assert_allclose(arrays["head"], logits.numpy(), rtol=1e-4, atol=1e-5)
@@ -491,12 +491,12 @@ def test_as_many_filters_are_told_as_are_drawn(
     from types import SimpleNamespace
     from typing import cast
 
-    from runner.data.build import Splits
+    from runner.data.build import DataModule
     from runner.verbs.inspect.pictures import draw_filters
 
     seen: list[Any] = []
     monkeypatch.setattr("runner.verbs.inspect.pictures.filter_grid", lambda shown, *_: seen.append(shown))
-    splits = cast(Splits, SimpleNamespace(channels=channels, image_size=(8, 8)))
+    splits = cast(DataModule, SimpleNamespace(channels=channels, image_size=(8, 8)))
     assert title in draw_filters(nn.Conv2d(channels, 70, 3), splits, tmp_path / "f.png")
     assert len(seen[0]) == drawn
 

@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 
 from runner.checkpoint.file import read, write
 from runner.config.errors import UserError
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.sources.image_files import fitted
 from runner.data.sources.image_io import read_image
 from runner.data.sources.synthetic import synthetic
@@ -267,7 +267,7 @@ def test_a_checkpoint_predicts_without_its_data_and_one_of_old_looks_at_them(
 
     words = (*CALL, f"ckpt_path={path}", "input=photos/00.png", "output=rows.csv")
     with monkeypatch.context() as patch:
-        patch.setattr("runner.verbs._checkpoint.assemble", absent)
+        patch.setattr("runner.verbs._checkpoint.build_data", absent)
         assert run(*words).status == 0
     contents = read(path)
     del contents["metrics"]["images"]
@@ -389,8 +389,8 @@ def test_a_failure_before_the_first_image_ends_the_workers_of_a_split(
     run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = []
-    close = Splits.close
-    monkeypatch.setattr(Splits, "close", lambda self: (closed.append(self), close(self)))
+    close = DataModule.close
+    monkeypatch.setattr(DataModule, "close", lambda self: (closed.append(self), close(self)))
     result = run(*CALL, f"ckpt_path={trained}", "input=test", "model.width=8")
     assert result.status == 2
     assert len(closed) == 1
@@ -400,7 +400,7 @@ def test_views_are_tried_on_what_the_model_is_given(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The data is square, and after transform.eval the images are not.
-    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, draws: images[..., :6]])
+    monkeypatch.setattr("runner.verbs._checkpoint.callables", lambda *_: [lambda images, rng: images[..., :6]])
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "tta=rotations")
     assert result.status == 2, result.out
     assert "tta: rotations are views of square images, and these have 8x6 pixels" in result.err

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.data.marks import PREPARE, WAIT
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.stopwatch import OTHER, Step
 from runner.verbs.profile.measure import Measured
 from runner.verbs.profile.verdict import Facts, verdict
@@ -101,9 +100,9 @@ def test_a_slow_data_set_shows_as_waiting_for_data(
     (workdir / "slow_set.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.delitem(sys.modules, "slow_set", raising=False)
-    quick = profile("data.residency=disk", "data.num_workers=0")
+    quick = profile("data.placement=disk", "data.num_workers=0")
     slow = profile(
-        "data.dataset={_target_: slow_set.Slow}", "data.residency=disk", "data.num_workers=0", "trace_steps=0"
+        "data.dataset={_target_: slow_set.Slow}", "data.placement=disk", "data.num_workers=0", "trace_steps=0"
     )
     assert slow["split"][WAIT]["ms"] > 8 * 2, "eight samples of two milliseconds"
     assert slow["split"][WAIT]["share"] > 0.5
@@ -127,14 +126,19 @@ def test_saved_bytes_and_work_drop_with_fewer_layers(profile: Callable[..., Any]
 
 @pytest.mark.parametrize(
     "words",
-    [("amp=true",), ("amp=fp16", "clip.norm=1.0"), ("accumulate=2", "clip.value=0.1"), ("data.residency=disk",)],
+    [
+        ("amp=true",),
+        ("amp=fp16", "grad_clip.norm=1.0"),
+        ("accumulate=2", "grad_clip.value=0.1"),
+        ("data.placement=disk",),
+    ],
     ids=" ".join,
 )
 def test_it_works_with_what_changes_a_step(profile: Callable[..., Any], words: tuple[str, ...]) -> None:
-    found = profile(*words, "data.num_workers=0" if "data.residency=disk" in words else "steps=4")
+    found = profile(*words, "data.num_workers=0" if "data.placement=disk" in words else "steps=4")
     assert found["precision"].startswith({"amp=true": "bf16", "amp=fp16": "fp16"}.get(words[0], "float32"))
     assert found["split"][OPTIMIZER]["ms"] > 0
-    assert (found["split"][WAIT]["ms"] > 0) == ("data.residency=disk" in words)
+    assert (found["split"][WAIT]["ms"] > 0) == ("data.placement=disk" in words)
     assert found["accumulate"] == (2 if "accumulate=2" in words else 1)
 
 
@@ -171,12 +175,12 @@ def of(**shares: float) -> dict[str, float]:
         ({"compiled": False}, ["try compile=true"]),
         ({"shares": of(wait=0.5), "workers": 2, "in_memory_possible": False},
          ["Waiting for data takes 50% of a step", "data.num_workers=8 (now 2)"]),
-        ({"shares": of(wait=0.5), "workers": 2}, ["data.residency=auto"]),
+        ({"shares": of(wait=0.5), "workers": 2}, ["data.placement=auto"]),
         ({"shares": of(wait=0.5), "workers": 8, "in_memory_possible": False, "cached": False},
          ["all 8 CPU cores", "data.cache=disk"]),
         ({"shares": of(wait=0.5), "workers": 8, "in_memory_possible": False}, ["data.image_size"]),
         ({"shares": of(prepare=0.3)}, ["Copying and augmenting takes 30%", "transform.train"]),
-        ({"shares": of(prepare=0.3), "device": "GPU", "on_device": False}, ["data.residency=device"]),
+        ({"shares": of(prepare=0.3), "device": "GPU", "on_device": False}, ["data.placement=device"]),
         ({"shares": of(prepare=0.3), "device": "GPU", "on_device": False, "in_memory_possible": False, "workers": 2},
          ["data.pin_memory=true"]),
         ({"shares": of(optimizer=0.45), "fused": False}, ["The optimizer takes 45%", "optimizer.fused=true"]),

@@ -24,7 +24,7 @@ def train(job: Job) -> None:
         "train", f"hydra.run.dir={job.folder}", "threads=1", "device=cpu", "logger=none", "log.progress=false", "log.curves=false",
         "evaluate.test=false", "data.split.test=0", f"data.batch_size={BATCH}", f"epochs={EPOCHS}",
         f"checkpoint.every_steps={EVERY_STEPS}", "checkpoint.min_seconds=0", "model.width=4", "model.dropout=0.2",
-        "data.shift=0.125", "data.residency=disk", f"data.num_workers={job.workers}",
+        "data.shift=0.125", "data.placement=disk", f"data.num_workers={job.workers}",
         f"data.dataset={{_target_:{__name__}.Images,poisoned:{str(job.poisoned).lower()}}}", "data.normalize.mean=[0.3]",
         "data.normalize.std=[0.37]", "data.split.val=0", "evaluate.every_epochs=null", "callbacks=none",
     ]  # fmt: skip

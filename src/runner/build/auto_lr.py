@@ -14,7 +14,7 @@ from runner.config.errors import UserError
 from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
 from runner.config.targets import names_argument
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
 from runner.tracking.files import write_json
 from runner.tracking.plots import rate_curve
@@ -125,7 +125,7 @@ def settle_rate(
     folder: Path,
     tell: Callable[[str], None],
     interrupted: Callable[[], str],
-) -> Splits:
+) -> DataModule:
     """Put the rate that the range test finds in the place of `lr=auto`.
 
     What the test trained is thrown away: the run builds its own from its seed, so it is that of a run with this rate.

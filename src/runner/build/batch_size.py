@@ -17,7 +17,8 @@ from runner.build.model import as_given
 from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.engine.oom_retry import is_out_of_memory
-from runner.runtime.memory import SavedTensors, readable
+from runner.instrument.saved_tensors import SavedTensors
+from runner.runtime.memory import readable
 
 if TYPE_CHECKING:
     from runner.build.run import Training

@@ -7,22 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.build.sources import changed_sources
+from runner.checkpoint.find import named
 from runner.config.errors import DataFailed, UserError
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.consistency import not_finite
-from runner.data.dataset_fingerprint import other_classes, other_data
+from runner.data.dataset_fingerprint import class_changes, data_changes
 from runner.tracking.run_directory import RunDirectory
 
 
 def compare_data(
-    checkpoint: dict[str, Any], splits: Splits, identity: dict[str, Any], sources: dict[str, str], ignore: bool
+    checkpoint: dict[str, Any], splits: DataModule, identity: dict[str, Any], sources: dict[str, str], ignore: bool
 ) -> list[str]:
     """Compare the data with those that a checkpoint was trained on, and the source files of the user's own components.
 
     Args:
         checkpoint: its contents.
         splits: the data at hand.
-        identity: what tells them from others, as `splits.identify` has given it.
+        identity: what tells them from others, as `splits.fingerprint` has given it.
         sources: digests of the source files, see `runner.build.sources`.
         ignore: whether to go on with other data.
 
@@ -37,7 +38,9 @@ def compare_data(
     warnings = changed_sources(checkpoint["metrics"].get("sources"), sources)
     if before is None:
         return [*warnings, "the checkpoint does not say which data it was trained on: they were not compared"]
-    others = other_classes(checkpoint["classes"], list(splits.classes)) + other_data(before, identity, splits.identify)
+    others = class_changes(checkpoint["classes"], list(splits.classes)) + data_changes(
+        before, identity, splits.fingerprint
+    )
     if not others:
         unknown = any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items())
         return [
@@ -52,12 +55,12 @@ def compare_data(
     return [*warnings, f"{said} (data.identity=ignore)"]
 
 
-def name_not_finite(loss: float, splits: Splits, name: str, tell: Callable[[str], None]) -> None:
+def name_not_finite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
     """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
-    split = splits.named(name)
-    if math.isfinite(loss) or split is None or name in splits.searched:
+    split = splits.eval_split(name)
+    if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
         return
-    splits.searched.add(name)
+    splits.searched_for_nonfinite.add(name)
     batches = math.ceil(split.samples / split.loader.batch_size)
     if found := not_finite(split.loader.batches(0, 0, batches), name):
         tell(f"the loss on '{name}' is {loss}: {found}")
@@ -65,6 +68,6 @@ def name_not_finite(loss: float, splits: Splits, name: str, tell: Callable[[str]
 
 def way_on(directory: RunDirectory | None, error: Exception) -> str:
     """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
-    if directory is None or not isinstance(error, DataFailed) or not (directory.checkpoints / "last.pt").is_file():
+    if directory is None or not isinstance(error, DataFailed) or not named(directory.checkpoints, "last"):
         return ""
     return f"\n    to go on: ckpt_path={directory.path}"

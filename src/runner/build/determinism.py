@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from runner.engine.state import TrainState
-from runner.engine.step import StepParts
+from runner.engine.step import StepConfig
 from runner.runtime.determinism import caller_in_backward, operation, refusal
 
-Step = Callable[[TrainState, StepParts, Any, float, int, bool], None]
+Step = Callable[[TrainState, StepConfig, Any, float, int, bool], None]
 
 
 def named(step: Step) -> Step:
@@ -20,7 +20,7 @@ def named(step: Step) -> Step:
     It raises a `UserError` in place of torch's error about such an operation in backward, if its module can be found.
     """
 
-    def named_step(state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool) -> None:
+    def named_step(state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool) -> None:
         try:
             step(state, parts, batch, weight, samples, update)
         except RuntimeError as error:
@@ -30,10 +30,10 @@ def named(step: Step) -> Step:
     return named_step
 
 
-def _tell(error: RuntimeError, state: TrainState, parts: StepParts, batch: Any) -> None:
+def _tell(error: RuntimeError, state: TrainState, parts: StepConfig, batch: Any) -> None:
     """Raise a `UserError` if the error is about such an operation."""
     # In forward the stack says who it was; a compiled graph cannot be looked into.
-    if not operation(str(error)) or parts.objective is not None:
+    if not operation(str(error)) or parts.compiled_loss is not None:
         return
 
     def forward() -> Tensor:

@@ -10,9 +10,9 @@ from runner.config.errors import UserError, first_line
 from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
 from runner.config.patterns import matching
 from runner.config.schema.train import Train
-from runner.engine.evaluation import untouched
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.plan import Timeline
+from runner.instrument.no_trace import evaluating
 from runner.models.heads import Head, HeadNotFound, find_head, replace_head
 from runner.models.initial import draw_weights, set_prior, zero_last_norms
 from runner.runtime.determinism import refusal
@@ -24,7 +24,7 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         UserError: if it cannot take them.
     """
-    with untouched(model):
+    with evaluating(model):
         try:
             outputs: Tensor = model(images)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -136,7 +136,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
             "freeze: leaves nothing to train in the first step\n    allowed: all-but-head, or fewer patterns"
         )
     for part in parts:
-        if part.for_good:
+        if part.permanent:
             for parameter in part.parameters:
                 parameter.requires_grad_(False)
     return Freezing(model, parts)
@@ -144,7 +144,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
 
 def never_thawed(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
     """Warnings about what is frozen for a while that the run does not outlast."""
-    late = [part for part in freezing.parts if not part.for_good and _ends(part, timeline) >= total_steps]
+    late = [part for part in freezing.parts if not part.permanent and _ends(part, timeline) >= total_steps]
     return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
 
 

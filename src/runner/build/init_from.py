@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoint.digest import weights_sha256
-from runner.checkpoint.find import Found
+from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.weight_files import Weights, read_weights
 from runner.config.errors import UserError
 from runner.config.reading import next_start_time, read_summary
@@ -195,7 +195,7 @@ def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
     return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
 
 
-def begun(config: Train, found: Found | None) -> dict[str, Any]:
+def begun(config: Train, found: LoadedCheckpoint | None) -> dict[str, Any]:
     """What the summary says when a run starts: from which checkpoint and weights, and at what time."""
     summary: dict[str, Any] = {"started": next_start_time(Path(config.output_root) / config.name)}
     summary["resumed_from"] = str(found.path) if found else None

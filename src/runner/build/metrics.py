@@ -10,14 +10,14 @@ import torch
 from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument
-from runner.data.build import Splits
-from runner.engine.weight_average import Kind, prefix
+from runner.data.build import DataModule
 from runner.engine.tasks import Task
+from runner.engine.weight_average import Kind, prefix
 
 _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric itself does not say
 
 
-def monitored(config: Train, task: Task, splits: Splits) -> tuple[str, str]:
+def monitored(config: Train, task: Task, splits: DataModule) -> tuple[str, str]:
     """The metric that says which evaluation is best, and whether the `min` or the `max` is.
 
     Raises:

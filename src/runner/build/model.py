@@ -15,18 +15,20 @@ from runner.build.targets import check_targets
 from runner.config.errors import UserError, first_line
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
-from runner.engine.evaluation import untouched
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating, no_trace
 from runner.runtime.determinism import refusal
 
-_BATCHES = "what takes a batch and its random draws, as in runner.data.transforms.augment; others go into transform.sample_*"
+_BATCHES = (
+    "what takes a batch and its random draws, as in runner.data.transforms.augment; others go into transform.sample_*"
+)
 
 
 class KnownData(Protocol):
-    """What a model has to know of the data: see `runner.data.build.Splits`."""
+    """What a model has to know of the data: see `runner.data.build.DataModule`."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -42,7 +44,7 @@ class KnownData(Protocol):
 
 
 def build_learner(
-    values: dict[str, Any], config: Train, splits: Splits, fetch_weights: bool = True
+    values: dict[str, Any], config: Train, splits: DataModule, fetch_weights: bool = True
 ) -> tuple[Task, nn.Module, nn.Module]:
     """Build task, model and loss; what they took from the data is written into `values`.
 
@@ -55,8 +57,8 @@ def build_learner(
     Raises:
         UserError: if what the config says does not fit the data.
     """
-    if splits.misfits:
-        raise splits.misfits[0]
+    if splits.incompatibilities:
+        raise splits.incompatibilities[0]
     task, model = build_model(values, config, splits, lambda: as_given(splits).cpu(), fetch_weights)
     check_targets(task, splits)
     facts = {"num_classes": task.outputs(splits.classes), "class_counts": splits.class_counts}
@@ -130,7 +132,7 @@ def _with_facts(values: dict[str, Any], key: str, facts: dict[str, Any]) -> dict
     return node
 
 
-def as_given(splits: Splits, copies: int = 1) -> Tensor:
+def as_given(splits: DataModule, copies: int = 1) -> Tensor:
     """The first training sample as a model is given it, without augmentation: (copies, C, H, W)."""
     image = splits.example[0].expand(copies, *splits.example[0].shape[1:])
     if copies == 1:
@@ -152,7 +154,7 @@ def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
         ) from error
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> list[str]:
+def probe(task: Task, model: nn.Module, loss: nn.Module, splits: DataModule) -> list[str]:
     """Send one sample through model and loss, so that what does not fit is said before training starts.
 
     Weights, buffers, modes and random generators are left as they are.
@@ -169,7 +171,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, splits: Splits) -> list
     with _single_values(model) as single:
         logits = try_forward(model, inputs)
     _probe_other_sizes(model, splits)
-    with untouched(model, loss):
+    with evaluating(model, loss):
         if not isinstance(logits, Tensor) or tuple(logits.shape) != (1, outputs):
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise UserError(
@@ -204,7 +206,7 @@ def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor
     return value
 
 
-def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, splits: Splits, single: bool) -> None:
+def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, splits: DataModule, single: bool) -> None:
     """Compute the loss of two samples as training does, where a batch has two, to see that it has a gradient.
 
     Args:
@@ -252,7 +254,7 @@ def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
     # Some models keep their last outputs as attributes, and a tensor with a graph cannot be copied for an average.
     kept = [(module, dict(vars(module))) for module in (*model.modules(), *loss.modules())]
     try:
-        with untouched(model, loss), torch.inference_mode(False), torch.enable_grad():
+        with no_trace(model, loss), torch.enable_grad():
             model.train()
             yield
     finally:
@@ -282,11 +284,11 @@ def _single_values(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def _probe_other_sizes(model: nn.Module, splits: Splits) -> None:
+def _probe_other_sizes(model: nn.Module, splits: DataModule) -> None:
     """Send an image of each split whose images have another size than those of the training split through the model."""
     size = splits.example[0].shape[-2:]
     for name, (image, _) in splits.examples.items():
-        split = splits.named(name)
+        split = splits.eval_split(name)
         if split is None or image.shape[-2:] == size:
             continue
         try:
@@ -300,7 +302,7 @@ def _probe_other_sizes(model: nn.Module, splits: Splits) -> None:
             ) from error
 
 
-def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: Plan) -> None:
+def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan) -> None:
     """Refuse batches of one sample where BatchNorm layers would get a single value a channel.
 
     Args:
@@ -325,7 +327,7 @@ def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: Plan) ->
             )
 
 
-def _probe_training(task: Task, loss: nn.Module, splits: Splits, logits: Tensor) -> None:
+def _probe_training(task: Task, loss: nn.Module, splits: DataModule, logits: Tensor) -> None:
     """Send the sample through what is done to samples in training alone: augmentation, and targets that are blended."""
     image, target = splits.example
     places = torch.zeros(1, dtype=torch.int64, device=image.device)

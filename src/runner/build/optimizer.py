@@ -41,7 +41,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
     # The linear scaling rule of Goyal et al., 2017.
-    scale = config.data.samples_a_batch * config.accumulate / extras.scale_lr if extras.scale_lr is not None else 1.0
+    scale = config.data.samples_a_batch * config.accumulate / extras.lr_base_batch_size if extras.lr_base_batch_size is not None else 1.0
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
         raise UserError(
             f"optimizer: {config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate\n"

@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.build.batch_size import settle_batch_size
 from runner.build.determinism import named
-from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
-from runner.build.metrics import monitored, stops_early
-from runner.build.optimizer import build_optimizer, build_schedule
-from runner.build.init_from import Started, start_from
 from runner.build.finetune import freeze, initialise, known_head, never_thawed
+from runner.build.init_from import Started, start_from
+from runner.build.metrics import monitored, stops_early
+from runner.build.model import as_given, build_learner, check_batches_of_one, place, probe
+from runner.build.optimizer import build_optimizer, build_schedule
+from runner.build.weight_average import build_averaged, check_average, with_swa_rate
 from runner.checkpoint.rng import seed_everything
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble
-from runner.engine.buffers import untouched_buffers
+from runner.data.build import DataModule, build_data
 from runner.engine.clipping import AdaptiveClip
-from runner.engine.nonfinite import Guard
 from runner.engine.loop import Limits
-from runner.engine.plan import Plan, Timeline
-from runner.engine.oom_retry import SplittingStep
-from runner.engine.state import FiniteMeter, Meter, Position, TrainState
-from runner.engine.step import StepParts, train_step
+from runner.engine.nonfinite import Guard
+from runner.engine.oom_retry import OOMRetryStep
+from runner.engine.plan import EpochPlan, Timeline
+from runner.engine.state import FiniteMean, RunningMean, Position, TrainState
+from runner.engine.step import StepConfig, train_step
 from runner.engine.tasks import Task
+from runner.instrument.flops import Flops, count_flops
+from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels, plain_step
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
-from runner.runtime.flops import Flops, count_flops
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled, toggle
 
@@ -45,8 +45,8 @@ class Training:
     device: torch.device
     device_reason: str
     precision: Precision
-    splits: Splits
-    plan: Plan
+    splits: DataModule
+    plan: EpochPlan
     timeline: Timeline
     task: Task
     loss: nn.Module
@@ -55,8 +55,8 @@ class Training:
     monitor: str
     mode: str
     state: TrainState
-    parts: StepParts
-    step: Callable[[TrainState, StepParts, Any, float, int, bool], None]
+    parts: StepConfig
+    step: Callable[[TrainState, StepConfig, Any, float, int, bool], None]
     toggled: Toggled
     kernels: Kernels
     started: Started | None
@@ -73,7 +73,7 @@ def build_training(
     config: Train,
     values: dict[str, Any],
     start: Position | None = None,
-    splits: Splits | None = None,
+    splits: DataModule | None = None,
     make_cache: bool = True,
     fresh: bool = True,
 ) -> Training:
@@ -103,7 +103,7 @@ def build_training(
     precision = choose_precision(config.amp, device)
 
     # Data
-    splits = splits or assemble(
+    splits = splits or build_data(
         config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last, make_cache
     )
     if fitting is not None:
@@ -111,7 +111,7 @@ def build_training(
     values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
     data = config.data
     size = data.samples_a_batch
-    plan = Plan(splits.train.samples, size, config.accumulate, data.drop_last, config.limit.train_batches)
+    plan = EpochPlan(splits.train.samples, size, config.accumulate, data.drop_last, config.limit.train_batches)
     if start is not None and start.batch >= max(1, plan.batches):
         raise UserError(
             f"ckpt_path: the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}\n"
@@ -158,23 +158,23 @@ def build_training(
             f"every step waits for the {device.type} device, as {type(optimizer).__name__} without a fused kernel has to be "
             "kept from steps whose gradients are not finite"
         )
-    meter = FiniteMeter(device) if config.on_nonfinite == "skip" else Meter(device)
+    meter = FiniteMean(device) if config.on_nonfinite == "skip" else RunningMean(device)
     averaged = build_averaged(config, model, optimizer, timeline, limits, total_steps)
     state = TrainState(model, optimizer, schedule, precision.scaler, meter, averaged=averaged)
     state.freezing = freezing
     state.position.turns = [list(turn) for turn in timeline.turns]
-    parts = StepParts(
+    parts = StepConfig(
         targets=task.targets,
         loss=loss,
         autocast=precision.autocast,
-        clip_norm=config.clip.norm,
-        clip_value=config.clip.value,
-        clip_adaptive=AdaptiveClip.of(model, config.clip.agc) if config.clip.agc is not None else None,
-        objective=toggled.objective,
+        clip_norm=config.grad_clip.norm,
+        clip_value=config.grad_clip.value,
+        clip_adaptive=AdaptiveClip.of(model, config.grad_clip.agc) if config.grad_clip.agc is not None else None,
+        compiled_loss=toggled.objective,
         guard=guard,
-        take_step=plain_step(optimizer),
+        optimizer_step=plain_step(optimizer),
     )
-    step = SplittingStep(plan.batch_size) if config.on_oom == "split" else train_step
+    step = OOMRetryStep(plan.batch_size) if config.on_oom == "split" else train_step
     return Training(
         device=device,
         device_reason=device_reason,
@@ -245,7 +245,7 @@ def training_flops(training: Training, position: Position | None = None, samples
     splits = training.splits
     images = as_given(splits, samples)
     targets = training.task.targets(splits.example[1].expand(samples, *splits.example[1].shape[1:]))
-    with training.state.freezing.as_at(position), untouched_buffers(training.loss):
+    with training.state.freezing.as_at(position), preserved_buffers(training.loss):
         return count_flops(
             training.model, images, lambda logits: training.loss(logits, targets), training.precision.autocast
         )

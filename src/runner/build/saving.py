@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runner.checkpoint import file, resume
-from runner.checkpoint.async_writer import Background, Snapshot
-from runner.checkpoint.find import Found
-from runner.checkpoint.manager import Keeper
+from runner.checkpoint.async_writer import AsyncWriter, Snapshot
+from runner.checkpoint.find import LoadedCheckpoint
+from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.config.errors import UserError
 from runner.config.targets import build
@@ -21,7 +21,7 @@ from runner.engine.state import TrainState, not_finite
 from runner.tracking.console import Console
 from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger
-from runner.tracking.metrics_buffer import Outbox
+from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.run_directory import RunDirectory
 
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
@@ -57,18 +57,18 @@ class Saving:
         images: Sequence[int],
         sources: dict[str, str],
         loggers: Sequence[Logger],
-        show: Outbox,
+        show: MetricsBuffer,
         summary: dict[str, Any],
         monitor: str,
         in_background: bool,
     ) -> None:
-        self.keeper = Keeper(directory.checkpoints, keep)
+        self.manager = CheckpointManager(directory.checkpoints, keep)
         self._directory, self._callbacks = directory, callbacks
         self._config, self._classes, self._versions = config, classes, versions()
         self._identity, self._images, self._sources = identity, list(images), sources
         self._loggers, self._show = loggers, show
         self._summary, self._monitor = summary, monitor
-        self._background = Background() if in_background else None
+        self._background = AsyncWriter() if in_background else None
         self._snapshot = Snapshot()
         self._by_design: set[str] = set()
         self._hook: Any = None
@@ -91,7 +91,7 @@ class Saving:
         weights = size_of(state.model.state_dict())
         require_space(self._directory.checkpoints, weights)
         tensors = 1 + _MOMENTS + (state.averaged is not None)
-        return scarce(self._directory.checkpoints, weights * tensors, self.keeper.keep)
+        return scarce(self._directory.checkpoints, weights * tensors, self.manager.keep)
 
     def save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         """Write the state, and before it the best one if that was put off.
@@ -168,13 +168,13 @@ class Saving:
     def keep_best(self, contents: dict[str, Any]) -> None:
         """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
         if not not_finite(contents, self._by_design):
-            self.keeper.save(contents, contents["position"]["global_step"], is_best=True)
+            self.manager.save(contents, contents["position"]["global_step"], is_best=True)
 
     def roll_back(self, loop: Loop) -> None:
         """Put the run back to its last checkpoint, and take back what was logged since."""
         self.wait()
         self._show.empty()
-        found = Found(self.keeper.last, file.read(self.keeper.last), [])
+        found = LoadedCheckpoint(self.manager.last, file.read(self.manager.last), [])
         resume.restore(found, loop.state, self._callbacks)
         self._directory.truncate_metrics(loop.state.position.global_step, repeated(loop.state))
         for logger in self._loggers:
@@ -182,7 +182,7 @@ class Saving:
             logger.open(self._directory.path, loop.state.position.global_step)
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
-        loop.settle()
+        loop.check_nonfinite()
         known = (self._config, self._classes, self._versions, self._identity, self._images, self._sources)
         return resume.contents(loop.state, self._callbacks, *known)
 
@@ -198,7 +198,7 @@ class Saving:
             self.keep_best(earlier_best)
         if name := not_finite(contents, self._by_design):
             raise Diverged(f"{name} is not finite after step {step}; it was not saved")
-        self.keeper.save(contents, step, is_best)
+        self.manager.save(contents, step, is_best)
         self._directory.write_summary(summary)
 
     def _record(self, state: TrainState) -> dict[str, Any]:

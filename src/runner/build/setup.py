@@ -35,7 +35,7 @@ class Setup:
 
     config: Train
     values: dict[str, Any]
-    found: find.Found | None = None
+    found: find.LoadedCheckpoint | None = None
     differences: list[tuple[str, str, str]] = field(default_factory=list)
     again: RunDirectory | None = None
     finished: RunDirectory | None = None
@@ -57,7 +57,7 @@ def settle(composition: Composition) -> Setup:
         again, warnings = to_continue(composition)
         if again is not None and (again.read_summary() or {}).get("status") == "finished":
             return Setup(checked(values, composition, Train), values, finished=again)
-        if again is not None and any(again.checkpoints.glob("*.pt")):
+        if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
     if ckpt_path is None:
         return Setup(checked(values, composition, Train), values, again=again, warnings=warnings)
@@ -153,6 +153,6 @@ def open_directory(setup: Setup, composition: Composition) -> RunDirectory:
     return RunDirectory(path)
 
 
-def is_inside(found: find.Found | None, path: Path) -> bool:
+def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:
     """Whether a checkpoint that was found lies in a run's directory."""
     return found is not None and path.resolve() in found.path.resolve().parents

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.workers import WorkerLoader
 from runner.engine.tasks import Classification, Task
 
 WrongTarget = Callable[[Tensor, bool], tuple[int, str] | None]
 
 
-def check_targets(task: Task, splits: Splits) -> None:
+def check_targets(task: Task, splits: DataModule) -> None:
     """Check all targets that are known without reading samples; others are checked in each batch, before it is used.
 
     Raises:
@@ -32,7 +32,7 @@ def check_targets(task: Task, splits: Splits) -> None:
             refuse(splits.targets[name][samples], samples)
             continue
         refuse(splits.examples[name][1][None], indices[:1])
-        for split in (splits.named(name), splits.train if name == "train" else None):
+        for split in (splits.eval_split(name), splits.train if name == "train" else None):
             if split is not None and isinstance(split.loader, WorkerLoader):
                 split.loader.check = refuse
 

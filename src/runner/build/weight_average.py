@@ -13,12 +13,12 @@ from runner.build.batch_size import memory_told
 from runner.checkpoint.weights import weights_of
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.engine.weight_average import Averaged, prefix
 from runner.engine.errors import Interrupted
-from runner.engine.generators import untouched_generators
 from runner.engine.loop import Limits
 from runner.engine.plan import Timeline
 from runner.engine.state import Schedule, load_weights
+from runner.engine.weight_average import AveragedModel, prefix
+from runner.instrument.no_trace import preserved_rng
 from runner.optim.schedules import Annealed
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def build_averaged(
     timeline: Timeline,
     limits: Limits,
     total_steps: int,
-) -> Averaged | None:
+) -> AveragedModel | None:
     """The average that `ema` or `swa` asks for; None for neither."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [parameter for parameter in model.parameters() if id(parameter) in trained]
     leaves_out = config.on_nonfinite == "skip"
     if config.ema is not None:
         warmup = config.averaging.warmup
-        return Averaged("ema", model, parameters, config.ema, warmup, leaves_out=leaves_out)
+        return AveragedModel("ema", model, parameters, config.ema, warmup, leaves_out=leaves_out)
     if config.swa is None:
         return None
     start = swa_start(config.swa, timeline, limits, total_steps)
@@ -50,7 +50,7 @@ def build_averaged(
         # The next weights are taken a whole number of epochs after the start, the last ones before the turn.
         part = (timeline.scaled(start) / timeline.steps - epoch) % 1
         start = turn + round(part * timeline.steps) - timeline.steps
-    return Averaged("swa", model, parameters, start=start, every=timeline.steps, leaves_out=leaves_out)
+    return AveragedModel("swa", model, parameters, start=start, every=timeline.steps, leaves_out=leaves_out)
 
 
 def check_average(config: Train, training: Training) -> None:
@@ -90,11 +90,11 @@ def swa_start(swa: float, timeline: Timeline, limits: Limits, total_steps: int) 
 
 def with_swa_rate(schedule: Schedule, config: Train, timeline: Timeline, limits: Limits, total_steps: int) -> Schedule:
     """The schedule, going over to SWA's rate where SWA begins."""
-    if config.swa is None or config.averaging.lr is None:
+    if config.swa is None or config.averaging.lr_factor is None:
         return schedule
     start = swa_start(config.swa, timeline, limits, total_steps)
     steps = config.averaging.anneal_epochs * timeline.steps
-    return Annealed(schedule, start, steps, config.averaging.lr, timeline.scaled)
+    return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
 def evaluate_both(
@@ -141,7 +141,7 @@ def _feed(training: Training, limit: int | None, interrupted: Callable[[], bool]
     if samples > size and samples % size == 1:
         samples -= 1  # a single sample has no variance
     read = loader.batches(0, 0, math.ceil(samples / loader.batch_size))
-    with untouched_generators(training.model), torch.no_grad():
+    with preserved_rng(), torch.no_grad():
         for images in _in_batches_of(size, (batch.images for batch in read), samples):
             if interrupted():
                 raise Interrupted

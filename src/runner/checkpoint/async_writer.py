@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+
+from runner.checkpoint.structure import identity
 
 
 class Snapshot:
@@ -33,6 +35,7 @@ class Snapshot:
         self.complete.clear()
         self._later = []
         self._devices: set[torch.device] = set()
+        self._copies: dict[Hashable, torch.Tensor] = {}  # tied tensors are copied once, and stay tied
         copy: dict[str, Any] = self._copied(contents, "", later)
         for device in self._devices:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -59,6 +62,9 @@ class Snapshot:
         return mapped(value, lambda item, key: self._copied(item, f"{place}/{key}", later))
 
     def _copied_tensor(self, tensor: torch.Tensor, place: str, later: Callable[[str], bool]) -> torch.Tensor:
+        key = identity(tensor)
+        if key in self._copies:
+            return self._copies[key]
         buffer = self._buffers.get(place)
         if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != (
             tensor.shape,
@@ -67,6 +73,7 @@ class Snapshot:
         ):
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._buffers[place] = buffer
+        self._copies[key] = buffer
         if tensor.is_cuda:
             self._devices.add(tensor.device)
         if tensor.device.type == "cpu" and later(place):
@@ -87,7 +94,7 @@ def mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
     return kind(value) if kind in (set, bytearray) else value
 
 
-class Background:
+class AsyncWriter:
     """Does one piece of work at a time in a thread; what goes wrong there is raised where the program next looks."""
 
     def __init__(self) -> None:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
+from runner.checkpoint.structure import identity
 from runner.config.errors import UserError
 
 _MIB = 2**20
 
 
 def size_of(value: Any) -> int:
-    """Bytes of the tensors in nested containers, each storage once."""
-    return sum(_storages(value, {}).values())
-
-
-def _storages(value: Any, found: dict[int, int]) -> dict[int, int]:
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        storage = value.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _storages(item, found)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _storages(item, found)
-    return found
+    """Bytes of the tensors in nested containers, tied ones once."""
+    tensors = {identity(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def require_space(folder: Path, size: int) -> None:
@@ -41,9 +30,10 @@ def require_space(folder: Path, size: int) -> None:
     free = _free(folder)
     if free is not None and free < size:
         raise UserError(
-            f"checkpoint: the disk that holds {folder} has {free / _MIB:,.0f} MiB free, and the next one takes "
-            f"{size / _MIB:,.0f} MiB; earlier checkpoints are untouched\n"
-            "    allowed: free some space, a smaller checkpoint.keep, or another output_root"
+            "checkpoint",
+            f"the disk that holds {folder} has {free / _MIB:,.0f} MiB free, and the next one takes "
+            f"{size / _MIB:,.0f} MiB; earlier checkpoints are untouched",
+            "free some space, a smaller checkpoint.keep, or another output_root",
         )
 
 

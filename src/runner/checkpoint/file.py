@@ -1,29 +1,29 @@
-"""One checkpoint is one file that verifies itself.
+"""One checkpoint is one safetensors file that verifies itself: see `runner.checkpoint.layout` for its bytes.
 
-The file is what `torch.save` writes, a zip archive, with the SHA-256 of everything before it in the archive's comment. So
-torch and any zip tool read it as usual, and a flipped bit or a missing end is found before anything is unpickled. Loading
-is restricted to tensors and plain containers.
+The tensors of the model have their own names, all others begin with the part that they belong to, such as
+`optimizer/state/0/exp_avg`. The metadata have a text for each part: `config` as it is, the others as JSON, see
+`runner.checkpoint.structure`. Nothing in it can execute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
+import json
 import os
-import pickle
-from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint import pickles
-from runner.checkpoint.scan import wrong_contents
+from runner.checkpoint import format1, layout
+from runner.checkpoint.checks import wrong_type
+from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
 
-FORMAT = 1
+FORMAT = 2
 KEYS = (
     "format",
     "model",
@@ -38,40 +38,18 @@ KEYS = (
     "metrics",
     "versions",
 )
-_MARK = b"runner-sha256:"
-_TRAILER = len(_MARK) + 64
 _BLOCK = 1 << 20
-# What the restricted loader takes back; exact types, since a subclass such as np.float64 is refused.
-_CONTAINERS = (dict, OrderedDict, Counter, list, tuple, set)
-_LEAVES = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
+# From the contents of each older format to those of the next.
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    1: lambda contents: contents | {"format": 2},  # it differed in its bytes alone
+}
+
+Parts = Callable[[dict[str, Any]], Collection[str]]
+"""Which keys of a checkpoint are needed with their tensors, given its contents without any."""
 
 
 class DamagedCheckpoint(UserError):
     """The file is not a whole checkpoint: truncated, altered, or something else."""
-
-
-class _Hashing:
-    """A file that hashes what is written to it.
-
-    Attributes:
-        error: why a write failed; torch says `unexpected pos` in its place.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def write(path: Path, contents: dict[str, Any]) -> None:
@@ -86,52 +64,63 @@ def write(path: Path, contents: dict[str, Any]) -> None:
             file is untouched.
     """
     assert set(contents) == set(KEYS), f"a checkpoint has exactly the keys {KEYS}"
-    for key, value in contents.items():
-        if place := _foreign(value, key):
-            raise UserError(
-                f"checkpoint: {place}, which could not be read back; {path} was not written\n"
-                "    allowed: tensors, numbers, texts, and lists and mappings of them, as what a state_dict() gives"
-            )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    hashing: _Hashing | None = None
     try:
+        tensors = Tensors()
+        metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
         with temporary.open("wb") as file:
-            hashing = _Hashing(file)
-            torch.save(contents, hashing)  # type: ignore[arg-type]
-            comment = _MARK + hashing.digest.hexdigest().encode()
-            # The archive ends with the length of its comment, so far zero.
-            file.seek(-2, os.SEEK_END)
-            file.write(len(comment).to_bytes(2, "little") + comment)
+            layout.write(file, str(contents["format"]), metadata, tensors.by_name)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
+    except (Unsupported, ValueError) as error:
+        _unlink(temporary)
+        raise UserError(
+            "checkpoint",
+            f"{error}, which could not be read back; {path} was not written",
+            "tensors, numbers, texts, and lists and mappings of them, as what a state_dict() gives",
+        ) from error
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        cause = (hashing and hashing.error) or error
-        reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(cause)
-        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+        _unlink(temporary)
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
             reason = "it would be larger than files may be here (ulimit -f, or the file system)"
-        raise UserError(f"checkpoint: cannot write {path}: {reason}; earlier checkpoints are untouched") from error
+        raise UserError("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
 
 
-def _foreign(value: Any, place: str) -> str:
-    """Where something lies that the restricted loader refuses, and what it is; an empty string if there is nothing."""
-    if type(value) in _LEAVES or isinstance(value, torch.Tensor):
-        return ""
-    if type(value) not in _CONTAINERS:
-        return f"{place} is a {type(value).__name__}"
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return next(filter(None, (_foreign(item, f"{place}.{key}") for key, item in items)), "")
+def _text(key: str, value: Any, tensors: Tensors) -> str:
+    """A part of a checkpoint as a text of the metadata; its tensors go to `tensors`."""
+    if key == "config":
+        return str(value)
+    if key == "model" and isinstance(value, dict):
+        encoded: Any = {
+            name: encode(item, str(name) if isinstance(item, torch.Tensor) else f"model/{name}", tensors)
+            for name, item in value.items()
+        }
+    else:
+        encoded = encode(value, key, tensors)
+    return json.dumps(encoded, separators=(",", ":"), allow_nan=False)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def link(source: Path, target: Path) -> None:
     """Make `target` the same checkpoint as `source`, atomically; a copy where the file system has no links.
 
+    A source of an older format is written again in the current one.
+
     Raises:
         UserError: if it cannot be written.
     """
+    with _opened(source) as file:
+        older = format1.is_archive(file)
+    if older:
+        write(target, read(source))
+        return
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -150,9 +139,8 @@ def link(source: Path, target: Path) -> None:
             temporary.unlink()
         _sync_folder(target.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise UserError(f"checkpoint: cannot write {target}: {error}") from error
+        _unlink(temporary)
+        raise UserError("checkpoint", f"cannot write {target}: {error}") from error
 
 
 def _sync_folder(folder: Path) -> None:
@@ -163,15 +151,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def is_marked(path: Path) -> bool:
-    """Whether a file ends as checkpoints do, whole or damaged.
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file is a checkpoint of any format, whole or damaged, and not weights from elsewhere.
 
     Raises:
         UserError: if there is no such file, or it cannot be read.
     """
     with _opened(path) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TRAILER))
-        return file.read(len(_MARK)) == _MARK
+        return format1.is_checkpoint(file) or layout.is_checkpoint(file)
 
 
 def verify(path: Path) -> None:
@@ -182,11 +169,19 @@ def verify(path: Path) -> None:
         UserError: if there is no such file, or it cannot be read.
     """
     with _opened(path) as file:
-        _verify(file, path)
+        try:
+            format1.verify(file) if format1.is_archive(file) else layout.verify(file)
+        except layout.Damaged as error:
+            raise DamagedCheckpoint(str(path), str(error)) from error
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
     """Verify and load a checkpoint onto the CPU.
+
+    Args:
+        path: the file.
+        parts: which keys are needed with their tensors; by default all. Only what is needed is read and verified; other
+            tensors are on the device `meta`.
 
     Returns:
         The contents, brought up to the current format.
@@ -196,62 +191,76 @@ def read(path: Path) -> dict[str, Any]:
         UserError: if there is no such file, it cannot be read, or a newer version wrote it.
     """
     with _opened(path) as file:
-        _verify(file, path)
-        size = file.seek(0, os.SEEK_END)
         try:
-            contents = pickles.load(file, size)
-        except pickles.NotSaved as error:
-            raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {error}") from error
-        except pickle.UnpicklingError as error:
-            reason = _reason(str(error))
-            raise DamagedCheckpoint(
-                f"{path}: refused, as it holds more than tensors and plain containers ({reason}); nothing in it was run"
-            ) from error
-        except Exception as error:  # what a file made by hand can raise in the unpickler has no end
-            reason = first_line(error)
-            raise DamagedCheckpoint(f"{path}: cannot be read: {reason}") from error
-    # A newer format may have other keys, and is no damage: looked at first, so that no older file is taken in its place.
-    written = contents.get("format") if isinstance(contents, dict) else None
+            return _migrated(format1.read(file), path) if format1.is_archive(file) else _read(file, path, parts)
+        except layout.Damaged as error:
+            raise DamagedCheckpoint(str(path), str(error)) from error
+        except UserError:
+            raise
+        except Exception as error:  # a file made by hand can raise anything
+            raise DamagedCheckpoint(str(path), f"cannot be read: {first_line(error)}") from error
+
+
+def _read(file: BinaryIO, path: Path, parts: Parts | None) -> dict[str, Any]:
+    header = layout.read_header(file)
+    _refuse_newer(header.format, path)
+    blank = {
+        name: torch.empty(stored.shape, dtype=stored.dtype, device="meta") for name, stored in header.tensors.items()
+    }
+    decoded, named = _decoded(header, blank, KEYS)
+    if len(named) < len(blank):
+        raise layout.Damaged("is not a checkpoint of runner's: it has tensors that belong to no part")
+    contents = _migrated({"format": header.format, **decoded}, path)
+    keys = KEYS if parts is None else parts(contents)
+    _, named = _decoded(header, blank, keys)
+    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in named])
+    return contents | _decoded(header, tensors, keys)[0]
+
+
+def _decoded(
+    header: layout.Header, tensors: dict[str, torch.Tensor], keys: Collection[str]
+) -> tuple[dict[str, Any], set[str]]:
+    """Parts of a checkpoint, made of these tensors, and the names of those that they have."""
+    named = set[str]()
+
+    def tensor(name: str) -> torch.Tensor:
+        named.add(name)
+        return tensors[name]
+
+    texts = {key: text for key, text in header.metadata.items() if key not in ("format", "sha256", "digests")}
+    return {
+        key: text if key == "config" else decode(json.loads(text), tensor) for key, text in texts.items() if key in keys
+    }, named
+
+
+def _refuse_newer(written: Any, path: Path) -> None:
     if type(written) is int and written > FORMAT:
-        raise UserError(f"{path}: has format {written}, and this version reads up to {FORMAT}: update runner")
+        raise UserError(str(path), f"has format {written}, and this version reads up to {FORMAT}: update runner")
+
+
+def _migrated(contents: Any, path: Path) -> dict[str, Any]:
+    """Contents of any format in the current one, once they are known to be those of a checkpoint.
+
+    Raises:
+        Damaged: if they are not.
+        UserError: if a newer version wrote them.
+    """
+    # A newer format may have other keys, and is no damage: looked at first, so that no older file is taken instead.
+    written = contents.get("format") if isinstance(contents, dict) else None
+    _refuse_newer(written, path)
     if not isinstance(contents, dict) or set(contents) != set(KEYS):
-        raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
+        raise layout.Damaged(f"is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
     if type(written) is not int or written < 1:
-        raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: its format is not a number from 1 on")
-    if place := wrong_contents(contents, size):
-        raise DamagedCheckpoint(f"{path}: is not a checkpoint of runner's: {place}")
+        raise layout.Damaged("is not a checkpoint of runner's: its format is not a number from 1 on")
+    if place := wrong_type(contents):
+        raise layout.Damaged(f"is not a checkpoint of runner's: {place}")
+    for older in range(written, FORMAT):
+        contents = _MIGRATIONS[older](contents)
     return contents
-
-
-def _reason(message: str) -> str:
-    lines = [line.strip() for line in message.splitlines()]
-    return next((line for line in lines if "GLOBAL" in line or "Unsupported" in line), lines[0])[:200]
 
 
 def _opened(path: Path) -> BinaryIO:
     try:
         return open_regular(path)
     except OSError as error:
-        raise UserError(f"checkpoint: cannot read {path}: {error.strerror or error}") from error
-
-
-def _verify(file: BinaryIO, path: Path) -> None:
-    size = file.seek(0, os.SEEK_END)
-    # An older zip or a bare pickle has no comment of ours; neither is unpickled, not even under restrictions.
-    file.seek(max(0, size - _TRAILER))
-    trailer = file.read(_TRAILER)
-    if len(trailer) < _TRAILER or not trailer.startswith(_MARK):
-        raise DamagedCheckpoint(f"{path}: has no checksum at its end: truncated, or not a checkpoint of runner's")
-    digest = hashlib.sha256()
-    remaining = size - _TRAILER - 2
-    file.seek(0)
-    while remaining > 0:
-        block = file.read(min(_BLOCK, remaining))
-        if not block:
-            break
-        digest.update(block)
-        remaining -= len(block)
-    length = file.read(2)
-    digest.update(b"\0\0")
-    if length != _TRAILER.to_bytes(2, "little") or digest.hexdigest().encode() != trailer[len(_MARK) :]:
-        raise DamagedCheckpoint(f"{path}: its contents do not fit its checksum: the file is damaged")
+        raise UserError("checkpoint", f"cannot read {path}: {error.strerror or error}") from error

@@ -6,14 +6,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.checkpoint.file import DamagedCheckpoint, read
+from runner.checkpoint.file import DamagedCheckpoint, Parts, read
 from runner.config.errors import UserError, nearest
 from runner.config.reading import modified, start_time
 
+SUFFIXES = (".safetensors", ".pt")  # of the current format, and of format 1
 _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 
 
-class Found(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """A checkpoint that was read, where it lies, and what was passed over on the way to it."""
 
     path: Path
@@ -21,7 +22,9 @@ class Found(NamedTuple):
     warnings: list[str]
 
 
-def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> Found:
+def load(
+    ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", parts: Parts | None = None
+) -> LoadedCheckpoint:
     """Read the checkpoint that `ckpt_path` names.
 
     Args:
@@ -29,6 +32,7 @@ def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> Fou
         runs: folder with the runs of one name.
         prefer: `last` or `best`: which one a run directory stands for.
         key: the key of the config that names it, for messages.
+        parts: which parts are needed, see `runner.checkpoint.file.read`.
 
     Returns:
         The contents. Where `last` is damaged, those of the newest checkpoint of the same run that is not.
@@ -41,16 +45,16 @@ def load(ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path") -> Fou
     else:
         path = Path(ckpt_path)
         if path.is_file():
-            return _load_file(path, key)
+            return _load_file(path, key, parts)
         if not path.is_dir():
-            raise UserError(_missing(path, key))
+            raise _missing(path, key)
         run = path
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if prefer == "best" and (folder / "best.pt").is_file():
-        return _load_file(folder / "best.pt", key)
+    if prefer == "best" and (best := named(folder, "best")):
+        return _load_file(best, key, parts)
     if prefer == "best" and ckpt_path == "best":
-        raise UserError(f"{key}: {run} has no best.pt\n    allowed: {key}=last")
-    return _newest_valid(folder, key)
+        raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
+    return _newest_valid(folder, key, parts)
 
 
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
@@ -59,14 +63,13 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     Raises:
         UserError: if no run in `runs` has one.
     """
-    globbed = (path for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/checkpoints/last.pt"))
-    found = [path for path in globbed if path.is_file()]
+    folders = {path.parent for pattern in ("*", "sweeps/*/*") for path in runs.glob(f"{pattern}/checkpoints/last.*")}
+    found = [path for path in (named(folder, "last") for folder in folders) if path]
     if not found:
-        others = sorted({path.parts[len(runs.parent.parts)] for path in runs.parent.glob("*/*/checkpoints/last.pt")})
+        beside = (path for path in runs.parent.glob("*/*/checkpoints/last.*") if path.suffix in SUFFIXES)
+        others = sorted({path.parts[len(runs.parent.parts)] for path in beside})
         hint = f", or name={others[0]} (there are runs of {', '.join(others[:8])})" if others else ""
-        raise UserError(
-            f"{key}: no run with a checkpoint in {runs}\n    allowed: a checkpoint file or a run directory{hint}"
-        )
+        raise UserError(key, f"no run with a checkpoint in {runs}", f"a checkpoint file or a run directory{hint}")
 
     def age(path: Path) -> tuple[datetime, datetime]:
         written = modified(path) or _LONG_AGO
@@ -75,30 +78,36 @@ def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     return max(found, key=age).parents[1]
 
 
+def named(folder: Path, stem: str) -> Path | None:
+    """The checkpoint of a name such as `last` in a folder, of the current format or else an older one; None without."""
+    return next((path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").is_file()), None)
+
+
 def step_files(folder: Path) -> list[Path]:
     """Checkpoints of single steps in a folder, newest step first."""
-    return sorted(folder.glob("step_*.pt"), key=lambda path: path.name, reverse=True)
+    found = [path for path in folder.glob("step_*") if path.suffix in SUFFIXES]
+    return sorted(found, key=lambda path: (path.stem, path.suffix == SUFFIXES[0]), reverse=True)
 
 
-def _load_file(path: Path, key: str) -> Found:
+def _load_file(path: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
     try:
-        return Found(path, read(path), [])
+        return LoadedCheckpoint(path, read(path, parts), [])
     except DamagedCheckpoint as error:
-        others = [other for other in [path.with_name("last.pt"), *step_files(path.parent)] if other.name != path.name]
-        for other in others:
-            if other.is_file() and not _same(other, path) and _is_valid(other):
-                raise DamagedCheckpoint(f"{error}\n    the newest valid one beside it: {key}={other}") from None
+        for other in [*filter(None, [named(path.parent, "last")]), *step_files(path.parent)]:
+            if other.name != path.name and other.is_file() and not other.samefile(path) and _is_valid(other):
+                allowed = f"{key}={other}, the newest valid one beside it"
+                raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
         raise
 
 
-def _newest_valid(folder: Path, key: str) -> Found:
+def _newest_valid(folder: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
     warnings: list[str] = []
-    candidates = [path for path in [folder / "last.pt", *step_files(folder)] if path.is_file()]
+    candidates = [*filter(None, [named(folder, "last")]), *(path for path in step_files(folder) if path.is_file())]
     if not candidates:
-        raise UserError(f"{key}: {folder} has no checkpoint (last.pt or step_*.pt)")
+        raise UserError(key, f"{folder} has no checkpoint (last or step_* with {' or '.join(SUFFIXES)})")
     for path in candidates:
         try:
-            return Found(path, read(path), warnings)
+            return LoadedCheckpoint(path, read(path, parts), warnings)
         except DamagedCheckpoint as error:
             warnings.append(str(error))
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
@@ -112,18 +121,13 @@ def _is_valid(path: Path) -> bool:
     return True
 
 
-def _same(first: Path, second: Path) -> bool:
-    return first.stat().st_ino == second.stat().st_ino
-
-
-def _missing(path: Path, key: str) -> str:
-    allowed = "\n    allowed: a checkpoint file, a run directory, last or best"
+def _missing(path: Path, key: str) -> UserError:
+    allowed = "a checkpoint file, a run directory, last or best"
     if path.exists():
-        return f"{key}: {path} is a device, a pipe or a socket, not a regular file{allowed}"
+        return UserError(key, f"{path} is a device, a pipe or a socket, not a regular file", allowed)
     if path.is_symlink():
-        return f"{key}: {path} is a link to {path.readlink()}, which does not exist{allowed}"
+        return UserError(key, f"{path} is a link to {path.readlink()}, which does not exist", allowed)
     close = ""
     if path.parent.is_dir():
         close = nearest(path.name, [other.name for other in path.parent.iterdir() if other.exists()])
-    hint = f"; did you mean '{path.parent / close}'?" if close else ""
-    return f"{key}: there is no {path}{hint}{allowed}"
+    return UserError(key, f"there is no {path}", allowed, str(path.parent / close) if close else "")

@@ -10,8 +10,8 @@ import torch
 
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
-from runner.checkpoint.find import Found
-from runner.checkpoint.manager import Keeper, step_name
+from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
+from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ def copied(value: Any) -> Any:
     return mapped(value, lambda item, _: copied(item))
 
 
-def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
+def made_of(found: LoadedCheckpoint, key: str, kind: Callable[..., T]) -> T:
     """What a part of a checkpoint describes, such as its position.
 
     Raises:
@@ -86,10 +86,10 @@ def made_of(found: Found, key: str, kind: Callable[..., T]) -> T:
     try:
         return kind(**found.contents[key])
     except TypeError as error:
-        raise UserError(f"{found.path}: {key} does not fit this version of the program: {error}") from error
+        raise UserError(str(found.path), f"{key} does not fit this version of the program: {error}") from error
 
 
-def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
+def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any]) -> None:
     """Put a run back to where a checkpoint was written.
 
     Raises:
@@ -103,8 +103,8 @@ def restore(found: Found, state: Stateful, callbacks: dict[str, Any]) -> None:
         rng.restore(found.contents["rng"])
     except UserError:
         raise
-    except Exception as error:  # what a file made by hand can make the objects of a run raise has no end
-        raise UserError(f"{found.path}: does not fit this run: {_reason(error)}") from error
+    except Exception as error:  # a file made by hand can raise anything in the objects of a run
+        raise UserError(str(found.path), f"does not fit this run: {_reason(error)}") from error
 
 
 def _restore_callback(path: Path, name: str, callback: Stateful, saved: Any) -> None:
@@ -113,9 +113,9 @@ def _restore_callback(path: Path, name: str, callback: Stateful, saved: Any) -> 
     except Exception as error:  # of a class of the user's, or of a state of a file from somebody else
         keys = ", ".join(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise UserError(
-            f"callbacks.{name}: {type(callback).__name__} cannot load its state from {path}: {_reason(error)}; saved are: "
-            f"{keys or 'nothing'}\n    allowed: a load_state_dict that takes this state, or callbacks=none or another option "
-            "without this callback"
+            f"callbacks.{name}",
+            f"{type(callback).__name__} cannot load its state from {path}: {_reason(error)}; saved are: {keys or 'nothing'}",
+            "a load_state_dict that takes this state, or callbacks=none or another option without this callback",
         ) from error
 
 
@@ -125,30 +125,26 @@ def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def carry_best(source: Path, keeper: Keeper, global_step: int) -> bool:
-    """Make the checkpoint of the best evaluation `best.pt` of a resumed run.
+def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bool:
+    """Make the checkpoint of the best evaluation the best one of a resumed run.
 
-    The `best.pt` beside an older checkpoint may be of a later evaluation, which the resumed run does not know of.
+    The best one beside an older checkpoint may be of a later evaluation, which the resumed run does not know of.
 
     Args:
         source: checkpoint that is resumed from; the others of its run lie beside it.
-        keeper: of the resumed run.
+        manager: of the resumed run.
         global_step: step of the best evaluation.
 
     Returns:
         Whether there was a valid one.
     """
-    for path in (source.with_name("best.pt"), source, source.with_name(step_name(global_step))):
+    beside = [source.with_name(f"{stem}{suffix}") for stem in ("best", step_stem(global_step)) for suffix in SUFFIXES]
+    for path in (*beside[:2], source, *beside[2:]):
         try:
             found = file.read(path)
         except UserError:
             continue
         if found["position"]["global_step"] == global_step:
-            file.link(path, keeper.best)
+            manager.make_best(path)
             return True
     return False
-
-
-def is_last(path: Path, keeper: Keeper) -> bool:
-    """Whether a checkpoint of a run is the one that its `last.pt` stands for."""
-    return keeper.last.is_file() and path.samefile(keeper.last)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from runner.checkpoint import find, pickles
-from runner.checkpoint.file import is_marked
-from runner.checkpoint.scan import wrong_extent
-from runner.checkpoint.weights import weights_of
+from runner.checkpoint.file import is_checkpoint
+from runner.checkpoint.weights import part_with, weights_of
 from runner.config.errors import UserError, first_line
 
 _KEY = "init_from"
@@ -53,11 +52,9 @@ def read_weights(init_from: str, runs: Path) -> Weights:
         UserError: if nothing is there, it is damaged, or holds more than tensors and plain containers.
     """
     path = Path(init_from)
-    if path.suffix == ".safetensors" and path.is_file():
-        return Weights(path, _safetensors(path))
-    if path.is_file() and not is_marked(path):
-        return Weights(path, _state_dict(path))
-    found = find.load(init_from, runs, prefer="best", key=_KEY)
+    if path.is_file() and not is_checkpoint(path):
+        return Weights(path, _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path))
+    found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
     state, kind = weights_of(found.contents)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return Weights(found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings)
@@ -95,7 +92,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     for candidate in candidates:
         if isinstance(candidate, Mapping):
             tensors = {str(name): value for name, value in candidate.items() if _is_plain(value)}
-            if reason := wrong_extent(tensors, path.stat().st_size):
+            if reason := pickles.wrong_extent(tensors, path.stat().st_size):
                 raise UserError(
                     f"{_KEY}: {path} is refused: {reason}\n    allowed: tensors whose values are in the file"
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runner.checkpoint.file import Parts
 from runner.config.errors import UserError
 from runner.config.schema.checkpoints import Weights
 
@@ -22,19 +23,33 @@ def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[
     kind, weights = averaged["kind"], averaged["weights"]
     if which == "averaged" and weights is None:
         raise UserError(
-            "weights: is averaged, but the checkpoint holds no average\n"
-            "    allowed: auto or raw, or a checkpoint of a run with ema or swa"
+            "weights",
+            "is averaged, but the checkpoint holds no average",
+            "auto or raw, or a checkpoint of a run with ema or swa",
         )
     # Files of older versions do not say.
     calibrated = averaged.get("calibrated", True)
     if which == "averaged" and not calibrated:
         raise UserError(
-            f"weights: is averaged, but the checkpoint was saved after {kind} took weights and before an evaluation, which "
-            "computes BatchNorm's statistics for their mean\n"
-            "    allowed: raw, or a checkpoint of an evaluation such as best.pt"
+            "weights",
+            f"is averaged, but the checkpoint was saved after {kind} took weights and before an evaluation, which "
+            "computes BatchNorm's statistics for their mean",
+            "raw, or a checkpoint of an evaluation such as best.safetensors",
         )
     best = contents["metrics"]["best"]
     of_average = best is not None and bool(kind) and best["metric"].startswith(f"val/{kind}_")
     if weights is not None and (which == "averaged" or (of_average and calibrated and which == "auto")):
         return weights, kind
     return contents["model"], "raw"
+
+
+def part_with(which: Weights = "auto") -> Parts:
+    """The part of a checkpoint that `weights_of` takes: all that is read of a file to use its weights."""
+
+    def part(contents: dict[str, Any]) -> tuple[str, ...]:
+        try:
+            return ("model" if weights_of(contents, which)[1] == "raw" else "averaged",)
+        except UserError:  # raised again by whoever takes them
+            return ()
+
+    return part

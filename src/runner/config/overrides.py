@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 
 from runner.config import keys
 from runner.config.errors import Problem, nearest
+from runner.config.renamed import renamed_problem
 from runner.config.sources import Sources
 
 
@@ -78,7 +79,9 @@ def _examine_one(
             result.accepted.append(("~" if override.is_delete() else "") + word.lstrip("+~"))
         return
     annotation = keys.find(schema, key)
-    if annotation is None:
+    if renamed := renamed_problem(key, _origin(word)):
+        result.problems.append(renamed)
+    elif annotation is None:
         result.unknown.append((key, word))
     elif override.is_delete() and annotation is not Any:
         message = "cannot be deleted, as the schema has it"

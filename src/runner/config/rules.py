@@ -107,19 +107,19 @@ def conflicts(config: Train) -> list[Problem]:
         "has mean and std of different lengths",
         "one number a channel in each",
     )
-    in_memory = config.data.residency in ("device", "ram")
+    in_memory = config.data.placement in ("device", "ram")
     workers = config.data.num_workers
     forbid(
         in_memory and config.data.cache is None and isinstance(workers, int) and workers > 0,
         "data.num_workers",
-        f"is {workers}, but data.residency={config.data.residency} reads no sample through workers",
-        "data.num_workers=auto, or data.residency=disk",
+        f"is {workers}, but data.placement={config.data.placement} reads no sample through workers",
+        "data.num_workers=auto, or data.placement=disk",
     )
     forbid(
         in_memory and bool(config.transform.sample_train or config.transform.sample_eval),
         "transform",
-        f"has sample transforms, which data.residency={config.data.residency} does not run",
-        "data.residency=disk or auto, or batch transforms",
+        f"has sample transforms, which data.placement={config.data.placement} does not run",
+        "data.placement=disk or auto, or batch transforms",
     )
     forbid(
         config.transform.mix is not None and config.data.batch_size == 1,
@@ -275,7 +275,7 @@ def _of_averaging(config: Train, forbid: Callable[[bool, str, str, str], None]) 
                 f"is called as metrics of the average that {kind} keeps are",
                 "another name",
             )
-    for key, value in (("lr", averaging.lr), ("recalibrate_batches", averaging.recalibrate_batches)):
+    for key, value in (("lr_factor", averaging.lr_factor), ("recalibrate_batches", averaging.recalibrate_batches)):
         forbid(
             value is not None and config.swa is None,
             f"averaging.{key}",

@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import UserError, first_line
 from runner.config.keys import flatten
+from runner.config.renamed import migrate
 from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
@@ -65,7 +66,7 @@ def load(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: its config is not a mapping")
     if place := _foreign(values, ""):
         raise UserError(f"{where}: its config is not plain YAML: {place}")
-    return values
+    return migrate(values)
 
 
 def _foreign(value: Any, place: str) -> str:

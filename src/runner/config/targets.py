@@ -22,6 +22,7 @@ from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.extras import extras_in, names_of, without_extras
 from runner.config.keys import describe, members
 from runner.config.kinds import COMPONENT_ROOMS, DATA_SETS, PART_HOMES, homes_of, within, without_fetching
+from runner.config.renamed import new_key, new_target
 from runner.config.schema.sections import EXTRAS
 from runner.config.secrets import is_masked
 from runner.config.validate import shown, typed
@@ -180,8 +181,11 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
             if isinstance(inner, dict) and "_target_" in inner:
                 at = f"{key}.{name}" + (f".{position}" if isinstance(value, list) else "")
                 problems += bind(at, inner)
+    path = str(node["_target_"])
+    if (new := new_target(path)) != path:
+        return [*problems, Problem(f"{key}._target_", f"{path} was renamed to {new}", new)]
     try:
-        target = resolve(str(node["_target_"]))
+        target = resolve(path)
     except UserError as error:
         return [*problems, Problem(f"{key}._target_", str(error))]
     if not callable(target):
@@ -207,7 +211,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
             continue
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
-        elif not takes_any:
+        elif not takes_any and new_key(f"{key}.{name}") is None:  # a renamed key has been reported
             listed = ", ".join([*named, *sorted(beside)]) or "no arguments"
             message = f"is not an argument of {node['_target_']}"
             problems.append(Problem(f"{key}.{name}", message, listed, nearest(name, [*named, *beside])))

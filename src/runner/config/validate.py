@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runner.config import keys
 from runner.config.errors import Problem, UserError, nearest
+from runner.config.renamed import renamed_problem
 from runner.config.schema.sections import HasTarget
 from runner.config.sources import Sources, text_of
 
@@ -47,7 +48,7 @@ def typed(section: type[T], values: dict[str, Any]) -> tuple[T | None, list[Prob
         The object, or None if anything is wrong, and the problems: unknown keys, wrong types, values out of range,
         components without `_target_`.
     """
-    problems = _booleans_as_numbers(section, values) + _without_target(section, values)
+    problems = _renamed(values) + _booleans_as_numbers(section, values) + _without_target(section, values)
     try:
         config = _adapter(section).validate_python(values)  # type: ignore[arg-type]
     except ValidationError as error:
@@ -104,6 +105,11 @@ def _booleans_as_numbers(section: type, values: dict[str, Any]) -> list[Problem]
         if not any(keys.bare(member) is bool for member in keys.members(annotation)):
             problems.append(Problem(key, f"cannot be {shown(value)}", keys.describe(annotation)))
     return problems
+
+
+def _renamed(values: dict[str, Any]) -> list[Problem]:
+    found = (renamed_problem(key) for key in keys.flatten(values))
+    return [problem for problem in found if problem is not None]
 
 
 def _without_target(section: type, values: dict[str, Any]) -> list[Problem]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from runner.config.errors import UserError
 from runner.config.reading import read_regular
-from runner.data.indices import Indices, Whole
-from runner.data.sample_rng import mix
+from runner.data.indices import AllSamples, Indices
+from runner.data.sample_rng import hash_ints
 
 DRAWS = 16
 """Stand-ins that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
@@ -26,7 +26,7 @@ _OWN_STREAM = 2
 T = TypeVar("T")
 
 
-class Unreadable(NamedTuple):
+class BadSample(NamedTuple):
     """A sample that could not be read.
 
     Attributes:
@@ -39,7 +39,7 @@ class Unreadable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StandIns:
+class ReplacementSampler:
     """Other samples of a split in place of those that cannot be read.
 
     Who stands in for a sample is a function of (seed, epoch, sample), drawn evenly from the split; if that one cannot be
@@ -53,12 +53,12 @@ class StandIns:
     seed: int
     indices: Indices
 
-    def draws(self, epoch: int, index: int) -> Iterator[int]:
+    def candidates(self, epoch: int, index: int) -> Iterator[int]:
         """The stand-ins of a sample, in the order in which they are tried."""
         for draw in range(DRAWS):
-            yield int(self.indices[mix(self.seed, epoch, index, _OWN_STREAM, draw) % len(self.indices)])
+            yield int(self.indices[hash_ints(self.seed, epoch, index, _OWN_STREAM, draw) % len(self.indices)])
 
-    def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[Unreadable]) -> T:
+    def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[BadSample]) -> T:
         """Read a sample, or the first stand-in that can be read.
 
         Args:
@@ -71,13 +71,13 @@ class StandIns:
             UserError: if no stand-in can be read either.
         """
         errors: list[Exception] = []
-        for source in (index, *self.draws(epoch, index)):
+        for source in (index, *self.candidates(epoch, index)):
             try:
                 return read(source)
             except MemoryError:
                 raise
             except Exception as error:  # what a decoder or a data set of one's own raises has no end
-                skipped.append(Unreadable(source, _reason(error)))
+                skipped.append(BadSample(source, _reason(error)))
                 errors.append(error)
         raise UserError(
             f"data.on_error: sample {index} cannot be read, nor can any of {DRAWS} drawn in its place; the first: "
@@ -112,7 +112,7 @@ class StandIns:
 
 def missing(unreadable: Tensor, indices: Indices) -> Tensor:
     """Those of the samples that cannot be read which belong to a split."""
-    return unreadable if isinstance(indices, Whole) else unreadable[torch.isin(unreadable, indices)]
+    return unreadable if isinstance(indices, AllSamples) else unreadable[torch.isin(unreadable, indices)]
 
 
 def _reason(error: Exception) -> str:
@@ -120,7 +120,7 @@ def _reason(error: Exception) -> str:
     return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-class Skipped:
+class BadSampleLog:
     """The list of samples that could not be read: each is told once, and written down as soon as it is found."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Skipped:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def of(self, split: str) -> dict[int, str]:
+    def reasons(self, split: str) -> dict[int, str]:
         """The samples of a split that could not be read so far, each with the file if it has one, and the reason."""
         return {
             sample: entry["reason"] if entry["path"] is None else f"{entry['path']}: {entry['reason']}"
@@ -141,10 +141,10 @@ class Skipped:
             if name == split
         }
 
-    def noting(self, split: str, dataset: Any) -> Callable[[Sequence[Unreadable]], None]:
+    def noting(self, split: str, dataset: Any) -> Callable[[Sequence[BadSample]], None]:
         """Gives a function that takes down samples of a split, whose files the data set names if it has `path`."""
 
-        def note(found: Sequence[Unreadable]) -> None:
+        def note(found: Sequence[BadSample]) -> None:
             for sample, reason in found:
                 if (split, sample) not in self._entries:
                     path = str(dataset.path(sample)) if hasattr(dataset, "path") else None

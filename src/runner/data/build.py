@@ -14,14 +14,14 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
-from runner.data.bad_samples import Skipped, StandIns, Unreadable, missing
+from runner.data.bad_samples import BadSample, BadSampleLog, ReplacementSampler, missing
 from runner.data.cache_file import NOT_READ
 from runner.data.consistency import Examples, check_classes, check_images, known_targets
-from runner.data.dataset_fingerprint import identity
+from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.indices import Indices
-from runner.data.leakage import leaks
+from runner.data.leakage import find_leaks
 from runner.data.loaders import Loader, MemoryLoader
-from runner.data.placement import plan_reading
+from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
 from runner.data.samples import (
     SampleTransform,
@@ -33,7 +33,7 @@ from runner.data.samples import (
     untransformed,
 )
 from runner.data.sources.arrays import ImageArrays
-from runner.data.splits import carve, targets_of
+from runner.data.splits import make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import WorkerLoader
@@ -53,7 +53,7 @@ class SplitData:
 
 
 @dataclass
-class Splits:
+class DataModule:
     """A data set, ready to be trained and evaluated on.
 
     Attributes:
@@ -66,12 +66,12 @@ class Splits:
         example: the first training sample, image (1, C, H, W) and target (1, ...), on the device.
         choices: rows of (label, value, reason) for people.
         warnings: settings without effect.
-        skipped: the samples that could not be read, so far.
-        identify: tells which data these are, for checkpoints.
+        bad_samples: the samples that could not be read, so far.
+        fingerprint: tells which data these are, for checkpoints.
         parts: for each split the data set that it is read from, and its samples in it.
         examples: for each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
-        misfits: why the splits cannot be used together; `check` looks at such data too, everything else refuses them.
-        searched: splits that were searched for samples that are not finite.
+        incompatibilities: why the splits cannot be used together; `check` looks at such data too, everything else refuses them.
+        searched_for_nonfinite: splits that were searched for samples that are not finite.
         targets: for each split of which they are known without reading samples the targets of its whole data set, (N, ...).
     """
 
@@ -88,20 +88,20 @@ class Splits:
     example: tuple[Tensor, Tensor]
     choices: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    skipped: Skipped = field(default_factory=Skipped)
-    identify: Callable[[], dict[str, Any]] = dict
+    bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
+    fingerprint: Callable[[], dict[str, Any]] = dict
     parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
     examples: Examples = field(default_factory=dict)
     targets: Mapping[str, Tensor] = field(default_factory=dict)
-    misfits: list[UserError] = field(default_factory=list)
-    searched: set[str] = field(default_factory=set)
+    incompatibilities: list[UserError] = field(default_factory=list)
+    searched_for_nonfinite: set[str] = field(default_factory=set)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of an image."""
         return self.channels, *self.image_size
 
-    def named(self, name: str) -> SplitData | None:
+    def eval_split(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
         return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
 
@@ -112,7 +112,7 @@ class Splits:
                 split.loader.close()
 
 
-def assemble(
+def build_data(
     data: Data,
     transform: Transform,
     seed: int,
@@ -120,7 +120,7 @@ def assemble(
     eval_batch_size: int,
     channels_last: bool,
     make_cache: bool = True,
-) -> Splits:
+) -> DataModule:
     """Read the data set and prepare its splits.
 
     Args:
@@ -137,21 +137,23 @@ def assemble(
     """
     facts = {name: getattr(data, name) for name in ("root", "download", "image_size", "max_pixels")}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
-    parts = carve(datasets, data.split)
+    parts = make_splits(datasets, data.split)
     sample_train = callables("transform.sample_train", transform.sample_train)
     sample_eval = callables("transform.sample_eval", transform.sample_eval)
 
-    stand_ins = (
-        {name: StandIns(seed, indices) for name, (_, indices) in parts.items()} if data.on_error == "skip" else {}
+    replacements = (
+        {name: ReplacementSampler(seed, indices) for name, (_, indices) in parts.items()}
+        if data.on_error == "skip"
+        else {}
     )
-    skipped = Skipped()
+    skipped = BadSampleLog()
     train_set, train_indices = parts["train"]
-    first, target = _first("train", train_set, train_indices, sample_eval, stand_ins.get("train"))
+    first, target = _first("train", train_set, train_indices, sample_eval, replacements.get("train"))
     with preserved_rng():
         held_out = {name: part for name, part in parts.items() if name != "train"}
-        others = {name: _first(name, *part, sample_eval, stand_ins.get(name)) for name, part in held_out.items()}
+        others = {name: _first(name, *part, sample_eval, replacements.get(name)) for name, part in held_out.items()}
     examples = {"train": (first, target), **others}
-    reading = plan_reading(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
+    reading = plan_placement(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
     sources = {name: reading.source(dataset) for name, (dataset, _) in parts.items()}
     known, more = known_targets(parts, sources, examples)
     classes = _classes(train_set)
@@ -164,10 +166,10 @@ def assemble(
             doubts += found()
         except UserError as error:
             misfits.append(error)
-    choices, warnings = reading.choices, [*reading.warnings, *doubts, *leaks(parts, data.split.group)]
+    choices, warnings = reading.choices, [*reading.warnings, *doubts, *find_leaks(parts, data.split.group)]
     mean, std = data.normalize.mean, data.normalize.std
     if mean is None or std is None:
-        mean, std = _measure(train_set, train_indices, sample_eval, bool(stand_ins))
+        mean, std = _measure(train_set, train_indices, sample_eval, bool(replacements))
         choices.append(("normalize", f"mean {_short(mean)}, std {_short(std)}", "measured on the training split"))
     channels, height, width = first.shape
     if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
@@ -179,12 +181,12 @@ def assemble(
     def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
         size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
-        others, note = stand_ins.get(name), skipped.noting(name, dataset)
+        others, note = replacements.get(name), skipped.noting(name, dataset)
         if reading.in_memory is not None:
             images, numbers = reading.stored(dataset)
             source_of = None
             if others is not None and len(unreadable := missing(reading.unreadable(dataset), indices)):
-                note([Unreadable(sample, NOT_READ) for sample in unreadable.tolist()])
+                note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
                 source_of = functools.partial(others.sources, unreadable=unreadable)
             return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare, mix, source_of)
         return WorkerLoader(
@@ -227,7 +229,7 @@ def assemble(
         numbers = targets[train_indices[:]]
         # Others are refused by the task.
         counts = torch.bincount(numbers[(numbers >= 0) & (numbers < len(classes))], minlength=len(classes))
-    return Splits(
+    return DataModule(
         train=train,
         val=part("val", False),
         test=part("test", False),
@@ -241,12 +243,12 @@ def assemble(
         example=(first[None].to(device), target[None].to(device)),
         choices=choices,
         warnings=warnings,
-        skipped=skipped,
-        identify=functools.partial(identity, parts, sources, data.identity == "full"),
+        bad_samples=skipped,
+        fingerprint=functools.partial(fingerprint_data, parts, sources, data.identity == "full"),
         parts=parts,
         examples=examples,
         targets=known,
-        misfits=misfits,
+        incompatibilities=misfits,
     )
 
 
@@ -300,12 +302,16 @@ def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[Sampl
 
 
 def _first(
-    name: str, dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], stand_ins: StandIns | None
+    name: str,
+    dataset: Dataset[Any],
+    indices: Indices,
+    transforms: list[SampleTransform],
+    replacements: ReplacementSampler | None,
 ) -> tuple[Tensor, Tensor]:
     index = int(indices[0])
-    if stand_ins is None:
+    if replacements is None:
         return _sample(name, dataset, index, transforms)
-    return stand_ins.read(lambda source: _sample(name, dataset, source, transforms), 0, index, [])
+    return replacements.read(lambda source: _sample(name, dataset, source, transforms), 0, index, [])
 
 
 def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:

@@ -28,10 +28,10 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.data.bad_samples import StandIns
+from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, Unwritable, temporary_prefix, write
-from runner.data.indices import Whole
-from runner.data.samples import Keyed, as_target, as_tensor
+from runner.data.indices import AllSamples
+from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader
 
@@ -90,7 +90,7 @@ class Cache:
         Raises:
             UserError: if the images cannot be kept, or there is no space for them.
         """
-        path, key = self.path(split), identity(dataset, self.recipe)
+        path, key = self.path(split), cache_key(dataset, self.recipe)
         found = self._existing(path, key, dataset)
         if isinstance(found, CachedImages):
             return Opened(found, "opened")
@@ -151,7 +151,7 @@ class _Stopped(Exception):
     """A signal asked the run to stop."""
 
 
-def identity(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
+def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
     """A digest of all that the images of a data set depend on, as far as can be told without reading them.
 
     A data set with a method `fingerprint` says it itself. Of any other it is the recipe, the length, the targets, the file
@@ -176,7 +176,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _sample(dataset: Dataset[Any], index: int, epoch: int = 0) -> tuple[Tensor, Tensor]:
-    image, target = Keyed(dataset, 0)[epoch, index]
+    image, target = SeededDataset(dataset, 0)[epoch, index]
     return as_tensor(image), as_target(target)
 
 
@@ -207,8 +207,8 @@ def _readings(dataset: Dataset[Any], skips: bool) -> list[tuple[Tensor, Tensor]]
     def read(index: int) -> list[tuple[Tensor, Tensor]]:
         return [_sample(dataset, index, epoch) for epoch in (0, 1)]
 
-    everything = Whole(len(dataset))  # type: ignore[arg-type]
-    return StandIns(0, everything).read(read, 0, 0, []) if skips else read(0)
+    everything = AllSamples(len(dataset))  # type: ignore[arg-type]
+    return ReplacementSampler(0, everything).read(read, 0, 0, []) if skips else read(0)
 
 
 def _cannot_write(path: Path, reason: str) -> UserError:
@@ -249,12 +249,12 @@ def _decoded(
     """All samples in order, in batches; those that cannot be read are added to `missing`, or an error if it is None."""
     count = len(dataset)  # type: ignore[arg-type]
     cpu = torch.device("cpu")
-    everything = Whole(count)
+    everything = AllSamples(count)
     extra: dict[str, Any] = {}
     if missing is not None:
         # Others stand in the places of those: something must, and they are never looked at.
         extra = {
-            "stand_ins": StandIns(0, everything),
+            "replacements": ReplacementSampler(0, everything),
             "on_skipped": lambda found: missing.update(unreadable.sample for unreadable in found),
         }
     loader = WorkerLoader(dataset, everything, DECODED_AT_ONCE, 0, False, cpu, (), workers, persistent=False, **extra)

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Normalize
 from runner.data.indices import Indices
-from runner.data.samples import Keyed, SampleTransform, as_tensor
+from runner.data.samples import SampleTransform, SeededDataset, as_tensor
 from runner.data.splits import targets_of
 
 _SHOWN = 5  # names of classes in a message
@@ -194,7 +194,7 @@ def _range(
     """
     if example.dtype == torch.uint8:
         return 0.0, 1.0
-    keyed, count = Keyed(dataset, 0, transforms, split=name), min(_READ, len(indices))
+    keyed, count = SeededDataset(dataset, 0, transforms, split=name), min(_READ, len(indices))
     ends: list[float] = []
     for place in range(count):
         index = int(indices[place * (len(indices) - 1) // max(1, count - 1)])

@@ -11,7 +11,7 @@ from torch import Tensor
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
 
-def overlapped(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
+def prefetch_to_cuda(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
     """Give the same batches, each made one ahead on a stream of its own; anywhere but on CUDA, just the batches.
 
     What makes the batches must draw from no generator that has a state: one batch is always made before it is asked for,

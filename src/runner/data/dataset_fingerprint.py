@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from runner.data.indices import Indices
-from runner.data.sample_rng import mix
-from runner.data.samples import Keyed, as_target, as_tensor
+from runner.data.sample_rng import hash_ints
+from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
 
@@ -28,7 +28,7 @@ _DIFFERENCES = {
 }
 
 
-def identity(
+def fingerprint_data(
     parts: Mapping[str, tuple[Dataset[Any], Indices]], sources: Mapping[str, Dataset[Any]], full: bool = False
 ) -> dict[str, Any]:
     """What tells the data of a run from other data, at the cost of a few samples a split.
@@ -66,11 +66,11 @@ def identity(
 
 
 def _places(count: int) -> Iterable[int]:
-    return range(count) if count <= _LOOKED_AT else (mix(_PLACES, turn) % count for turn in range(_LOOKED_AT))
+    return range(count) if count <= _LOOKED_AT else (hash_ints(_PLACES, turn) % count for turn in range(_LOOKED_AT))
 
 
 def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> str:
-    keyed, digest = Keyed(dataset, 0), hashlib.sha256()
+    keyed, digest = SeededDataset(dataset, 0), hashlib.sha256()
     for place in places:
         index = int(indices[place])
         digest.update(f"sample {index}".encode())
@@ -122,7 +122,7 @@ def _bytes(files: list[bytes], indices: Indices) -> str:
     return digest.hexdigest()
 
 
-def other_data(
+def data_changes(
     before: Mapping[str, Any], now: Mapping[str, Any], identify: Callable[[], Mapping[str, Any]]
 ) -> list[str]:
     """How the data differ from those of a checkpoint, in clauses; empty if they do not.
@@ -130,7 +130,7 @@ def other_data(
     What is another at every reading is not compared, and neither is what only one of the two has.
 
     Args:
-        before: what `identity` gave when the checkpoint was written.
+        before: what `fingerprint_data` gave when the checkpoint was written.
         now: what it has given of the data at hand.
         identify: gives it again.
     """
@@ -153,7 +153,7 @@ def other_data(
     return found
 
 
-def other_classes(before: list[str], now: list[str]) -> list[str]:
+def class_changes(before: list[str], now: list[str]) -> list[str]:
     """The same of the names of the classes."""
     return [] if before == now else [f"its classes are {_shown(now)} in place of {_shown(before)}"]
 

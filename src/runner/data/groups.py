@@ -80,7 +80,7 @@ def numbered(groups: Sequence[str]) -> Tensor:
     return torch.tensor([known[name] for name in groups], dtype=torch.int64)
 
 
-def divide_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order: Tensor) -> Tensor:
+def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order: Tensor) -> Tensor:
     """Give every group whole to one of several splits, so that each has about its share of every class.
 
     Large groups go first, those of one size in a random order; each to the split that lacks most of what the group has. So no
@@ -113,7 +113,7 @@ def divide_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], orde
     return torch.from_numpy(of_group)[groups]
 
 
-def deal(classes: Tensor, folds: int, order: Tensor) -> Tensor:
+def stratified_folds(classes: Tensor, folds: int, order: Tensor) -> Tensor:
     """Deal samples out into folds, class by class, so that folds and each class in them differ by one sample at most.
 
     Args:
@@ -142,8 +142,8 @@ def deal(classes: Tensor, folds: int, order: Tensor) -> Tensor:
     return fold
 
 
-def fold_groups(classes: Tensor, groups: Tensor, folds: int, order: Tensor) -> Tensor:
-    """Folds that keep groups together: see `divide_groups`.
+def group_folds(classes: Tensor, groups: Tensor, folds: int, order: Tensor) -> Tensor:
+    """Folds that keep groups together: see `split_groups`.
 
     Raises:
         UserError: if there are fewer groups than folds.
@@ -151,4 +151,4 @@ def fold_groups(classes: Tensor, groups: Tensor, folds: int, order: Tensor) -> T
     count = len(torch.unique(groups))
     if count < folds:
         raise UserError(f"{_FOLDS}: is {folds}, but there are {count} groups to divide\n    allowed: at most {count}")
-    return divide_groups(classes, groups, [1 / folds] * folds, order)
+    return split_groups(classes, groups, [1 / folds] * folds, order)

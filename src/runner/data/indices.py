@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Whole:
+class AllSamples:
     """All samples of a data set in its order, without a list of them: as `torch.arange(samples)` where it is read.
 
     Attributes:
@@ -34,5 +34,5 @@ class Whole:
         return torch.arange(found.start, found.stop, found.step) if isinstance(found, range) else found
 
 
-Indices: TypeAlias = Tensor | Whole
+Indices: TypeAlias = Tensor | AllSamples
 """Samples of a split: int64 of shape (N,), or all there are."""

@@ -16,7 +16,7 @@ from runner.data.indices import Indices
 from runner.data.sources.arrays import ImageArrays
 
 
-def leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
+def find_leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
     """Warnings about groups that are in two splits, and about images in memory that are.
 
     Args:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from runner.data.cuda_prefetch import overlapped
+from runner.data.cuda_prefetch import prefetch_to_cuda
 from runner.data.indices import Indices
 from runner.data.sampler import EpochOrder
 from runner.data.sources.stored_images import StoredImages
@@ -128,7 +128,7 @@ class MemoryLoader:
         batches = self._gathered(epoch, start, stop)
         # Only what draws from no generator with a state may be done before it is asked for.
         if self._images.device != self._device and (self._prepare is None or self._prepare.per_sample):
-            batches = overlapped(batches, self._device)
+            batches = prefetch_to_cuda(batches, self._device)
         return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
 
     def _gathered(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from runner.data.loaders import Loader, MemoryLoader
-from runner.data.sample_rng import Draws, preserved_rng, seed_generators
-from runner.data.samples import Keyed, collate
+from runner.data.sample_rng import SampleRNG, preserved_rng, seed_generators
+from runner.data.samples import SeededDataset, collate
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import WorkerLoader
@@ -23,7 +23,7 @@ _WORKERS = 3
 _NONE: Any = None
 
 
-class Suspect(NamedTuple):
+class Nondeterminism(NamedTuple):
     """What gives something else for the same sample.
 
     Attributes:
@@ -37,7 +37,7 @@ class Suspect(NamedTuple):
     by_worker: bool
 
 
-def suspect(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Suspect | None:
+def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
     """Find what gives different images, or targets, for the same samples of a training split.
 
     Every part is given the same input several times, with the generators seeded alike, as if in this process and as if in
@@ -54,7 +54,7 @@ def suspect(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Su
     """
     if isinstance(loader, WorkerLoader):
         keyed = loader._loader.dataset
-        assert isinstance(keyed, Keyed), "a worker loader reads with keyed draws"
+        assert isinstance(keyed, SeededDataset), "a worker loader reads with keyed draws"
         found = _of_samples(keyed, seed, epoch, indices)
         if found is not None:
             return found
@@ -70,7 +70,7 @@ def suspect(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Su
     return _of_batch(loader._prepare, loader._mix, images, targets, seed, epoch, indices)
 
 
-def _of_samples(keyed: Keyed, seed: int, epoch: int, indices: Sequence[int]) -> Suspect | None:
+def _of_samples(keyed: SeededDataset, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
     """The data set or a sample transform that does not repeat."""
     dataset, cut = keyed._dataset, keyed._cut
     for index in indices:
@@ -88,18 +88,20 @@ def _of_samples(keyed: Keyed, seed: int, epoch: int, indices: Sequence[int]) -> 
         item, verdict = _tried(lambda: seeded(read))
         if verdict is not None:
             name = dataset if cut is None else cut
-            return Suspect("data.dataset" if cut is None else "transform.sample_train.0", type(name).__name__, verdict)
+            return Nondeterminism(
+                "data.dataset" if cut is None else "transform.sample_train.0", type(name).__name__, verdict
+            )
         image = item[0]
         for place, transform in enumerate(keyed._transforms, start=cut is not None):
             image, verdict = _tried(lambda: seeded(lambda: transform(copy.deepcopy(image))))  # noqa: B023
             if verdict is not None:
-                return Suspect(f"transform.sample_train.{place}", type(transform).__name__, verdict)
+                return Nondeterminism(f"transform.sample_train.{place}", type(transform).__name__, verdict)
     return None
 
 
 def _of_batch(
     prepare: Any, mix: Any, images: Tensor, targets: Tensor, seed: int, epoch: int, indices: Sequence[int]
-) -> Suspect | None:
+) -> Nondeterminism | None:
     """The batch transform, or the way to mix, that does not repeat."""
     places = torch.tensor(list(indices), device=images.device)
     before = images
@@ -109,11 +111,11 @@ def _of_batch(
 
                 def again(transform: Any = transform, stream: int = stream) -> Any:
                     seed_generators(seed, epoch, stream)
-                    return transform(images.clone(), Draws(seed, epoch, places, stream))  # noqa: B023
+                    return transform(images.clone(), SampleRNG(seed, epoch, places, stream))  # noqa: B023
 
                 images, verdict = _tried(again, workers=0)
                 if verdict is not None:
-                    return Suspect(f"transform.train.{stream}", type(transform).__name__, verdict)
+                    return Nondeterminism(f"transform.train.{stream}", type(transform).__name__, verdict)
         if isinstance(mix, Mixing):
             prepared = prepare(before, places, epoch) if prepare is not None else before
 
@@ -123,7 +125,7 @@ def _of_batch(
 
             _, verdict = _tried(mixed, workers=0)
             if verdict is not None:
-                return Suspect("transform.mix", type(mix.mix).__name__, verdict)
+                return Nondeterminism("transform.mix", type(mix.mix).__name__, verdict)
     return None
 
 

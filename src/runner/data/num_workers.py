@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.cores import cores
-from runner.data.bad_samples import StandIns
+from runner.data.bad_samples import ReplacementSampler
 from runner.data.indices import Indices
-from runner.data.samples import Keyed, SampleTransform
+from runner.data.samples import SampleTransform, SeededDataset
 
 _MOST = 16
 _BUDGET_S = 0.25  # time to spend on measuring
@@ -30,7 +30,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerChoice:
     """The workers that read samples.
 
     Attributes:
@@ -45,7 +45,7 @@ class Crew:
 
 
 @dataclass(frozen=True)
-class Timing:
+class BatchTiming:
     """What a batch costs, in seconds.
 
     Attributes:
@@ -59,7 +59,7 @@ class Timing:
     epoch: float
 
 
-def muster(
+def choose_num_workers(
     wanted: int | Literal["auto"],
     prefetch: int,
     dataset: Dataset[Any],
@@ -68,8 +68,8 @@ def muster(
     batch_size: int,
     samples_ahead: int,
     sample_bytes: int,
-    stand_ins: StandIns | None = None,
-) -> Crew:
+    replacements: ReplacementSampler | None = None,
+) -> WorkerChoice:
     """Choose how many workers read, by reading a few samples if that is to be found out.
 
     The global generators are untouched, and no sample comes out as another for it.
@@ -83,22 +83,24 @@ def muster(
         batch_size: samples of a batch.
         samples_ahead: samples of one batch of every loader that may hold batches at the same time.
         sample_bytes: bytes of an image.
-        stand_ins: what is read in place of samples that cannot be.
+        replacements: what is read in place of samples that cannot be.
     """
     ahead = prefetch * samples_ahead * sample_bytes
     room = _free_shared_memory()
     if wanted != "auto":
-        return Crew(wanted, warnings=_doubts(wanted, ahead, room))
+        return WorkerChoice(wanted, warnings=_doubts(wanted, ahead, room))
     allowed = workers_with_room(ahead)
     if allowed == 0:
-        return Crew(0, f"auto: {_SHARED_MEMORY} has {_size(room or 0)} free, too little for batches of {_size(ahead)}")
-    per_sample = _seconds_a_sample(Keyed(dataset, 0, transforms, stand_ins), indices, batch_size)
+        return WorkerChoice(
+            0, f"auto: {_SHARED_MEMORY} has {_size(room or 0)} free, too little for batches of {_size(ahead)}"
+        )
+    per_sample = _seconds_a_sample(SeededDataset(dataset, 0, transforms, replacements), indices, batch_size)
     shared = _seconds_to_share(batch_size * sample_bytes)
-    timing = Timing(per_sample * batch_size, _MESSAGE_S + shared, per_sample * len(indices))
-    return Crew(*enough(timing, cores(), allowed))
+    timing = BatchTiming(per_sample * batch_size, _MESSAGE_S + shared, per_sample * len(indices))
+    return WorkerChoice(*enough(timing, cores(), allowed))
 
 
-def enough(timing: Timing, cores: int, allowed: int) -> tuple[int, str]:
+def enough(timing: BatchTiming, cores: int, allowed: int) -> tuple[int, str]:
     """The fewest workers that keep ahead of any consumer, and why.
 
     How long a training step takes is not known yet. But the main process cannot take batches faster than they are handed
@@ -150,7 +152,7 @@ def _free_shared_memory() -> int | None:
     return 0 if sys.platform == "linux" else None
 
 
-def _seconds_a_sample(keyed: Keyed, indices: Indices, most: int) -> float:
+def _seconds_a_sample(keyed: SeededDataset, indices: Indices, most: int) -> float:
     """Time samples that are spread over the split, more and more at a time, until it has taken long enough."""
     count = min(most, len(indices))
     spread = indices[_spread(len(indices), count)].tolist()

@@ -15,12 +15,12 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import StandIns
+from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache
 from runner.data.cache_file import CachedImages
 from runner.data.indices import Indices
-from runner.data.num_workers import Crew, muster
-from runner.data.samples import SampleTransform, cuts_while_reading
+from runner.data.num_workers import WorkerChoice, choose_num_workers
+from runner.data.samples import SampleTransform, crops_while_decoding
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.stored_images import StoredImages
 
@@ -33,7 +33,7 @@ Row = tuple[str, str, str]
 
 
 @dataclass
-class Reading:
+class DataPlacement:
     """How the splits are read.
 
     Attributes:
@@ -78,7 +78,7 @@ class Reading:
         return self._stored[id(dataset)]
 
 
-def plan_reading(
+def plan_placement(
     data: Data,
     parts: Parts,
     sample_train: Sequence[SampleTransform],
@@ -87,7 +87,7 @@ def plan_reading(
     example: Tensor,
     eval_batch_size: int,
     make_cache: bool = True,
-) -> Reading:
+) -> DataPlacement:
     """Decide how the splits are read, and make their cache if there is to be one.
 
     Args:
@@ -102,15 +102,17 @@ def plan_reading(
     Raises:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
-    plan = Reading()
+    plan = DataPlacement()
     train, indices = parts["train"]
-    stand_ins = StandIns(0, indices) if data.on_error == "skip" else None
+    replacements = ReplacementSampler(0, indices) if data.on_error == "skip" else None
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made by itself.
     ahead = max(data.samples_a_batch + eval_batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
-    def crew(dataset: Dataset[Any]) -> Crew:
+    def crew(dataset: Dataset[Any]) -> WorkerChoice:
         size, wanted = data.samples_a_batch, data.num_workers
-        return muster(wanted, data.prefetch, dataset, indices, sample_train, size, ahead, example.nbytes, stand_ins)
+        return choose_num_workers(
+            wanted, data.prefetch, dataset, indices, sample_train, size, ahead, example.nbytes, replacements
+        )
 
     decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made
     if data.cache is not None:
@@ -138,9 +140,9 @@ def _require_whole_images_unwanted(
 ) -> None:
     """Refuse a cache of middle squares where a transform is to cut from whole images; evaluation reads every split."""
     key = None
-    if cuts_while_reading(parts["train"][0], sample_train):
+    if crops_while_decoding(parts["train"][0], sample_train):
         key = "sample_train"
-    elif any(cuts_while_reading(dataset, sample_eval) for dataset, _ in parts.values()):
+    elif any(crops_while_decoding(dataset, sample_eval) for dataset, _ in parts.values()):
         key = "sample_eval"
     if key is not None:
         raise UserError(
@@ -149,7 +151,7 @@ def _require_whole_images_unwanted(
         )
 
 
-def _fill_caches(plan: Reading, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
+def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
     """Open or make the cache of every data set that is not in memory as it is."""
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
     for split, (dataset, _) in parts.items():
@@ -183,21 +185,21 @@ def cache_of(data: Data) -> Cache:
 
 
 def _place(
-    plan: Reading, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
+    plan: DataPlacement, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
 ) -> None:
     """Decide where images live: on a device, in RAM, in a cache file, or on the disk to be read through workers."""
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
-    if data.residency in ("device", "ram") and not possible:
+    if data.placement in ("device", "ram") and not possible:
         if not plan._cache_missing:
             raise UserError(
-                f"data.residency: '{data.residency}' needs a data set of image tensors in memory\n"
+                f"data.placement: '{data.placement}' needs a data set of image tensors in memory\n"
                 "    allowed: auto or disk, or data.cache=disk"
             )
-        plan.warnings.append(f"data.residency={data.residency} has no effect: the cache of data.cache is not there")
-    if data.residency == "disk" or not possible or sample_transforms:
+        plan.warnings.append(f"data.placement={data.placement} has no effect: the cache of data.cache is not there")
+    if data.placement == "disk" or not possible or sample_transforms:
         reason = "images are read one by one"
-        if data.residency == "disk":
+        if data.placement == "disk":
             reason = "as set"
         elif sample_transforms:
             reason = "transform has sample transforms"
@@ -216,25 +218,25 @@ def _place(
 def _home(data: Data, size: int, cached: bool, device: torch.device) -> tuple[torch.device, str, str]:
     """Where tensors of this size live, in words, and why."""
     cpu, shown = torch.device("cpu"), f"{size / 2**20:.1f} MiB of images"
-    if data.residency == "ram":
+    if data.placement == "ram":
         return cpu, "in RAM", "as set"
     home = "cache file" if cached else "in RAM"
     if device.type == "cpu":
-        return cpu, home, "as set" if data.residency == "device" else f"{shown}, and the CPU computes"
+        return cpu, home, "as set" if data.placement == "device" else f"{shown}, and the CPU computes"
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        if data.residency == "device":
+        if data.placement == "device":
             _require_device_memory(size, free, device)
         elif size > _SHARE_OF_DEVICE * free:
             return cpu, home, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
-    return device, f"on {device}", "as set" if data.residency == "device" else f"{shown} fit"
+    return device, f"on {device}", "as set" if data.placement == "device" else f"{shown} fit"
 
 
 def _require_memory(size: int) -> None:
     available = psutil.virtual_memory().available
     if size > available:
         raise UserError(
-            f"data.residency: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
+            f"data.placement: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
             "    allowed: auto, which reads from the cache file and leaves to the system what is in RAM"
         )
 
@@ -244,22 +246,22 @@ def _require_device_memory(size: int, free: int, device: torch.device) -> None:
     available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if size > available:
         raise UserError(
-            f"data.residency: 'device' needs {size / 2**30:.1f} GiB, and {device} has {available / 2**30:.1f} GiB free\n"
+            f"data.placement: 'device' needs {size / 2**30:.1f} GiB, and {device} has {available / 2**30:.1f} GiB free\n"
             "    allowed: auto or ram, which leave the images in the memory of the CPU"
         )
 
 
-def _without_effect(plan: Reading, data: Data, device: torch.device) -> list[str]:
+def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:
     """What was set to something else than the default and changes nothing in this run."""
     useless: list[str] = []
 
     def say(setting: str, reason: str) -> None:
         useless.append(f"{setting} has no effect: {reason}")
 
-    if data.residency == "device" and device.type == "cpu":
-        say("data.residency=device", "the device is the CPU")
+    if data.placement == "device" and device.type == "cpu":
+        say("data.placement=device", "the device is the CPU")
     if plan.in_memory is not None:
-        reason = "the images are in memory (data.residency=disk reads them through workers)"
+        reason = "the images are in memory (data.placement=disk reads them through workers)"
         if isinstance(data.num_workers, int) and data.num_workers > 0 and not plan._caches:
             say(f"data.num_workers={data.num_workers}", reason)
     else:

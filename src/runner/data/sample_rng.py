@@ -1,6 +1,6 @@
 """Randomness as a function of (seed, epoch, sample): no state, so nothing to restore and nothing to get out of step.
 
-Draws are made by hashing integers (the finaliser of splitmix64, Steele et al. 2014), a whole batch at a time and with
+Random numbers are made by hashing integers (the finaliser of splitmix64, Steele et al. 2014), a whole batch at a time and with
 integer arithmetic only, so that they are the same bits on every device, in every batch split and in every worker.
 """
 
@@ -21,7 +21,7 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 
 
-def mix(*parts: int) -> int:
+def hash_ints(*parts: int) -> int:
     """Hash integers into one of 63 bits; the order of the parts matters."""
     state = 0
     for part in parts:
@@ -40,11 +40,11 @@ def _hash(values: Tensor) -> Tensor:
     """splitmix64's finaliser on int64 `values` of shape (B,); products wrap around as in C."""
     if values.device.type == "cpu":
         # NumPy's operations take a third of the time at these sizes, and it shifts unsigned numbers.
-        return torch.from_numpy(scrambled(values.numpy().view(np.uint64)).view(np.int64))
+        return torch.from_numpy(splitmix64(values.numpy().view(np.uint64)).view(np.int64))
     return _hash_anywhere(values)
 
 
-def scrambled(bits: np.ndarray) -> np.ndarray:
+def splitmix64(bits: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser on uint64 `bits` of any shape; one to one."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
@@ -59,7 +59,7 @@ def _hash_anywhere(values: Tensor) -> Tensor:
     return values ^ ((values >> 31) & ((1 << 33) - 1))
 
 
-class Draws:
+class SampleRNG:
     """Random numbers for the samples of one batch: each call gives new ones, a number a sample.
 
     Args:
@@ -75,7 +75,7 @@ class Draws:
 
     @functools.cached_property
     def _keys(self) -> Tensor:
-        base = _signed(mix(self.seed, self.epoch, self.stream) << 1)
+        base = _signed(hash_ints(self.seed, self.epoch, self.stream) << 1)
         return _hash(self.indices * _signed(_GOLDEN) + base)
 
     def uniform(self) -> Tensor:
@@ -88,12 +88,12 @@ class Draws:
         self._calls += 1
         return ((_hash(self._keys + self._calls) >> 32) & 0x7FFFFFFF) % count
 
-    def of_batch(self, count: int) -> Tensor:
+    def batch_integer(self, count: int) -> Tensor:
         """One int64 number from 0 to `count` - 1 for the whole batch, of shape (); the order of the samples plays no part."""
         self._calls += 1
         return ((_hash(self._keys.sum(0, keepdim=True) + self._calls)[0] >> 32) & 0x7FFFFFFF) % count
 
-    def ring(self) -> Tensor:
+    def partners(self) -> Tensor:
         """Another sample of the batch for each, int64 of shape (B,): its neighbour where all stand in a ring in random order.
 
         Every sample is the neighbour of exactly one, and of itself only where it is alone. Who is whose follows from the
@@ -103,13 +103,13 @@ class Draws:
         order = torch.argsort(_hash(self._keys + self._calls), stable=True)
         return torch.empty_like(order).scatter_(0, order, order.roll(1))
 
-    def lasting(self) -> Draws:
+    def without_epoch(self) -> SampleRNG:
         """Draws of the same samples that are the same in every epoch."""
-        return Draws(self.seed, -1, self.indices, self.stream)
+        return SampleRNG(self.seed, -1, self.indices, self.stream)
 
-    def apart(self, number: int) -> Draws:
+    def fork(self, number: int) -> SampleRNG:
         """Draws of the same samples for consumer `number` of several, apart from these and from each other's."""
-        return Draws(self.seed, self.epoch, self.indices, mix(self.stream, number))
+        return SampleRNG(self.seed, self.epoch, self.indices, hash_ints(self.stream, number))
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def preserved_rng() -> Iterator[None]:
 
 def seed_generators(seed: int, epoch: int, index: int) -> None:
     """Seed the CPU generators of Python, NumPy and torch for one sample; call inside `preserved_rng`."""
-    key = mix(seed, epoch, index, 1)
+    key = hash_ints(seed, epoch, index, 1)
     # torch.manual_seed would visit every backend, which takes longer than reading a sample.
     torch.default_generator.manual_seed(key)
     random.seed(key)

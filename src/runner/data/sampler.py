@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.data.sample_rng import mix, scrambled
+from runner.data.sample_rng import hash_ints, splitmix64
 
 LISTED = 2**16
 """Up to so many samples an order is a list."""
@@ -63,12 +63,12 @@ class EpochOrder:
 
     @functools.cached_property
     def _listed(self) -> Tensor:
-        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch, 0))
+        generator = torch.Generator().manual_seed(hash_ints(self.seed, self.epoch, 0))
         return torch.randperm(self.samples, generator=generator)
 
     @functools.cached_property
     def _keys(self) -> list[int]:
-        return [mix(self.seed, self.epoch, 0, 0, turn) for turn in range(_TURNS)]
+        return [hash_ints(self.seed, self.epoch, 0, 0, turn) for turn in range(_TURNS)]
 
     @functools.cached_property
     def _sides(self) -> tuple[int, int]:
@@ -109,7 +109,7 @@ class EpochOrder:
 
 def _moved(numbers: np.ndarray, others: np.ndarray, size: int, key: int) -> np.ndarray:
     """Numbers below `size`, moved on in a circle by as much as a hash of the others says."""
-    step = scrambled(others + np.uint64(key)) >> np.uint64(32)
+    step = splitmix64(others + np.uint64(key)) >> np.uint64(32)
     moved: np.ndarray = numbers + (step * np.uint64(size) >> np.uint64(32))
     np.subtract(moved, np.uint64(size), out=moved, where=moved >= size)
     return moved

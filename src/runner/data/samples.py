@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from runner.config.errors import UserError, first_line
-from runner.data.bad_samples import StandIns, Unreadable
+from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.sample_rng import preserved_rng, seed_generators
 
 SampleTransform = Callable[[Any], Any]
@@ -33,7 +33,7 @@ class Read(NamedTuple):
 
     images: Tensor
     targets: np.ndarray
-    skipped: tuple[Unreadable, ...] = ()
+    skipped: tuple[BadSample, ...] = ()
 
 
 class Items(list[tuple[Any, Any]]):
@@ -41,10 +41,10 @@ class Items(list[tuple[Any, Any]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.skipped: list[Unreadable] = []
+        self.skipped: list[BadSample] = []
 
 
-class Keyed(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """A data set that is asked for (epoch, index), many at a time, random draws keyed by both.
 
     Args:
@@ -52,7 +52,7 @@ class Keyed(Dataset[Any]):
         seed: seed of the run.
         transforms: callables on one image, in order. If the first has a method `region(height, width)` and a `size`, and
             the data set a method `read_part`, the data set is asked for that part of the image instead of the whole.
-        stand_ins: what is read in place of a sample that cannot be; None raises what reading it raised. What a stand-in
+        replacements: what is read in place of a sample that cannot be; None raises what reading it raised. What a stand-in
             goes through is drawn as for the sample itself.
         split: name of the split, for messages.
     """
@@ -62,14 +62,14 @@ class Keyed(Dataset[Any]):
         dataset: Dataset[Any],
         seed: int,
         transforms: Sequence[SampleTransform] = (),
-        stand_ins: StandIns | None = None,
+        replacements: ReplacementSampler | None = None,
         split: str = "",
     ) -> None:
         self._split = split
         self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
-        self._stand_ins = stand_ins
+        self._stand_ins = replacements
         self._cut: Any = None
-        if cuts_while_reading(dataset, transforms):
+        if crops_while_decoding(dataset, transforms):
             self._cut = self._transforms.pop(0)
 
     def __getitems__(self, places: list[tuple[int, int]]) -> Items:
@@ -79,7 +79,7 @@ class Keyed(Dataset[Any]):
                 items.append(self._item(epoch, index, items.skipped))
         return items
 
-    def _item(self, epoch: int, index: int, skipped: list[Unreadable]) -> tuple[Any, Any]:
+    def _item(self, epoch: int, index: int, skipped: list[BadSample]) -> tuple[Any, Any]:
         def read(source: int) -> tuple[Any, Any]:
             seed_generators(self._seed, epoch, index)
             if self._cut is None:
@@ -170,7 +170,7 @@ def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
     return image
 
 
-def cuts_while_reading(dataset: Dataset[Any], transforms: Sequence[SampleTransform]) -> bool:
+def crops_while_decoding(dataset: Dataset[Any], transforms: Sequence[SampleTransform]) -> bool:
     """Whether the first transform says which part of an image to decode, and the data set can do that."""
     first = transforms[0] if transforms else None
     return hasattr(dataset, "read_part") and hasattr(first, "region") and getattr(first, "size", None) is not None

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.groups import deal, divide_groups, fold_groups, groups_of, numbered
-from runner.data.indices import Indices, Whole
+from runner.data.groups import group_folds, groups_of, numbered, split_groups, stratified_folds
+from runner.data.indices import AllSamples, Indices
 
 _MOST_SAMPLES = 10**9  # an order of them takes 8 GB
 _HELD_OUT = ("val", "test")
@@ -104,9 +104,9 @@ def _divided(
     rest = splits["train"]
     place, classes = _order(len(rest), split.seed), _strata(targets if split.stratified else None, n)[rest]
     if groups is None:
-        fold = deal(classes, split.folds, place)
+        fold = stratified_folds(classes, split.folds, place)
     else:
-        fold = fold_groups(classes, numbered(groups[rest].tolist()), split.folds, place)
+        fold = group_folds(classes, numbered(groups[rest].tolist()), split.folds, place)
     return splits | {"train": rest[fold != split.fold], "val": rest[fold == split.fold]}
 
 
@@ -117,7 +117,7 @@ def _whole_groups(
     names = ["train", *fractions]
     classes = _strata(targets if split.stratified else None, n)
     shares = [1 - sum(fractions.values()), *fractions.values()]
-    number = divide_groups(classes, groups, shares, _order(n, split.seed))
+    number = split_groups(classes, groups, shares, _order(n, split.seed))
     splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(names)}
     for name, indices in splits.items():
         if len(indices) == 0:
@@ -128,7 +128,7 @@ def _whole_groups(
     return splits
 
 
-def carve(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
+def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
     """Complete the splits of a data set: what it does not give is carved from 'train'.
 
     Args:
@@ -160,7 +160,7 @@ def carve(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple
     fractions = {name: share for name, share in asked if name not in datasets and share != 0}
     targets = _matching_targets(source, n) if fractions and split.stratified else None
     groups = numbered(groups_of(source, split.group)) if fractions and split.group is not None else None
-    carved: dict[str, Indices] = {"train": Whole(n)}
+    carved: dict[str, Indices] = {"train": AllSamples(n)}
     if fractions:
         carved |= _divided(targets, groups, n, fractions, split)
     for name, indices in carved.items():
@@ -169,7 +169,7 @@ def carve(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple
                 f"data.split.{name}={fractions[name]} of {n} training samples is not even one; "
                 f"set at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split."
             )
-    given = {name: (datasets[name], Whole(sizes[name])) for name in _HELD_OUT if name in datasets}
+    given = {name: (datasets[name], AllSamples(sizes[name])) for name in _HELD_OUT if name in datasets}
     found = {name: (source, indices) for name, indices in carved.items()} | given
     return {name: found[name] for name in ("train", *_HELD_OUT) if name in found}
 

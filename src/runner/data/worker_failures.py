@@ -55,7 +55,7 @@ class _Listener:
 
 
 @contextlib.contextmanager
-def awaited() -> Iterator[None]:
+def wait_for_batch() -> Iterator[None]:
     """Wait for workers, or start them: a RuntimeError is raised if one is dead or dies meanwhile."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -77,7 +77,7 @@ class TimedOut(RuntimeError):
 
 
 @contextlib.contextmanager
-def limited(seconds: float | None) -> Iterator[None]:
+def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise `TimedOut` if the block takes longer, whatever it waits for.
 
     torch's own time limit covers an empty queue alone. A tensor arrives as a message, and its memory as a file descriptor
@@ -94,7 +94,7 @@ def limited(seconds: float | None) -> Iterator[None]:
         yield
 
 
-def told(iterators: Sequence[Any], error: Exception) -> str:
+def describe_failure(iterators: Sequence[Any], error: Exception) -> str:
     """Which worker of some iterators of DataLoaders died, of what, and what to do; empty if none did.
 
     Args:
@@ -149,7 +149,7 @@ def _sentence(number: int, pid: int, exitcode: int) -> str:
     )
 
 
-def end(iterator: Any) -> None:
+def shut_down(iterator: Any) -> None:
     """Ask an iterator's workers to end, and kill those that have not ended soon after.
 
     torch alone would wait for 5 seconds for each worker that is frozen, and as long again after a SIGTERM.

@@ -19,13 +19,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from runner.config.errors import DataFailed, UserError
 from runner.config.signals import STOPPING
 from runner.data import worker_failures
-from runner.data.bad_samples import StandIns, Unreadable
-from runner.data.cuda_prefetch import overlapped
+from runner.data.bad_samples import BadSample, ReplacementSampler
+from runner.data.cuda_prefetch import prefetch_to_cuda
 from runner.data.indices import Indices
 from runner.data.loaders import Batch, Mix, Prepare
-from runner.data.sample_rng import mix
+from runner.data.sample_rng import hash_ints
 from runner.data.sampler import EpochOrder
-from runner.data.samples import Keyed, Read, SampleTransform, collate
+from runner.data.samples import Read, SampleTransform, SeededDataset, collate
 
 
 class _Request:
@@ -99,7 +99,7 @@ class WorkerLoader:
         non_blocking: copies overlap with computing.
         prepare: what is done to images on the device; None leaves them as they are in the data set.
         mix_batch: blends the samples of a batch; None for nothing.
-        stand_ins: what is read in place of samples that cannot be; None raises what reading them raised.
+        replacements: what is read in place of samples that cannot be; None raises what reading them raised.
         on_skipped: told of samples that could not be read, when the batch that they belong to is taken.
         timeout_s: seconds to wait for a batch of the workers; None waits for ever.
         split: name of the split, for messages.
@@ -124,8 +124,8 @@ class WorkerLoader:
         non_blocking: bool = True,
         prepare: Prepare | None = None,
         mix_batch: Mix | None = None,
-        stand_ins: StandIns | None = None,
-        on_skipped: Callable[[Sequence[Unreadable]], None] = lambda _: None,
+        replacements: ReplacementSampler | None = None,
+        on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
         split: str = "",
     ) -> None:
@@ -143,7 +143,7 @@ class WorkerLoader:
         _LOADERS.add(self)
         with _without_advice():
             self._loader: DataLoader[Any] = DataLoader(
-                Keyed(dataset, seed, transforms, stand_ins, split),
+                SeededDataset(dataset, seed, transforms, replacements, split),
                 batch_sampler=self._slices,
                 num_workers=workers,
                 collate_fn=collate,
@@ -153,7 +153,7 @@ class WorkerLoader:
                 persistent_workers=persistent and workers > 0,
                 timeout=(timeout_s or 0) if workers else 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
-                generator=torch.Generator().manual_seed(mix(seed, 2)),
+                generator=torch.Generator().manual_seed(hash_ints(seed, 2)),
             )
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
@@ -166,7 +166,7 @@ class WorkerLoader:
         if early:
             batches = self._prepared(batches, epoch)
         if self._non_blocking:
-            batches = overlapped(batches, self._device)
+            batches = prefetch_to_cuda(batches, self._device)
         if not early:
             batches = self._prepared(batches, epoch)
         return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
@@ -228,10 +228,10 @@ class WorkerLoader:
             yield
             return
         try:
-            with worker_failures.awaited(), worker_failures.limited(timeout_s):
+            with worker_failures.wait_for_batch(), worker_failures.time_limit(timeout_s):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
-            complaint = worker_failures.told([loader._iterator for loader in _LOADERS], error)
+            complaint = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
             late = isinstance(error, worker_failures.TimedOut) or str(error).startswith("DataLoader timed out")
             if late and not complaint:
                 complaint = self._nothing_came(request)
@@ -258,7 +258,7 @@ class WorkerLoader:
 
 def _end(iterator: Any) -> None:
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        worker_failures.end(iterator)
+        worker_failures.shut_down(iterator)
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()

@@ -7,7 +7,7 @@ list of callbacks:
     on_step(loop)                   after an optimizer step
     on_log(loop, metrics)           when training is logged; may add to `metrics`, a dict of floats
     on_evaluation(loop, metrics)    after the validation split was evaluated; metrics as {"val/accuracy": 0.9, ...}
-    on_left_out(loop, step, diagnosis)   a step's gradients were not finite, so it was left out; why, or None
+    on_step_skipped(loop, step, diagnosis)   a step's gradients were not finite, so it was left out; why, or None
     on_rollback(loop, found)        the state is that of an earlier step again; `found.step` will be left out
     on_boundary(loop)               after everything that was due at this step: the state may be saved here
     on_end(loop)                    after the last step, also when training was stopped early
@@ -145,7 +145,7 @@ class Log:
         step = loop.state.position.global_step
         if step % self.every_steps and not loop.finished:
             return
-        loop.settle()
+        loop.check_nonfinite()
         loss = loop.state.meter.read()
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")

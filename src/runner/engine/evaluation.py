@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Interrupted
-from runner.engine.generators import untouched_generators
 from runner.engine.step import Batch
+from runner.instrument.no_trace import evaluating
 
 
 class Metric(Protocol):
@@ -39,25 +38,6 @@ class Source(Protocol):
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Batches of an epoch."""
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module, *others: object) -> Iterator[None]:
-    """Evaluation mode and inference mode; afterwards modes, buffers and the random generators are as before.
-
-    Args:
-        model: what is evaluated.
-        *others: further modules whose buffers are put back, such as a loss; objects of other kinds are ignored.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        # Put back outside inference mode, whose tensors cannot be trained with.
-        with untouched_generators(model), untouched_buffers(model, *others), torch.inference_mode():
-            yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def evaluate(
@@ -93,7 +73,7 @@ def evaluate(
         batches = min(batches, limit)
     total: Tensor | None = None
     samples = 0
-    with untouched(model, loss):
+    with evaluating(model, loss):
         batch: Batch
         for batch in source.batches(0, 0, batches):
             if interrupted():

@@ -1,22 +1,24 @@
-"""Every output and every gradient looked at while training: the first that is not finite ends the run and is named."""
+"""Check every output and every gradient while training: the first that is not finite ends the run and is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from runner.engine.errors import Diverged
 from runner.engine.state import TrainState
+from runner.instrument.nested import tensors_in
+from runner.instrument.nonfinite import is_finite
+from runner.instrument.observer import Observer, module_label, observe_gradients
 
 
 class FiniteWatch:
-    """Looks at what every module gives and at the gradients that reach it, by hooks; a model without it costs nothing.
+    """Checks the output of every module and the gradients that reach it.
 
-    Each look waits for the device. Where the loss is scaled, gradients overflow as part of scaling, so outputs alone are
-    looked at.
+    Each check waits for the device. Where the loss is scaled, gradients overflow as part of scaling, so only outputs are
+    checked.
 
     Args:
         state: what training changes; hooks are put on its model and parameters.
@@ -27,61 +29,39 @@ class FiniteWatch:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._gradients = state.scaler is None
+        self._checks_gradients = state.scaler is None
         self._passed = "the loss"  # where the gradient was last seen to be finite
-        state.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        for name, module in state.model.named_modules():
-            module.register_forward_hook(self._looking_at(f"{name or 'the model'} ({type(module).__name__})"))
+        Observer(state.model, before=self._check_inputs, names=[""])
+        Observer(state.model, after=self._check_output)
         stepped = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
         for name, parameter in state.model.named_parameters():
-            if self._gradients and parameter in stepped:
-                needed = parameter.requires_grad  # what is frozen for a while takes no hooks meanwhile
-                parameter.requires_grad_(True).register_hook(self._gradient_of(name, "of"))  # type: ignore[no-untyped-call]
+            if self._checks_gradients and parameter in stepped:
+                needed = parameter.requires_grad  # a parameter that is frozen for a while accepts no hook
+                parameter.requires_grad_(True)
+                observe_gradients(parameter, functools.partial(self._check_gradient, f"of {name}"))
                 parameter.requires_grad_(needed)
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _check_inputs(self, name: str, module: nn.Module, inputs: list[Any]) -> None:
         self._passed = "the loss"
-        if not _finite(args) or not _finite(kwargs):
+        if not is_finite(inputs):
             raise Diverged(f"{self._when()} the images of the batch have values that are not finite")
 
-    def _looking_at(self, label: str) -> Callable[[nn.Module, Any, Any], None]:
-        gradient = self._gradient_of(f"the output of {label}", "at")
+    def _check_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        what = f"the output of {module_label(name, module, 'the model')}"
+        if not is_finite(output):
+            raise Diverged(f"{self._when()} {what} is the first that is not finite")
+        if self._checks_gradients:
+            floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+            observe_gradients(floats, functools.partial(self._check_gradient, f"at {what}"))
 
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            if not _finite(output):
-                raise Diverged(f"{self._when()} the output of {label} is the first that is not finite")
-            for tensor in _tensors(output):
-                if self._gradients and tensor.requires_grad:
-                    tensor.register_hook(gradient)  # type: ignore[no-untyped-call]
-
-        return look
-
-    def _gradient_of(self, label: str, at: str) -> Callable[[Tensor], None]:
-        def look(gradient: Tensor) -> None:
-            if not _finite(gradient):
-                raise Diverged(
-                    f"{self._when()} the gradient {at} {label} is the first that is not finite; "
-                    f"at {self._passed} it was finite"
-                )
-            if at == "at":
-                self._passed = label
-
-        return look
+    def _check_gradient(self, place: str, gradient: Tensor) -> None:
+        if not is_finite(gradient):
+            raise Diverged(
+                f"{self._when()} the gradient {place} is the first that is not finite; at {self._passed} it was finite"
+            )
+        if place.startswith("at "):
+            self._passed = place.removeprefix("at ")
 
     def _when(self) -> str:
         done = self._state.position.global_step
         return f"in step {done + 1}" if self._state.model.training else f"in the evaluation after step {done}"
-
-
-def _finite(value: Any) -> bool:
-    return all(bool(tensor.detach().isfinite().all()) for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        if not value.is_floating_point():
-            return []
-        return [value if value.layout is torch.strided else value.coalesce().values()]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []

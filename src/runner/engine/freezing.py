@@ -33,7 +33,7 @@ class Frozen:
     epochs: int | None = None
 
     @property
-    def for_good(self) -> bool:
+    def permanent(self) -> bool:
         """Whether it is never trained."""
         return self.steps is None and self.epochs is None
 
@@ -76,7 +76,7 @@ class Freezing:
         modes = [(module, module.training) for module in self._model.modules()]
         needed = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         try:
-            frozen = [part for part in self.parts if (part.holds(position) if position else part.for_good)]
+            frozen = [part for part in self.parts if (part.holds(position) if position else part.permanent)]
             self._train_all_but(frozen)
             yield
         finally:
@@ -107,7 +107,7 @@ class Freezing:
         return freed
 
 
-class Thaw:
+class UnfreezeCallback:
     """Trains weights from the moment on until which they are frozen.
 
     Args:

@@ -9,7 +9,7 @@
                 on_step
                 evaluate, on_evaluation    # if it is due
                 on_boundary                # checkpoints; then signals and limits are looked at
-            steps left out on the device are told of when numbers are read: on_left_out, on_rollback
+            steps left out on the device are told of when numbers are read: on_step_skipped, on_rollback
     on_end
 
 Whatever stops the loop stops it at a boundary, where position and state describe the run completely.
@@ -28,11 +28,11 @@ from typing import Any
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.evaluation import Source
-from runner.engine.generators import untouched_generators
-from runner.engine.plan import Plan, Timeline
+from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.state import Best, Position, TrainState
-from runner.engine.step import StepParts, train_step
+from runner.engine.step import StepConfig, train_step
 from runner.engine.weight_average import loss_beside
+from runner.instrument.no_trace import preserved_rng
 
 _STEPS_BETWEEN_COLLECTIONS = 500
 _MOST_ROLLBACKS = 10
@@ -60,7 +60,7 @@ class Limits:
         """Whether it is the number of epochs that ends the run, so that shares of the run are shares of its epochs."""
         return self.epochs is not None and (self.max_steps is None or timeline.step(self.epochs) <= self.max_steps)
 
-    def total_steps(self, plan: Plan, start: Position | None = None) -> int:
+    def total_steps(self, plan: EpochPlan, start: Position | None = None) -> int:
         """Optimizer steps of the whole run.
 
         Args:
@@ -101,14 +101,14 @@ class Loop:
         self,
         state: TrainState,
         source: Source,
-        plan: Plan,
-        parts: StepParts,
+        plan: EpochPlan,
+        parts: StepConfig,
         limits: Limits,
         evaluate: Callable[[Callable[[], bool]], dict[str, float]] | None,
         callbacks: Sequence[Any],
         monitor: tuple[str, str],
         interrupted: Callable[[], str] = lambda: "",
-        step: Callable[[TrainState, StepParts, Any, float, int, bool], None] = train_step,
+        step: Callable[[TrainState, StepConfig, Any, float, int, bool], None] = train_step,
         roll_back: Callable[[Loop], None] | None = None,
     ) -> None:
         self.step = step
@@ -236,7 +236,7 @@ class Loop:
         if update and self.parts.guard is not None:
             self.parts.guard.stepped()
 
-    def settle(self) -> None:
+    def check_nonfinite(self) -> None:
         """Find out whether steps since the last call were left out as their gradients are not finite; waits for the device.
 
         Called before numbers are read, the state is saved, or the validation split evaluated.
@@ -252,13 +252,13 @@ class Loop:
         for index in guard.found():
             step = before + index + 1
             if guard.policy == "skip" and self._told >= _TOLD:
-                self.emit("on_left_out", step, None)
+                self.emit("on_step_skipped", step, None)
                 continue
-            with untouched_generators(self.state.model):  # batches may be made with draws
+            with preserved_rng():  # batches may be made with draws
                 epoch, batches = self._batches_of(step)
             diagnosis = diagnose(self.state, self.parts, batches, step, epoch + 1)
             self._told += 1
-            self.emit("on_left_out", step, diagnosis)
+            self.emit("on_step_skipped", step, diagnosis)
             if guard.policy == "raise":
                 raise Diverged(str(diagnosis))
             if guard.policy == "rollback":
@@ -307,7 +307,7 @@ class Loop:
         position = self.state.position
         self.improved = False
         if position.evaluation_due and not self.interrupted():
-            self.settle()
+            self.check_nonfinite()
             try:
                 self._run_evaluation()
                 position.evaluation_due = False

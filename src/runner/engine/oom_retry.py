@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.engine.buffers import KeptBuffers
 from runner.engine.state import TrainState
-from runner.engine.step import Batch, StepParts, backward, update_weights
+from runner.engine.step import Batch, StepConfig, backward, update_weights
+from runner.instrument.no_trace import SavedBuffers
 
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _ON_CPU.search(str(error)) is not None
 
 
-class SplittingStep:
+class OOMRetryStep:
     """A step as `train_step` is one, which trains on each batch in 2, 4, 8, ... pieces once memory has run out.
 
     Each piece counts with its share of the samples, so the gradient is that of the whole batch to rounding. How many pieces
@@ -50,7 +50,7 @@ class SplittingStep:
         self._before: _Before | None = None
 
     def __call__(
-        self, state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, update: bool
+        self, state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool
     ) -> None:
         """Train on one batch; at the end of an accumulation window, update the weights.
 
@@ -71,7 +71,7 @@ class SplittingStep:
         self._window, self._losses, self._before = [], [], None
         update_weights(state, parts)
 
-    def _split(self, state: TrainState, parts: StepParts) -> None:
+    def _split(self, state: TrainState, parts: StepConfig) -> None:
         """Train on the batches of the window anew, in more pieces, until they fit."""
         fits = False
         while not fits:
@@ -85,7 +85,7 @@ class SplittingStep:
             self._before.restore()
             fits = self._fits(state, parts, 0)
 
-    def _fits(self, state: TrainState, parts: StepParts, first: int) -> bool:
+    def _fits(self, state: TrainState, parts: StepConfig, first: int) -> bool:
         """Train on the batches of the window from number `first` on; whether memory suffices."""
         most = _samples_of_a_piece(self._batch_size, state.position.pieces)
         try:
@@ -98,7 +98,7 @@ class SplittingStep:
         return True
 
 
-class TellPieces:
+class ReportMicroBatches:
     """Tells when batches have begun to be trained on in pieces.
 
     Args:
@@ -136,7 +136,7 @@ class _Before:
     """Generators and buffers as they are at the beginning of a step."""
 
     def __init__(self, model: nn.Module, loss: object) -> None:
-        self._buffers = KeptBuffers(model, loss)
+        self._buffers = SavedBuffers(model, loss)
         self._device = next(model.parameters()).device
         self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = torch.get_rng_state()
@@ -154,14 +154,14 @@ class _Before:
             getattr(torch, self._device.type).set_rng_state(self._accelerator)
 
 
-def _train(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, pieces: int) -> Tensor:
+def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, pieces: int) -> Tensor:
     """Add the gradients of a batch; gives its mean loss."""
     targets = parts.targets(batch.targets)
     total: Tensor | None = None
     for images, some in zip(batch.images.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
         with parts.autocast():
-            if parts.objective is not None:
-                loss = parts.objective(images, some)
+            if parts.compiled_loss is not None:
+                loss = parts.compiled_loss(images, some)
             else:
                 loss = parts.loss(state.model(images), some)
         share = len(images) / samples

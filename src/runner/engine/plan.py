@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class EpochPlan:
     """The batches of an epoch.
 
     Attributes:
@@ -86,7 +86,7 @@ class Timeline:
     turns: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, start: Position, plan: Plan) -> Timeline:
+    def of(cls, start: Position, plan: EpochPlan) -> Timeline:
         """The timeline of a run that goes on from `start` with epochs as `plan` has them."""
         turns = [(step, epoch) for step, epoch in start.turns]
         step, epoch = turns[-1] if turns else (0, 0)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.engine.buffers import untouched_buffers
 from runner.engine.errors import Preempted
 from runner.engine.evaluation import Source
-from runner.engine.generators import untouched_generators
-from runner.engine.plan import Plan
-from runner.engine.state import Meter, TrainState
-from runner.engine.step import StepParts, train_step
+from runner.engine.plan import EpochPlan
+from runner.engine.state import RunningMean, TrainState
+from runner.engine.step import StepConfig, train_step
+from runner.instrument.no_trace import no_trace
 
 _KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
@@ -69,11 +68,11 @@ def exponential(start: float, end: float, steps: int) -> list[float]:
 def range_test(
     state: TrainState,
     source: Source,
-    plan: Plan,
-    parts: StepParts,
+    plan: EpochPlan,
+    parts: StepConfig,
     rates: Sequence[float],
     reference: float,
-    step: Callable[[TrainState, StepParts, Any, float, int, bool], None] = train_step,
+    step: Callable[[TrainState, StepConfig, Any, float, int, bool], None] = train_step,
     interrupted: Callable[[], str] = lambda: "",
 ) -> Curve:
     """Train a step at each rate, until the loss diverges; everything is then put back, bit for bit.
@@ -100,7 +99,7 @@ def range_test(
     stopped = ""
     windows = _windows(source, plan, len(rates))
     with unchanged(state, parts.loss):
-        meter = state.meter = Meter(next(state.model.parameters()).device)
+        meter = state.meter = RunningMean(next(state.model.parameters()).device)
         state.averaged = None  # weights on the way through all rates are worth no average
         state.train()
         guard = parts.guard
@@ -183,7 +182,7 @@ def _corrected(values: Sequence[float]) -> float:
     return mean / (1 - _KEPT ** len(values))
 
 
-def _windows(source: Source, plan: Plan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
+def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
     """The batches of each step with their sizes, weights and whether they end it; epoch after epoch."""
     for epoch in itertools.count():
         # No batch is asked for that is not used: workers would read it for nothing.
@@ -208,14 +207,10 @@ def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[A
 
 @contextlib.contextmanager
 def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
-    """Put back weights, buffers, gradients, modes, the optimizer, the loss scale, the random generators and all else."""
+    """Put back all that training changes: weights, optimizer, loss scale, position, and what `no_trace` puts back."""
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
     meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
-    modes = [(module, module.training) for module in model.modules()]
-    weights = [
-        (parameter, parameter.detach().clone(), parameter.grad, parameter.requires_grad)
-        for parameter in model.parameters()
-    ]
+    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
     moments = {weight: copy.deepcopy(found) for weight, found in optimizer.state.items()}
     settings = [
         {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
@@ -223,12 +218,11 @@ def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
     ]
     scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
     try:
-        with untouched_generators(model), untouched_buffers(model, loss):
+        with no_trace(model, loss):
             yield
     finally:
-        for parameter, values, gradient, trained in weights:
+        for parameter, values in weights:
             parameter.data.copy_(values)
-            parameter.grad, parameter.requires_grad = gradient, trained
         optimizer.state.clear()
         optimizer.state.update(moments)
         for group, own in zip(optimizer.param_groups, settings, strict=True):
@@ -236,5 +230,3 @@ def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
         if scaler is not None and scale:
             scaler.load_state_dict(scale)
         state.meter, state.averaged, state.position = meter, averaged, position
-        for module, mode in modes:
-            module.training = mode

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.engine.freezing import Freezing
-from runner.engine.weight_average import Averaged
+from runner.engine.weight_average import AveragedModel
 
 
 class Schedule(Protocol):
@@ -76,7 +76,7 @@ class Best:
         return value > self.value if self.mode == "max" else value < self.value
 
 
-class Meter:
+class RunningMean:
     """Mean of a loss over samples, summed on the device and read only when asked."""
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +107,7 @@ class Meter:
         self._samples = state["samples"]
 
 
-class FiniteMeter(Meter):
+class FiniteMean(RunningMean):
     """A meter that leaves out losses that are not finite."""
 
     def __init__(self, device: torch.device) -> None:
@@ -149,11 +149,11 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     scaler: torch.amp.GradScaler | None
-    meter: Meter
+    meter: RunningMean
     position: Position = field(default_factory=Position)
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
-    averaged: Averaged | None = None
+    averaged: AveragedModel | None = None
     freezing: Freezing = field(init=False)
 
     def __post_init__(self) -> None:

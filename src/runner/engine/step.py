@@ -31,7 +31,7 @@ class Batch(Protocol):
 
 
 @dataclass(frozen=True)
-class StepParts:
+class StepConfig:
     """What a step is made of.
 
     Attributes:
@@ -41,9 +41,9 @@ class StepParts:
         clip_norm: largest norm of all gradients together; None for no limit.
         clip_value: largest absolute value of a gradient element; None for no limit.
         clip_adaptive: bounds of each unit's gradient; None for no limit.
-        objective: (images, targets) -> loss, in place of model and loss one after the other; None for these.
+        compiled_loss: (images, targets) -> loss, in place of model and loss one after the other; None for these.
         guard: keeps the optimizer from steps whose gradients are not finite; None lets it take them.
-        take_step: what `optimizer.step` does, in less time; None for that itself.
+        optimizer_step: what `optimizer.step` does, in less time; None for that itself.
     """
 
     targets: Callable[[Tensor], Tensor]
@@ -52,12 +52,12 @@ class StepParts:
     clip_norm: float | None = None
     clip_value: float | None = None
     clip_adaptive: AdaptiveClip | None = None
-    objective: Callable[[Tensor, Tensor], Tensor] | None = None
+    compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     guard: Guard | None = None
-    take_step: Callable[[], object] | None = None
+    optimizer_step: Callable[[], object] | None = None
 
 
-def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float, samples: int, update: bool) -> None:
+def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool) -> None:
     """Train on one batch; at the end of an accumulation window, update the weights.
 
     The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
@@ -69,7 +69,7 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
         state: what training changes.
         parts: what the step is made of.
         batch: samples on the device.
-        weight: share of this batch in its window, see `Plan.weight`.
+        weight: share of this batch in its window, see `EpochPlan.weight`.
         samples: size of the batch.
         update: whether the window ends here.
     """
@@ -79,12 +79,12 @@ def train_step(state: TrainState, parts: StepParts, batch: Batch, weight: float,
         update_weights(state, parts)
 
 
-def forward(state: TrainState, parts: StepParts, batch: Batch, samples: int) -> Tensor:
+def forward(state: TrainState, parts: StepConfig, batch: Batch, samples: int) -> Tensor:
     """The mean loss of a batch, which is counted as well."""
     targets = parts.targets(batch.targets)
     with parts.autocast():
-        if parts.objective is not None:
-            loss = parts.objective(batch.images, targets)
+        if parts.compiled_loss is not None:
+            loss = parts.compiled_loss(batch.images, targets)
         else:
             loss = parts.loss(state.model(batch.images), targets)
     state.meter.add(loss, samples)
@@ -102,7 +102,7 @@ def backward(state: TrainState, loss: Tensor, weight: float) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def update_weights(state: TrainState, parts: StepParts) -> None:
+def update_weights(state: TrainState, parts: StepConfig) -> None:
     """Take an optimizer step with the gradients, and drop them."""
     model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
     if guard is None or guard.allows_step():
@@ -113,8 +113,8 @@ def update_weights(state: TrainState, parts: StepParts) -> None:
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()
-        elif parts.take_step is not None:
-            parts.take_step()
+        elif parts.optimizer_step is not None:
+            parts.optimizer_step()
         else:
             optimizer.step()
         if guard is not None:

@@ -105,7 +105,7 @@ def views_named(names: Sequence[str]) -> list[View]:
     return list(dict.fromkeys([as_it_is, *(view for name in names for view in VIEWS[name])]))
 
 
-class Averaged(nn.Module):
+class TTAModel(nn.Module):
     """A model whose outputs are the mean over views of the images.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.engine.buffers import untouched_buffers
+from runner.instrument.no_trace import preserved_buffers
 
 Kind = Literal["ema", "swa"]
 
@@ -26,7 +26,7 @@ def loss_beside(metric: str) -> str:
     return f"val/{found}loss"
 
 
-class Averaged:
+class AveragedModel:
     """A running average of weights, kept beside them on their device.
 
     EMA: average <- d · average + (1 - d) · weights after every step. With warm-up d is min(decay, (1 + n) / (10 + n)) at
@@ -120,7 +120,7 @@ class Averaged:
         """The model with averaged weights; afterwards weights and buffers are as before, bit for bit."""
         kept = [tensor.clone() for tensor in self._current]
         try:
-            with untouched_buffers(self._model):
+            with preserved_buffers(self._model):
                 with torch.no_grad():
                     torch._foreach_copy_(self._current, self._average)
                     statistics = self._norm_buffers()

@@ -14,9 +14,12 @@ from torch.utils.checkpoint import CheckpointError
 
 from runner.config.errors import UserError, first_line
 from runner.config.patterns import matching
+from runner.instrument.nested import tensors_in
+from runner.instrument.no_trace import no_trace
+from runner.instrument.observer import Observer
+from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime import activation
-from runner.runtime.flops import as_it_was
-from runner.runtime.memory import SavedTensors, readable
+from runner.runtime.memory import readable
 
 Setting = bool | int | float | str | list[str]
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
@@ -264,7 +267,7 @@ class _Probe:
                 raise UserError(f"model: cannot be trained on images of shape {shape}: {first_line(error)}") from error
 
     def _saved(self, samples: int) -> SavedTensors:
-        with _untouched(self._model, self._image.device), SavedTensors(self._model) as saved:
+        with _training(self._model), SavedTensors(self._model) as saved:
             # What comes out holds the graph, so it must live until all is counted.
             outputs = self._forward(samples)
             saved.activations  # noqa: B018  # counts up to here
@@ -281,13 +284,12 @@ class _Probe:
 
     def idle(self, blocks: Sequence[tuple[str, nn.Module]]) -> list[str]:
         """Those blocks that the forward pass does not call."""
-        ran: set[int] = set()
-        hooks = [module.register_forward_pre_hook(lambda module, _: ran.add(id(module))) for _, module in blocks]
-        with _untouched(self._model, self._image.device), torch.no_grad():
+        ran: set[str] = set()
+        names = [name for name, _ in blocks]
+        observer = Observer(self._model, before=lambda name, *_: ran.add(name), names=names)
+        with _training(self._model), torch.no_grad(), observer:
             self._forward(2)
-        for hook in hooks:
-            hook.remove()
-        return [name for name, module in blocks if id(module) not in ran]
+        return [name for name in names if name not in ran]
 
     def backward(self) -> None:
         """Find out whether what is checkpointed can be computed again.
@@ -296,8 +298,8 @@ class _Probe:
             UserError: if not.
         """
         weights = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        with _untouched(self._model, self._image.device):
-            total = sum(tensor.float().sum() for tensor in _tensors(self._forward(2)) if tensor.requires_grad)
+        with _training(self._model):
+            total = sum(tensor.float().sum() for tensor in tensors_in(self._forward(2)) if tensor.requires_grad)
             if not isinstance(total, Tensor):
                 return
             try:
@@ -309,20 +311,9 @@ class _Probe:
                 ) from error
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
-
-
 @contextlib.contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Training mode; afterwards modes, buffers and random generators are as before. No gradient is accumulated."""
-    with as_it_was(model, device), torch.enable_grad():
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode with gradients; afterwards everything is as before, and no gradient was accumulated."""
+    with no_trace(model), torch.enable_grad():
         model.train()
         yield

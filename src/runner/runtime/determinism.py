@@ -21,6 +21,8 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
+from runner.instrument.nested import tensors_in
+from runner.instrument.observer import Observer, module_label
 
 _NO_FORM = re.compile(
     r"(?P<op>\S+) does not have a deterministic implementation"
@@ -127,9 +129,7 @@ def _caller(frames: list[FrameType]) -> str:
 
 def described(module: nn.Module, root: nn.Module) -> str:
     """A module for people: `layers.2 (MaxUnpool2d)`, or its type alone if it is the root."""
-    name = next((name for name, other in root.named_modules() if other is module), "")
-    kind = type(module).__name__
-    return f"{name} ({kind})" if name else kind
+    return module_label(next((name for name, other in root.named_modules() if other is module), ""), module)
 
 
 def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
@@ -144,21 +144,13 @@ def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     """
     owners: dict[Any, str] = {}
 
-    def own(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            before = {tensor.grad_fn for tensor in tensors_in(inputs)}
-            label = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            for node in _nodes([tensor.grad_fn for tensor in tensors_in(output)], {*before, *owners}):
-                owners[node] = label
+    def own(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        before = {tensor.grad_fn for tensor in tensors_in(inputs)}
+        for node in _nodes([tensor.grad_fn for tensor in tensors_in(output)], {*before, *owners}):
+            owners[node] = module_label(name, module)
 
-        return hook
-
-    handles = [module.register_forward_hook(own(name)) for name, module in model.named_modules()]
-    try:
+    with Observer(model, after=own):
         loss = forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     running: list[Any] = []
     nodes = _nodes([loss.grad_fn], set())
     for node in nodes:
@@ -168,17 +160,6 @@ def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     except RuntimeError:
         return f"the backward of {owners.get(running[-1], 'the loss')}" if running else ""
     return ""
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists and mappings, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return tensors_in(list(value.values()))
-    if isinstance(value, tuple | list):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 def _nodes(starts: list[Any], until: set[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from runner.config.errors import UserError
-from runner.runtime.flops import Flops
+from runner.instrument.flops import Flops
 from runner.runtime.memory import peak_memory
 from runner.runtime.peak_flops import Ceiling, Kind, known_peak, peak
 

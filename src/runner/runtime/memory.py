@@ -1,22 +1,16 @@
-"""How much memory training takes: at most on a device, and what the graph keeps for backward."""
+"""How much memory a device has used at most."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from torch import Tensor, nn
-
-OUTSIDE = "(outside the model)"
-"""Where `SavedTensors.by_module` counts what is saved while no module of the model runs, such as the loss's."""
 
 
 class Peak(NamedTuple):
@@ -125,176 +119,3 @@ def _peak_resident() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-class _Held:
-    """A saved tensor in the hands of the graph; tells when the graph lets it go."""
-
-    __slots__ = ("_key", "_released", "tensor")
-
-    def __init__(self, tensor: Tensor, key: int, released: collections.deque[int]) -> None:
-        self.tensor, self._key, self._released = tensor, key, released
-
-    def __del__(self) -> None:
-        # Only a note: this may run in a thread of autograd's, or in the midst of anything. The storage is freed after it.
-        self._released.append(self._key)
-
-
-class SavedTensors:
-    """Counts what the graph keeps for backward while it is built, each storage once.
-
-        with SavedTensors(model) as saved:
-            loss = criterion(model(images), targets)
-        saved.activations, saved.by_module
-
-    Counted are tensors saved by operations and by `ctx.save_for_backward`, through
-    `torch.autograd.graph.saved_tensors_hooks`; what a checkpointed region (`use_reentrant=False`) computes again is not
-    saved, and its inputs are. The figures are those of the moment when most was kept, so a block may hold several steps.
-    A view counts as its whole storage, which it keeps alive. Nothing is added to the graph, no result changes and no
-    device is waited for; it works on any device, `meta` too.
-
-    Attributes are read after the block, or inside it:
-        activations: bytes kept that would be free otherwise, copies of weights that autocast makes among them.
-        parameters: bytes of the model's parameters and buffers that the graph refers to; they stay in memory anyway.
-        inputs: bytes of the model's inputs, as it saves them, and of those given.
-        by_module: activations by the dotted name of the module that was running, not counting its children; the empty
-            name is the model itself.
-
-    Args:
-        model: whose parameters, inputs and modules are told apart; without one, all but `inputs` are activations.
-        inputs: further tensors that are in memory anyway; kept until the block ends.
-    """
-
-    def __init__(self, model: nn.Module | None = None, inputs: Iterable[Tensor] = ()) -> None:
-        self._model, self._given = model, list(inputs)
-        self._released: collections.deque[int] = collections.deque()
-        self._live: dict[int, list[Any]] = {}  # storage -> [times saved, bytes, kind, module]
-        self._now = {"activations": 0, "parameters": 0, "inputs": 0}
-        self._modules_now: dict[str, int] = {}
-        self._most = dict(self._now)
-        self._modules_most: dict[str, int] = {}
-        self._running: list[str] = []
-        self._known: dict[int, str] = {}
-        self._noted: list[int] = []
-        self._hooks: list[Any] = []
-        self._context: Any = None
-
-    def __enter__(self) -> SavedTensors:
-        self._known = {_storage(tensor)[0]: "inputs" for tensor in self._given}
-        if self._model is not None:
-            for tensor in (*self._model.parameters(), *self._model.buffers()):
-                self._known[_storage(tensor)[0]] = "parameters"
-            self._hooks.append(self._model.register_forward_pre_hook(self._note_inputs, with_kwargs=True))
-            self._hooks.append(self._model.register_forward_hook(self._forget_inputs, always_call=True))
-            for name, module in self._model.named_modules():
-                self._hooks.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
-                # Also called when recomputing a checkpointed region stops early, by an exception.
-                self._hooks.append(module.register_forward_hook(self._left, always_call=True))
-        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._context.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._context.__exit__(kind, error, traceback)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._running.clear()
-        self._known.clear()
-        self._given.clear()
-
-    @property
-    def activations(self) -> int:
-        """Bytes kept that would be free otherwise."""
-        return self._at_most()["activations"]
-
-    @property
-    def parameters(self) -> int:
-        """Bytes of parameters and buffers that the graph refers to."""
-        return self._at_most()["parameters"]
-
-    @property
-    def inputs(self) -> int:
-        """Bytes of inputs that the graph refers to."""
-        return self._at_most()["inputs"]
-
-    @property
-    def by_module(self) -> dict[str, int]:
-        """Activations by module, in the order in which the modules first saved something."""
-        self._at_most()
-        return {name: count for name, count in self._modules_most.items() if count}
-
-    def _at_most(self) -> dict[str, int]:
-        if self._now["activations"] >= self._most["activations"]:
-            self._most, self._modules_most = dict(self._now), dict(self._modules_now)
-        return self._most
-
-    def _note_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and (key := _storage(value)[0]) not in self._known:
-                self._known[key] = "inputs"
-                self._noted.append(key)
-
-    def _forget_inputs(self, module: nn.Module, args: Any, result: Any) -> None:
-        # Once the caller frees them, their place in memory may be given to an activation.
-        for key in self._noted:
-            self._known.pop(key, None)
-        self._noted.clear()
-
-    def _entering(self, name: str) -> Any:
-        running = self._running
-
-        def enter(module: nn.Module, args: Any) -> None:
-            running.append(name)
-
-        return enter
-
-    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
-        if self._running:
-            self._running.pop()
-
-    def _pack(self, tensor: Tensor) -> _Held:
-        self._let_go()
-        key, size = _storage(tensor)
-        entry = self._live.get(key)
-        if entry is None:
-            kind = self._known.get(key, "activations")
-            module = self._running[-1] if self._running else OUTSIDE
-            self._live[key] = entry = [0, size, kind, module]
-            self._add(kind, module, size)
-        entry[0] += 1
-        return _Held(tensor, key, self._released)
-
-    @staticmethod
-    def _unpack(held: _Held) -> Tensor:
-        return held.tensor
-
-    def _let_go(self) -> None:
-        """Subtract what the graph has let go since the last tensor was saved."""
-        if not self._released:
-            return
-        self._at_most()
-        while self._released:
-            key = self._released.popleft()
-            entry = self._live[key]
-            entry[0] -= 1
-            if entry[0] == 0:
-                _, size, kind, module = self._live.pop(key)
-                self._add(kind, module, -size)
-
-    def _add(self, kind: str, module: str, size: int) -> None:
-        self._now[kind] += size
-        if kind == "activations":
-            self._modules_now[module] = self._modules_now.get(module, 0) + size
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    """What tells a tensor's storage from all others as long as it lives, and its bytes."""
-    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the part that is here
-    try:
-        storage = local.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors have several
-        return id(tensor), local.element_size() * (local._nnz() if local.is_sparse else local.numel())
-    return int(storage._cdata), int(storage.nbytes())

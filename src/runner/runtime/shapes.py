@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from runner.config.errors import UserError
-from runner.runtime.determinism import tensors_in
-
-_KEY = "watch.shapes"
+from runner.instrument.nested import tensors_in
+from runner.instrument.observer import Observer, module_label
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,11 @@ class ShapeWatch:
         self._batch = 0
         self._inside = False  # recomputing in backward calls modules outside of a forward pass
         self._training = model.training
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        for name, module in model.named_modules():
-            module.register_forward_hook(self._looking_at(name), with_kwargs=True)
-        model.register_forward_hook(self._end)
+        Observer(model, before=self._begin, names=[""])
+        Observer(model, after=self._look)
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors = tensors_in([args, kwargs])
+    def _begin(self, name: str, module: nn.Module, inputs: list[Any]) -> None:
+        tensors = tensors_in(inputs)
         self._batch = len(tensors[0]) if tensors and tensors[0].ndim else 0
         self._inside, self._training = True, module.training
         self._calls.clear()
@@ -86,36 +83,37 @@ class ShapeWatch:
         if self._training not in self._expected:  # what a pass noted that failed half-way is not all there is
             self._first = {key: seen for key, seen in self._first.items() if key[0] != self._training}
 
-    def _looking_at(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
-        def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not self._inside:
-                return
-            seen = _Seen(_borders([args, kwargs]), _borders(output), self._batch)
-            key = (self._training, name, self._calls[name])
-            self._calls[name] += 1
-            if self._training not in self._expected:
-                self._first[key] = seen
-            elif key in self._first and (side := seen.differs(self._first[key])):
-                raise UserError(self._complaint(name, module, side, seen.shown(side), self._first[key].shown(side)))
+    def _look(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        if not self._inside:
+            return
+        seen = _Seen(_borders(inputs), _borders(output), self._batch)
+        key = (self._training, name, self._calls[name])
+        self._calls[name] += 1
+        if self._training not in self._expected:
+            self._first[key] = seen
+        elif key in self._first and (side := seen.differs(self._first[key])):
+            raise self._error(name, module, side, seen.shown(side), self._first[key].shown(side))
+        if not name:
+            self._end()
 
-        return look
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self) -> None:
         self._inside = False
         is_first = self._training not in self._expected
         expected = self._expected.setdefault(self._training, self._calls.copy())
         for name in {**expected, **self._calls}:
             if expected[name] != self._calls[name]:
                 now, then = (f"called {count} times" for count in (self._calls[name], expected[name]))
-                raise UserError(self._complaint(name, self._model.get_submodule(name), "is", now, then))
+                raise self._error(name, self._model.get_submodule(name), "is", now, then)
         if self._training and is_first:
             self._show(self._rows())
 
-    def _complaint(self, name: str, module: nn.Module, verb: str, now: str, then: str) -> str:
+    def _error(self, name: str, module: nn.Module, verb: str, now: str, then: str) -> UserError:
         where = "training" if self._training else "evaluation"
-        return (
-            f"{_KEY}: {_named(name, module)} {verb} {now} in batch {self._batches[self._training]} of {where}, "
-            f"and {then} in the first\n    allowed: modules whose shapes and dtypes follow from the size of the batch alone"
+        return UserError(
+            "watch.shapes",
+            f"{module_label(name, module, 'the model')} {verb} {now} in batch {self._batches[self._training]} of {where}, "
+            f"and {then} in the first",
+            "modules whose shapes and dtypes follow from the size of the batch alone",
         )
 
     def _rows(self) -> list[list[str]]:
@@ -128,9 +126,4 @@ class ShapeWatch:
 
 
 def _borders(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    tensors: list[Tensor] = tensors_in(value)
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-
-
-def _named(name: str, module: nn.Module) -> str:
-    return f"{name} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))

@@ -11,7 +11,7 @@ Taker = Callable[[str, dict[str, float], int, int], None]
 _PERIOD_S = 1.0
 
 
-class Outbox:
+class MetricsBuffer:
     """Hands metrics on, many at a time where training logs more often than once a second.
 
     Formatting and writing one line between two small steps takes several times as long as one of many in a row, which adds

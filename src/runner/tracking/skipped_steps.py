@@ -8,7 +8,7 @@ from typing import Any
 from runner.tracking.console import Console
 
 
-class LeftOut:
+class SkippedSteps:
     """Warns of each such step and writes its batch beside the run, as `nonfinite/step_0000000012.pt`.
 
     Args:
@@ -20,7 +20,7 @@ class LeftOut:
         self._folder, self._console = directory / "nonfinite", console
         self._untold = 0
 
-    def on_left_out(self, loop: Any, step: int, diagnosis: Any) -> None:
+    def on_step_skipped(self, loop: Any, step: int, diagnosis: Any) -> None:
         """Tell of a step; `diagnosis` is None for those of which only the number is told."""
         if diagnosis is None:
             self._untold += 1

@@ -14,18 +14,19 @@ from torch import Tensor, nn
 
 from runner.build.model import KnownData, build_model, prepared
 from runner.checkpoint import find
-from runner.checkpoint.weights import weights_of
+from runner.checkpoint.file import Parts
+from runner.checkpoint.weights import part_with, weights_of
 from runner.config import keys, stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import checked, merged
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.build import Splits, assemble, callables
+from runner.data.build import DataModule, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
-from runner.engine.tta import Averaged, views_named
+from runner.engine.tta import TTAModel, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
 from runner.tracking.run_directory import claim, timestamp
@@ -67,7 +68,7 @@ class ResolvedCheckpoint(Generic[T]):
         which: the weights to use, the key `weights` of the verb.
     """
 
-    found: find.Found
+    found: find.LoadedCheckpoint
     config: T
     values: dict[str, Any]
     words: list[str]
@@ -106,7 +107,7 @@ class ResolvedCheckpoint(Generic[T]):
         report.warnings(self.found.warnings, warnings, precision.warnings, unused)
         return device, precision
 
-    def data(self, device: torch.device) -> Splits:
+    def data(self, device: torch.device) -> DataModule:
         """The data that the config names.
 
         Raises:
@@ -114,7 +115,7 @@ class ResolvedCheckpoint(Generic[T]):
         """
         config = self.config
         parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-        splits = assemble(*parts, make_cache=False)
+        splits = build_data(*parts, make_cache=False)
         try:
             check_classes(self.classes, splits.classes)
         except UserError:
@@ -202,7 +203,8 @@ def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = 
     """
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
-    found, values = _with_checkpoint(composition, schema, prefer)
+    # Of the checkpoint's tensors, only the selected weights are read.
+    found, values = _with_checkpoint(composition, schema, prefer, part_with(composition.values["weights"]))
     statistics_given = any(word.startswith("data.normalize") for word in composition.words)
     if not statistics_given and isinstance(values.get("data"), dict):
         # Other data has to look to the model like the data that it was trained on.
@@ -213,7 +215,7 @@ def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = 
 
 def resolve_config(
     composition: Composition, schema: type[T], prefer: str = "last"
-) -> tuple[T, dict[str, Any], find.Found | None]:
+) -> tuple[T, dict[str, Any], find.LoadedCheckpoint | None]:
     """The config of a verb that works with and without `ckpt_path`; arguments as for `resolve_checkpoint`.
 
     Returns:
@@ -228,17 +230,19 @@ def resolve_config(
     return checked(values, composition, schema, str(found.path) if found else ""), values, found
 
 
-def _with_checkpoint(composition: Composition, schema: type[Train], prefer: str) -> tuple[find.Found, dict[str, Any]]:
+def _with_checkpoint(
+    composition: Composition, schema: type[Train], prefer: str, parts: Parts | None = None
+) -> tuple[find.LoadedCheckpoint, dict[str, Any]]:
     values = composition.values
     runs = Path(str(values["output_root"])) / str(values["name"])
-    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer)
+    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer, parts=parts)
     combined, _ = merged(found.contents["config"], str(found.path), composition)
     kind: type = schema
     own = {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
     return found, combined | own
 
 
-def _stored_data(found: find.Found) -> dict[str, Any]:
+def _stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
     data = stored.load(found.contents["config"], str(found.path)).get("data")
     return data if isinstance(data, dict) else {}
 
@@ -258,7 +262,7 @@ def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
         raise UserError("data", problem, f"the order {names}")
 
 
-def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> Averaged:
+def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
@@ -280,7 +284,7 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
             view(image)
     except ValueError as error:
         raise UserError("tta", str(error), "other views") from error
-    return Averaged(model, views, probabilities)
+    return TTAModel(model, views, probabilities)
 
 
 def num_classes_of(task: Task) -> int | None:

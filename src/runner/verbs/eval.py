@@ -43,11 +43,11 @@ def run(composition: Composition) -> float:
     config, found = resolved.config, resolved.found
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)
-    splits.skipped.open(None, report.warn)
+    splits.bad_samples.open(None, report.warn)
     with contextlib.closing(splits):
-        split = splits.named(config.split)
+        split = splits.eval_split(config.split)
         if split is None:
-            names = [name for name in ("train", "val", "test") if splits.named(name) is not None]
+            names = [name for name in ("train", "val", "test") if splits.eval_split(name) is not None]
             raise UserError("split", f"this data has no '{config.split}' split", ", ".join(names))
         task, model, loss = build_learner(resolved.values, config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
@@ -69,7 +69,7 @@ def run(composition: Composition) -> float:
                 report.warn(
                     "tta_mean=probabilities: the averaged views have no loss, as this loss does not take softmax logits"
                 )
-    if summary := splits.skipped.summary():
+    if summary := splits.bad_samples.summary():
         report.warn(summary)
     limit = config.limit.eval_batches
     record: dict[str, Any] = {

@@ -21,7 +21,7 @@ Toggle = Literal[
     "tf32",
     "matmul_precision",
     "threads",
-    "data.residency",
+    "data.placement",
     "data.num_workers",
     "data.prefetch",
     "performance",

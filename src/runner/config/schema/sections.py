@@ -26,7 +26,7 @@ Node = Annotated[dict[str, Any], HasTarget()]
 class OptimizerExtras:
     """Keys of `optimizer` beside the arguments of what it names."""
 
-    scale_lr: Count | None = None
+    lr_base_batch_size: Count | None = None
     no_decay: Literal["auto"] | list[str] | None = None
     lr_mult: dict[str, Annotated[float, Ge(0)]] | None = None
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
@@ -79,7 +79,7 @@ class Data:
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
     shuffle: bool = True
     drop_last: bool = False
-    residency: Literal["auto", "device", "ram", "disk"] = "auto"
+    placement: Literal["auto", "device", "ram", "disk"] = "auto"
     cache: Literal["disk"] | None = None
     cache_dir: str | None = None
     num_workers: Literal["auto"] | NonNegative = "auto"
@@ -125,7 +125,7 @@ class Averaging:
     """How `ema` and `swa` average weights."""
 
     warmup: bool = True
-    lr: Annotated[float, Ge(0)] | None = None
+    lr_factor: Annotated[float, Ge(0)] | None = None
     anneal_epochs: Count = 1
     recalibrate_batches: Count | None = None
 

@@ -75,7 +75,7 @@ class Train:
     swa: Annotated[float, Gt(0)] | None = None
     trust: list[str] = field(default_factory=list)
     metrics: dict[str, Node] | None = None
-    clip: Clip = field(default_factory=Clip)
+    grad_clip: Clip = field(default_factory=Clip)
     averaging: Averaging = field(default_factory=Averaging)
     compiler: Compiler = field(default_factory=Compiler)
     transform: Transform = field(default_factory=Transform)

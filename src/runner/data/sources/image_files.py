@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import StandIns, Unreadable
-from runner.data.indices import Indices, Whole
+from runner.data.bad_samples import BadSample, ReplacementSampler
+from runner.data.indices import AllSamples, Indices
 from runner.data.num_workers import workers_with_room
-from runner.data.samples import SampleTransform, as_tensor, cuts_while_reading, transformed
+from runner.data.samples import SampleTransform, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.transforms.augment import Pipeline
@@ -61,7 +61,7 @@ class ImageFiles(ImageFolder):
         super().__init__(paths, [0] * len(paths), (), size, channels, crop_share, max_pixels)
         self.shape = shape
         self._transforms = list(transforms)
-        self._cut: Any = self._transforms.pop(0) if cuts_while_reading(self, transforms) else None
+        self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Decode one image.
@@ -109,7 +109,7 @@ def fitted(image: Tensor, height: int, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Blanks(StandIns):
+class BlankReplacement(ReplacementSampler):
     """A blank image in place of one that cannot be read, which is told.
 
     Attributes:
@@ -120,7 +120,7 @@ class Blanks(StandIns):
     image: Tensor
     path: Callable[[int], Path]
 
-    def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[Unreadable]) -> Any:
+    def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[BadSample]) -> Any:
         """Read a sample, or give the blank one.
 
         Raises:
@@ -131,7 +131,7 @@ class Blanks(StandIns):
         except MemoryError:
             raise
         except Exception as error:  # what a decoder or a transform of one's own raises has no end
-            skipped.append(Unreadable(index, " ".join(str(error).split()) or type(error).__name__))
+            skipped.append(BadSample(index, " ".join(str(error).split()) or type(error).__name__))
             return self.image, 0
         if sample[0].shape != self.image.shape:
             raise UserError(
@@ -150,7 +150,7 @@ def files_loader(
     prepare: Pipeline,
     device: torch.device,
     batch_size: int,
-    on_unreadable: Callable[[Sequence[Unreadable]], None],
+    on_unreadable: Callable[[Sequence[BadSample]], None],
 ) -> WorkerLoader:
     """A loader of image files in their order, as the model is given them.
 
@@ -179,7 +179,7 @@ def files_loader(
         )
     except ValueError as error:
         raise UserError(f"data.dataset: {error}") from error
-    everything: Indices = Whole(len(paths))
+    everything: Indices = AllSamples(len(paths))
     if data.num_workers != "auto":
         workers = data.num_workers
     elif len(paths) < _FEW:
@@ -201,7 +201,7 @@ def files_loader(
         pin=pin,
         non_blocking=data.non_blocking,
         prepare=prepare,
-        stand_ins=Blanks(0, everything, files.blank(), files.path),
+        replacements=BlankReplacement(0, everything, files.blank(), files.path),
         on_skipped=on_unreadable,
         timeout_s=data.timeout_s,
     )

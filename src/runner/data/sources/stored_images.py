@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import DataFailed
-from runner.data.samples import Keyed, as_tensor
+from runner.data.samples import SeededDataset, as_tensor
 
 _COPIED_BYTES = 2**26
 
@@ -118,7 +118,7 @@ class StoredImages:
         complaint = f"data.cache: image {number} in {self._path} is damaged: {problem}"
         if self._source is None:
             raise DataFailed(f"{complaint}\n    allowed: the same command again, which makes the cache again")
-        image = as_tensor(Keyed(self._source, 0)[0, number][0])
+        image = as_tensor(SeededDataset(self._source, 0)[0, number][0])
         if zlib.crc32(image.numpy().data) != self._checksums[number]:
             raise DataFailed(
                 f"{complaint}, and the data set has another image there now\n"

@@ -1,12 +1,12 @@
-"""Batch transforms: run on the device, a whole batch at a time, with draws of its own for every sample.
+"""Batch transforms: they run on the device on a whole batch, with random numbers of its own for each sample.
 
-A batch transform is any callable `(images, draws) -> images`: images of shape (B, C, H, W), uint8 with values 0 to 255 or
-float with values 0 to 1, and `draws` a `runner.data.sample_rng.Draws` for the samples. Given the same draws, a sample comes out the
-same in any batch. One that says so with an attribute `per_sample = True`, and draws from nothing else, is given many batches
-at a time, which is faster.
+A batch transform is any callable `(images, rng) -> images`: images of shape (B, C, H, W), uint8 with values 0 to 255 or
+float with values 0 to 1, and `rng` a `runner.data.sample_rng.SampleRNG` of the samples. With the same `rng`, a sample
+gets the same result in any batch. A transform that promises this with `per_sample = True`, and uses no other randomness,
+receives many batches at a time, which is faster.
 
-Transforms that move or hide pixels are here, others in `resized_crop` and `color_jitter`; transforms that blend samples
-are in `mixing`.
+This module moves and hides pixels; see also `resized_crop`, `color_jitter`, `auto_augment`, and `mixing`, which blends
+samples.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 
-BatchTransform = Callable[[Tensor, Draws], Tensor]
+BatchTransform = Callable[[Tensor, SampleRNG], Tensor]
 Padding = Literal["zeros", "edge", "reflect"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,7 +48,7 @@ class RandomShift:
         self.share = share
         self.padding = padding
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Shift `images`."""
         if self.share == 0:
             return images
@@ -57,7 +57,7 @@ class RandomShift:
         if self.padding == "reflect":  # of a single row there is nothing to reflect
             up, left = min(up, height - 1), min(left, width - 1)
         places = 2 * left + 1
-        place = draws.integers((2 * up + 1) * places)
+        place = rng.integers((2 * up + 1) * places)
         # Pixels of the padded image before the first one of the crop: row * (width + 2 * left) + column.
         first = place + place.div(places, rounding_mode="floor") * (width - 1)
         return _windows(_padded(images, up, left, self.padding), first, height, width)
@@ -121,17 +121,17 @@ class RandomFlip:
         self.p = p
         self.alternate = alternate
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Mirror some of `images`."""
         if self.p == 0:
             return images
         if self.p == 1:
             return images.flip(-1)
         if not self.alternate:
-            return chosen_from(draws.uniform() < self.p, images.flip(-1), images)
+            return chosen_from(rng.uniform() < self.p, images.flip(-1), images)
         # A point that goes round a circle by p an epoch is in a part of length p at even intervals. In integers, to be exact.
         stride = round(self.p * _CIRCLE)
-        places = (draws.lasting().integers(_CIRCLE) + draws.epoch * stride % _CIRCLE) % _CIRCLE
+        places = (rng.without_epoch().integers(_CIRCLE) + rng.epoch * stride % _CIRCLE) % _CIRCLE
         return chosen_from(places < stride, images.flip(-1), images)
 
 
@@ -170,11 +170,11 @@ class RandomBrightnessContrast:
         self.brightness = brightness
         self.contrast = contrast
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Change light and contrast of `images`."""
         white = 255.0 if images.dtype == torch.uint8 else 1.0
-        scale = (1 + self.contrast * (2 * draws.uniform() - 1))[:, None, None, None]
-        shift = (self.brightness * white * (2 * draws.uniform() - 1))[:, None, None, None]
+        scale = (1 + self.contrast * (2 * rng.uniform() - 1))[:, None, None, None]
+        shift = (self.brightness * white * (2 * rng.uniform() - 1))[:, None, None, None]
         changed = (
             images.to(torch.float32, copy=True).sub_(white / 2).mul_(scale).add_(shift + white / 2).clamp_(0, white)
         )
@@ -210,15 +210,15 @@ class RandomErasing:
         self.p = p
         self.share = share
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Erase rectangles in some of `images`."""
         if self.p == 0:
             return images
-        chosen = draws.uniform() < self.p
+        chosen = rng.uniform() < self.p
         inside = []
         for size in images.shape[-2:]:
-            length = 1 + draws.integers(max(1, round(self.share * size)))
-            start = (draws.uniform() * (size + 1 - length)).long()
+            length = 1 + rng.integers(max(1, round(self.share * size)))
+            start = (rng.uniform() * (size + 1 - length)).long()
             places = torch.arange(size, device=images.device)
             inside.append((places >= start[:, None]) & (places < (start + length)[:, None]))
         # A product, as masked_fill takes elements one by one where its mask is broadcast over the channels.
@@ -276,7 +276,7 @@ class Pipeline:
             UserError: if the statistics do not fit the channels.
         """
         for stream, transform in enumerate(self.transforms):
-            images = transform(images, Draws(self.seed, epoch, indices, stream))
+            images = transform(images, SampleRNG(self.seed, epoch, indices, stream))
         if self._channels not in (1, images.shape[1]):
             raise UserError(
                 f"data.normalize: {self._channels} values, but the images have {images.shape[1]} channels; "

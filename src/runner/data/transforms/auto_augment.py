@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.augment import rounded
 from runner.data.transforms.color_jitter import lightness, mean_lightness
 
@@ -151,11 +151,11 @@ class _Policy:
         ]
         self._strengths, self._of_side = torch.tensor(rows), of_side
 
-    def _changed(self, images: Tensor, draws: Draws, level: Tensor) -> Tensor:
+    def _changed(self, images: Tensor, rng: SampleRNG, level: Tensor) -> Tensor:
         """Make one change of each image, uint8, at its level (B,)."""
         if self._strengths.device != images.device:
             self._strengths = self._strengths.to(images.device)
-        chosen, sign = draws.integers(len(_CHANGES)), 1.0 - 2.0 * draws.integers(2)
+        chosen, sign = rng.integers(len(_CHANGES)), 1.0 - 2.0 * rng.integers(2)
         # To read who has which change would be to wait for a device, so all are made there, and one is selected.
         make = _made_where_chosen if images.device.type == "cpu" else _made_and_selected
         images = images.clone(memory_format=torch.contiguous_format)
@@ -204,13 +204,13 @@ class RandAugment(_Policy):
             )
         self.num_ops, self.magnitude = num_ops, magnitude
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Change `images`."""
-        level = torch.full_like(draws.indices, self.magnitude)
+        level = torch.full_like(rng.indices, self.magnitude)
 
         def change(images: Tensor) -> Tensor:
             for _ in range(self.num_ops):
-                images = self._changed(images, draws, level)
+                images = self._changed(images, rng, level)
             return images
 
         return _as_bytes(images, change)
@@ -229,10 +229,10 @@ class TrivialAugment(_Policy):
         super().__init__(num_magnitude_bins, 0.99, 32.0, 135.0, 0.99, 6, of_side=False)
         self.num_magnitude_bins = num_magnitude_bins
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Change `images`."""
-        level = draws.integers(self.num_magnitude_bins)
-        return _as_bytes(images, lambda images: self._changed(images, draws, level))
+        level = rng.integers(self.num_magnitude_bins)
+        return _as_bytes(images, lambda images: self._changed(images, rng, level))
 
 
 def _beside(values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.augment import rounded
 
 # Weights of red, green and blue in the lightness of a pixel (ITU-R BT.601).
@@ -40,7 +40,7 @@ class ColorJitter:
             raise ValueError(f"hue must be from 0 to 0.5, got {hue}")
         self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Change the colours of `images`.
 
         Raises:
@@ -55,22 +55,22 @@ class ColorJitter:
         pixels = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         # Every operation rounds on its own, and none adds up floats: a sample has the same bits in any batch.
         if self.brightness:
-            pixels.mul_(_factor(self.brightness, draws)).clamp_(0, white)
+            pixels.mul_(_factor(self.brightness, rng)).clamp_(0, white)
         if self.contrast:
             mean = mean_lightness(pixels, white)
-            pixels.sub_(mean).mul_(_factor(self.contrast, draws)).add_(mean).clamp_(0, white)
+            pixels.sub_(mean).mul_(_factor(self.contrast, rng)).add_(mean).clamp_(0, white)
         if self.saturation:
             grey = lightness(pixels)
-            pixels.sub_(grey).mul_(_factor(self.saturation, draws)).add_(grey).clamp_(0, white)
+            pixels.sub_(grey).mul_(_factor(self.saturation, rng)).add_(grey).clamp_(0, white)
         if self.hue:
-            turn = (2 * draws.uniform() - 1) * (6 * self.hue)
+            turn = (2 * rng.uniform() - 1) * (6 * self.hue)
             pixels = _turned(pixels, turn.view(-1, 1, 1, 1))
         return rounded(pixels) if images.dtype == torch.uint8 else pixels.to(images.dtype)
 
 
-def _factor(most: float, draws: Draws) -> Tensor:
+def _factor(most: float, rng: SampleRNG) -> Tensor:
     low = max(0.0, 1 - most)
-    return (low + (1 + most - low) * draws.uniform()).view(-1, 1, 1, 1)
+    return (low + (1 + most - low) * rng.uniform()).view(-1, 1, 1, 1)
 
 
 def lightness(pixels: Tensor) -> Tensor:

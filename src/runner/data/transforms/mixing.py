@@ -1,8 +1,8 @@
 """Blending of the samples of a batch in training: mixup, CutMix, or one of several a batch.
 
-A way to mix is any callable `(images, targets, draws) -> (images, targets)`: images float32 (B, C, H, W) as the model is to
-be given them, targets float32 whose first axis is the batch (classes are probabilities, (B, C), by then), and `draws` a
-`runner.data.sample_rng.Draws` for the samples. Who is blended with whom, and how much, follows from the seed, the epoch and the
+A way to mix is any callable `(images, targets, rng) -> (images, targets)`: images float32 (B, C, H, W) as the model is to
+be given them, targets float32 whose first axis is the batch (classes are probabilities, (B, C), by then), and `rng` a
+`runner.data.sample_rng.SampleRNG` for the samples. Who is blended with whom, and how much, follows from the seed, the epoch and the
 samples of the batch.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.augment import chosen_from, outside
 from runner.data.transforms.quantiles import beta
 
-BatchMix = Callable[[Tensor, Tensor, Draws], tuple[Tensor, Tensor]]
+BatchMix = Callable[[Tensor, Tensor, SampleRNG], tuple[Tensor, Tensor]]
 
 _STREAM = -1  # batch transforms have the streams from 0 on
 
@@ -36,12 +36,12 @@ class Mixup:
         self._weights, self.p = beta(alpha), _chance(p)
         self.alpha = alpha
 
-    def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, targets: Tensor, rng: SampleRNG) -> tuple[Tensor, Tensor]:
         """Blend images and targets with the same weights."""
-        partners = draws.ring()
-        weights = self._weights(draws.uniform())
+        partners = rng.partners()
+        weights = self._weights(rng.uniform())
         if self.p < 1:
-            weights = torch.where(draws.uniform() < self.p, weights, 1.0)
+            weights = torch.where(rng.uniform() < self.p, weights, 1.0)
         others = _picked(images, partners)
         return others.lerp_(images, _beside(weights, images)), _blended(targets, partners, weights)
 
@@ -61,17 +61,17 @@ class CutMix:
         self._areas, self.p = beta(alpha), _chance(p)
         self.alpha = alpha
 
-    def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, targets: Tensor, rng: SampleRNG) -> tuple[Tensor, Tensor]:
         """Exchange rectangles, and blend targets accordingly."""
         height, width = images.shape[-2:]
-        partners = draws.ring()
-        half = (1 - self._areas(draws.uniform())).sqrt() / 2
+        partners = rng.partners()
+        half = (1 - self._areas(rng.uniform())).sqrt() / 2
         if self.p < 1:
-            half = torch.where(draws.uniform() < self.p, half, 0.0)
+            half = torch.where(rng.uniform() < self.p, half, 0.0)
         inside = []
         for size in (height, width):
             middles = (torch.arange(size, device=images.device) + 0.5) / size
-            inside.append((middles - draws.uniform()[:, None]).abs() < half[:, None])
+            inside.append((middles - rng.uniform()[:, None]).abs() < half[:, None])
         rows, columns = inside
         replaced = rows.sum(1) * columns.sum(1)
         weights = 1 - replaced.float() / (height * width)
@@ -91,19 +91,19 @@ class OneOf:
             raise ValueError("choices must be a list of at least one way to mix")
         self.choices: Sequence[BatchMix] = list(choices)
 
-    def __call__(self, images: Tensor, targets: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, targets: Tensor, rng: SampleRNG) -> tuple[Tensor, Tensor]:
         """Mix one way."""
-        chosen = draws.of_batch(len(self.choices))
+        chosen = rng.batch_integer(len(self.choices))
         if images.device.type != "cpu":
-            return self._selected(images, targets, draws, chosen)
+            return self._selected(images, targets, rng, chosen)
         number = int(chosen)
-        return self.choices[number](images, targets, draws.apart(number))
+        return self.choices[number](images, targets, rng.fork(number))
 
-    def _selected(self, images: Tensor, targets: Tensor, draws: Draws, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def _selected(self, images: Tensor, targets: Tensor, rng: SampleRNG, chosen: Tensor) -> tuple[Tensor, Tensor]:
         # To read the choice would be to wait for the device, so all are made.
         mixed = images, targets
         for number, mix in enumerate(self.choices):
-            made = mix(images, targets, draws.apart(number))
+            made = mix(images, targets, rng.fork(number))
             mixed = torch.where(chosen == number, made[0], mixed[0]), torch.where(chosen == number, made[1], mixed[1])
         return mixed
 
@@ -137,7 +137,7 @@ class Mixing:
         """
         if not targets.is_floating_point():
             targets = self._probabilities(targets)
-        return self.mix(images, targets.float(), Draws(self.seed, epoch, indices, _STREAM))
+        return self.mix(images, targets.float(), SampleRNG(self.seed, epoch, indices, _STREAM))
 
     def _probabilities(self, targets: Tensor) -> Tensor:
         if targets.ndim != 1 or self.num_classes is None:

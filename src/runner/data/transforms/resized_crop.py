@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.data.sample_rng import Draws
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.augment import rounded
 from runner.data.transforms.quantiles import log_uniform
 
@@ -40,16 +40,16 @@ class RandomResizedCrop:
         self.ratio = (float(ratio[0]), float(ratio[1]))
         self._ratios = log_uniform(*self.ratio)
 
-    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+    def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Cut and enlarge `images`; computed in float32."""
         height, width = images.shape[-2:]
         smallest, largest = self.scale
-        area = smallest + (largest - smallest) * draws.uniform()
+        area = smallest + (largest - smallest) * rng.uniform()
         # Width by height of the part where those of the image are 1 by 1; within [area, 1 / area] neither is above 1.
-        shape = self._ratios(draws.uniform()) * (height / width)
+        shape = self._ratios(rng.uniform()) * (height / width)
         shape = shape.clamp(area, 1 / area)
-        down = _places((area / shape).sqrt(), draws.uniform(), height)
-        across = _places((area * shape).sqrt(), draws.uniform(), width)
+        down = _places((area / shape).sqrt(), rng.uniform(), height)
+        across = _places((area * shape).sqrt(), rng.uniform(), width)
         size = (len(images), height, width)
         grid = torch.stack((across[:, None, :].expand(size), down[:, :, None].expand(size)), dim=1).permute(0, 2, 3, 1)
         sampled = F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from runner.data.nondeterminism import Suspect
+from runner.data.nondeterminism import Nondeterminism
 from runner.verbs.audit.record import (
     ACTIVATION,
     BATCH,
@@ -31,7 +31,7 @@ _ROUNDING = (
 # Keys that must change no bit.
 _NEUTRAL = (
     *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
-    *("data.residency", "data.cache", "data.cache_dir", "activation_checkpointing", "log", "logger", "checkpoint"),
+    *("data.placement", "data.cache", "data.cache_dir", "activation_checkpointing", "log", "logger", "checkpoint"),
     *("evaluate", "callbacks", "output_root", "name", "detect_anomaly", "trust", "metrics", "max_time", "resume"),
 )
 _SEEDED = "random, numpy.random and torch's global generator"
@@ -49,7 +49,7 @@ def cause_of(
     before: Sequence[Entry],
     model: nn.Module,
     varied: Mapping[str, tuple[Any, Any]],
-    suspect: Suspect | None,
+    suspect: Nondeterminism | None,
 ) -> Cause:
     """The likely cause.
 
@@ -92,7 +92,7 @@ def _listed(keys: Sequence[str]) -> str:
     return " or ".join(keys)
 
 
-def _of_suspect(suspect: Suspect) -> Cause:
+def _of_suspect(suspect: Nondeterminism) -> Cause:
     who = f"{suspect.name} ({suspect.key})"
     if suspect.by_worker:
         return Cause(

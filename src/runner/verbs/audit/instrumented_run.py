@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from runner.build.run import build_training, set_switches
 from runner.checkpoint import resume, rng
-from runner.checkpoint.find import Found
+from runner.checkpoint.find import LoadedCheckpoint
 from runner.config.schema.audit import Audit
 from runner.data.loaders import Batch
-from runner.engine.profiler_ranges import FORWARD, marked_step
 from runner.engine.state import Position
+from runner.engine.step import backward, forward, update_weights
+from runner.instrument.nested import tensors_in
+from runner.instrument.observer import Observer, observe_gradients
+from runner.instrument.profiler_ranges import FORWARD, step_in_ranges
 from runner.runtime.activation import is_switched_on, switch
-from runner.runtime.determinism import tensors_in
 from runner.verbs.audit.record import (
     ACTIVATION,
     BATCH,
@@ -49,7 +51,7 @@ class Side:
         found: checkpoint to start from; None for the beginning.
     """
 
-    def __init__(self, config: Audit, values: dict[str, Any], found: Found | None = None) -> None:
+    def __init__(self, config: Audit, values: dict[str, Any], found: LoadedCheckpoint | None = None) -> None:
         self.config = config
         start = resume.made_of(found, "position", Position) if found else None
         self.training = build_training(config, values, start, make_cache=found is None)
@@ -69,9 +71,11 @@ class Side:
         self._parts = dataclasses.replace(
             self.training.parts,
             loss=self._written(self.training.parts.loss),
-            objective=self._written(self.training.parts.objective) if self.training.parts.objective else None,
+            compiled_loss=self._written(self.training.parts.compiled_loss)
+            if self.training.parts.compiled_loss
+            else None,
         )
-        self._step = marked_step(self._mark)
+        self._step = step_in_ranges(self._mark, forward, backward, update_weights)
         self._batches = self._endless()
         for parameter, name in self.names.items():
             if parameter.requires_grad:
@@ -91,8 +95,7 @@ class Side:
 
     def look_inside(self) -> None:
         """Write down what every module gives, and the gradient that comes back to it."""
-        for name, module in self.training.model.named_modules():
-            module.register_forward_hook(self._on_output(name or WHOLE))
+        Observer(self.training.model, after=self._on_output)
 
     def start(self) -> list[Entry]:
         """Weights and generators before the first step."""
@@ -194,19 +197,13 @@ class Side:
 
         return written
 
-    def _on_output(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if not self._in_forward:  # computed again in backward
-                return
-            for tensor in tensors_in(output):
-                self._recorder.add(ACTIVATION, name, tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(self._on_flow(name))  # type: ignore[no-untyped-call]
-
-        return hook
-
-    def _on_flow(self, name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: self._recorder.add(FLOW, name, gradient)
+    def _on_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        if not self._in_forward:  # computed again in backward
+            return
+        name = name or WHOLE
+        for tensor in tensors_in(output):
+            self._recorder.add(ACTIVATION, name, tensor)
+            observe_gradients(tensor, lambda gradient: self._recorder.add(FLOW, name, gradient))
 
     def _on_gradient(self, name: str) -> Callable[[Tensor], None]:
         return lambda parameter: self._recorder.add(GRADIENT, name, parameter.grad)

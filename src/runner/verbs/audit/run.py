@@ -19,7 +19,7 @@ from runner.config.errors import ConfigError, UserError
 from runner.config.resolve import checked, problems_in
 from runner.config.schema.audit import Audit
 from runner.config.validate import shown
-from runner.data.nondeterminism import Suspect, suspect
+from runner.data.nondeterminism import Nondeterminism, find_nondeterminism
 from runner.tracking.console import Console
 from runner.tracking.files import finite
 from runner.verbs._checkpoint import resolve_config
@@ -172,7 +172,7 @@ def _cause(
     return cause_of(first, entries[:place], sides[0].training.model, varied, suspected)
 
 
-def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Difference) -> Suspect | None:
+def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Difference) -> Nondeterminism | None:
     """What gives different images or targets for the same samples; looked for on samples that differ."""
     indices = next(entry for entry in entries if (entry.batch, entry.name) == (first.entry.batch, "indices")).tensor
     if first.entry.name == "indices" or indices is None or first.a is None or first.b is None:
@@ -183,6 +183,6 @@ def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Differenc
         chosen = [index for index, x, y in zip(chosen, a, b, strict=True) if not x.equal(y)] or chosen
     for side in sides:
         loader = side.training.splits.train.loader
-        if (who := suspect(loader, side.config.seed, side.epoch, chosen[:_SUSPECTED])) is not None:
+        if (who := find_nondeterminism(loader, side.config.seed, side.epoch, chosen[:_SUSPECTED])) is not None:
             return who
     return None

@@ -20,12 +20,13 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.resolve import problems_in
 from runner.config.schema.bench import Bench
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.workers import WorkerLoader
 from runner.engine.step import train_step
+from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.device import choose_device
-from runner.runtime.memory import SavedTensors, memory_in_use, peak_memory, reset_peak_memory
+from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
 
@@ -55,7 +56,7 @@ class Workbench:
         self._composition = composition
         self._values = composition.values
         self._own = composition.values["ckpt_path"] is None  # and no config from a file says where to read and write
-        self._splits: dict[str, Splits] = {}
+        self._splits: dict[str, DataModule] = {}
 
     def config(self, settings: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
         """The validated config with some keys set, and the same as plain containers.
@@ -73,7 +74,7 @@ class Workbench:
             raise UserError("; ".join(f"{problem.key}: {problem.message}" for problem in problems))
         return config, values
 
-    def build(self, config: Bench, values: dict[str, Any], splits: Splits | None = None) -> Training:
+    def build(self, config: Bench, values: dict[str, Any], splits: DataModule | None = None) -> Training:
         """What a run would train, on data that other candidates may use too.
 
         Args:
@@ -100,7 +101,7 @@ class Workbench:
         if _about_data(values) not in self._splits:
             self.build(config, copy.deepcopy(values))
 
-    def keep_statistics(self, splits: Splits) -> None:
+    def keep_statistics(self, splits: DataModule) -> None:
         """Give all further candidates the statistics that were measured for the first one."""
         self._values = copy.deepcopy(self._values)
         self._values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}

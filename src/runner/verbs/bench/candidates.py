@@ -135,7 +135,7 @@ def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Cand
 def data_candidates(config: Bench, facts: Facts) -> list[Candidate]:
     """Other ways for the samples to reach the device."""
     found: list[Candidate] = []
-    for name in ("data.residency", "data.num_workers", "data.prefetch"):
+    for name in ("data.placement", "data.num_workers", "data.prefetch"):
         if config.toggles is None or name in config.toggles:
             made = _TOGGLES[name](config, facts) if name in _TOGGLES else _prefetch(config, facts)
             found += [] if isinstance(made, str) else made
@@ -241,18 +241,18 @@ def _counts(cores: int) -> list[int]:
     return sorted({*(2**power for power in range(cores.bit_length()) if 2**power <= cores), cores})
 
 
-def _residency(config: Bench, facts: Facts) -> _Found:
+def _placement(config: Bench, facts: Facts) -> _Found:
     if facts.in_memory:
         places = ["disk", "ram", "device"] if facts.device != "cpu" else ["disk"]
-    elif config.data.residency == "disk":
+    elif config.data.placement == "disk":
         places = ["ram"] if facts.device == "cpu" else ["ram", "device"]
     else:
         return "the samples are read one by one"
     # A number of workers that is set cannot be kept beside samples in memory.
     found = []
     for place in places:
-        if place != config.data.residency:
-            values: dict[str, Any] = {"data__residency": place}
+        if place != config.data.placement:
+            values: dict[str, Any] = {"data__placement": place}
             if place != "disk" and config.data.num_workers != "auto":
                 values["data__num_workers"] = "auto"
             found.append(setting("toggle", **values))
@@ -313,6 +313,6 @@ _TOGGLES: dict[str, Callable[[Bench, Facts], _Found]] = {
     "tf32": _cuda_only("tf32"),
     "matmul_precision": _matmul_precision,
     "threads": _threads,
-    "data.residency": _residency,
+    "data.placement": _placement,
     "data.num_workers": _num_workers,
 }

@@ -13,7 +13,7 @@ from runner.build.run import Training
 from runner.data.loaders import Batch
 from runner.engine.evaluation import Source
 from runner.engine.loop import Limits, Loop
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.state import Position
 
 
@@ -92,7 +92,7 @@ def run(
 class Repeated:
     """A source that gives one batch again and again, as much of it as the plan has samples: computing without input."""
 
-    def __init__(self, batch: Batch, plan: Plan) -> None:
+    def __init__(self, batch: Batch, plan: EpochPlan) -> None:
         self._batch, self._plan = batch, plan
         self.samples, self.batch_size = plan.samples, plan.batch_size
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from runner.build.metrics import build_metrics
 from runner.engine.evaluation import evaluate
-from runner.verbs.check.context import NotBuilt, Subject
-from runner.verbs.check.split_stats import Look
-from runner.verbs.check.verdict import Verdict, check, failed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext, NotApplicable
+from runner.verbs.check.result import Result, check, failed, passed, skipped, warned
+from runner.verbs.check.split_stats import SplitStats
 
 _ITERATIONS = 100
 _FEWEST = 30  # held-out samples that a score is made of
@@ -40,47 +40,47 @@ class Baselines:
     confusion: np.ndarray | None
 
 
-def _rows(look: Look) -> tuple[np.ndarray, np.ndarray]:
+def _rows(look: SplitStats) -> tuple[np.ndarray, np.ndarray]:
     """Pixels (N, D) and targets (N, ...) of the small copies, without those that are not finite."""
     good = look.finite[look.rows]
     return look.small[good].flatten(1).double().numpy(), look.targets[look.rows][good].numpy()
 
 
-def _baselines(subject: Subject) -> Baselines:
+def _baselines(context: CheckContext) -> Baselines:
     """Fit and score both.
 
     Raises:
-        NotBuilt: if there is nothing to fit or to score.
+        NotApplicable: if there is nothing to fit or to score.
     """
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.preprocessing import StandardScaler
 
-    held_out = [seen for seen in subject.held_out if len(seen.rows) >= _FEWEST]
-    pixels, targets = _rows(subject.train)
+    held_out = [seen for seen in context.held_out_stats if len(seen.rows) >= _FEWEST]
+    pixels, targets = _rows(context.train_stats)
     if not held_out:
-        raise NotBuilt(f"there is no split of {_FEWEST} samples to score on")
+        raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
     seen = held_out[0]
     theirs, right = _rows(seen)
     if len(targets) < _FEWEST or len(right) < _FEWEST or theirs.shape[1:] != pixels.shape[1:] or right.ndim != 1:
-        raise NotBuilt("there are too few samples for a linear model")
+        raise NotApplicable("there are too few samples for a linear model")
     scaler = StandardScaler().fit(pixels)
     pixels, theirs = scaler.transform(pixels), scaler.transform(theirs)
-    if not subject.classes:
+    if not context.classes:
         mean = float(targets.mean())
         ridge = Ridge(alpha=1.0).fit(pixels, targets)
         errors = (mean - right, ridge.predict(theirs) - right, ridge.predict(pixels) - targets)
         constant, linear, linear_train = (float(np.sqrt(np.mean(error**2))) for error in errors)
         return Baselines(seen.name, len(right), constant, linear, linear_train, None)
     if len(np.unique(targets)) < 2:
-        raise NotBuilt("there is one class only")
+        raise NotApplicable("there is one class only")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not be the best there is
         model = LogisticRegression(max_iter=_ITERATIONS, C=0.1).fit(pixels, targets)
     guessed = model.predict(theirs)
     commonest = np.bincount(targets).argmax()
-    confusion = np.zeros((subject.classes, subject.classes), dtype=np.int64)
-    inside = (right >= 0) & (right < subject.classes) & (guessed >= 0) & (guessed < subject.classes)
+    confusion = np.zeros((context.classes, context.classes), dtype=np.int64)
+    inside = (right >= 0) & (right < context.classes) & (guessed >= 0) & (guessed < context.classes)
     np.add.at(confusion, (right[inside], guessed[inside]), 1)
     constant, linear, linear_train = (
         float(np.mean(hit)) for hit in (right == commonest, guessed == right, model.predict(pixels) == targets)
@@ -88,7 +88,7 @@ def _baselines(subject: Subject) -> Baselines:
     return Baselines(seen.name, len(right), constant, linear, linear_train, confusion)
 
 
-def _told(found: Baselines) -> str:
+def _describe(found: Baselines) -> str:
     where = f"on {found.samples:,} of {found.split}"
     if found.confusion is None:
         return f"error of the mean {found.constant:.4g}, of ridge regression {found.linear:.4g}, {where}"
@@ -96,14 +96,14 @@ def _told(found: Baselines) -> str:
 
 
 @check
-def learnable(subject: Subject) -> Verdict:
+def learnable(context: CheckContext) -> Result:
     """Targets that have nothing to do with the pixels, as far as a linear model can tell: shuffled, or put together wrongly."""
-    found = subject.once(_baselines)
-    evidence = _told(found)
+    found = context.cached(_baselines)
+    evidence = _describe(found)
     if found.confusion is None:
         better = found.linear < found.constant * (1 - 1 / math.sqrt(found.samples))
     else:
-        chance = max(found.constant, 1 / subject.classes)
+        chance = max(found.constant, 1 / context.classes)
         better = found.linear > chance + 2 * math.sqrt(chance * (1 - chance) / found.samples)
     if better:
         return passed(f"{evidence}: scores to beat")
@@ -112,11 +112,11 @@ def learnable(subject: Subject) -> Verdict:
 
 
 @check
-def class_meaning(subject: Subject) -> Verdict:
+def class_meaning(context: CheckContext) -> Result:
     """Classes that are numbered otherwise in the held-out split: a linear model takes one for another throughout."""
     from scipy.optimize import linear_sum_assignment
 
-    found = subject.once(_baselines)
+    found = context.cached(_baselines)
     if found.confusion is None:
         return skipped("there are no classes")
     ours, theirs = linear_sum_assignment(-found.confusion)
@@ -130,22 +130,22 @@ def class_meaning(subject: Subject) -> Verdict:
 
 
 @check
-def beats_baselines(subject: Subject) -> Verdict:
+def beats_baselines(context: CheckContext) -> Result:
     """A checkpoint (ckpt_path) that is no better than the commonest class or a linear model."""
-    if subject.found is None:
+    if context.found is None:
         return skipped("ckpt_path names no run to compare")
-    found, training = subject.once(_baselines), subject.training
-    split = training.splits.named(found.split)
+    found, training = context.cached(_baselines), context.training
+    split = training.splits.eval_split(found.split)
     assert split is not None
-    metrics: dict[str, Any] = build_metrics(subject.config, training.task, training.device)
-    limit = subject.config.limit.eval_batches
+    metrics: dict[str, Any] = build_metrics(context.config, training.task, training.device)
+    limit = context.config.limit.eval_batches
     arguments = (training.model, split.loader, training.task.targets, training.loss, metrics)
     scores = evaluate(*arguments, training.precision.autocast, limit)
     name = "accuracy" if found.confusion is not None else "rmse"
     if name not in scores:
         return skipped(f"the run has no metric {name}")
     score = scores[name]
-    evidence = f"{name} {score:.4g}; {_told(found)}"
+    evidence = f"{name} {score:.4g}; {_describe(found)}"
     sign = 1 if found.confusion is not None else -1
     if sign * score <= sign * found.constant:
         return failed(evidence, "this run has learned nothing: see what else fails here")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.verbs.check.context import NotBuilt, Subject
-from runner.verbs.check.pixels import accuracy, features, pictures, small, units
-from runner.verbs.check.verdict import Verdict, check, failed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext, NotApplicable
+from runner.verbs.check.result import Result, check, failed, passed, skipped, warned
+from runner.verbs.check.sample_images import accuracy, features, sample_images, small, unit_vectors
 
 _SAMPLES = 256
 _VALUES = 2**24  # pixels and channels of these samples
@@ -19,7 +19,7 @@ _WRAPPED = 1.0  # how many times as frequent jumps over the whole range are as j
 _FEWEST = 160  # samples that a linear model is fitted to and scored on
 
 
-class Drawn(NamedTuple):
+class TrainingBatches(NamedTuple):
     """Training batches, and the same samples as they are evaluated.
 
     Attributes:
@@ -37,18 +37,18 @@ class Drawn(NamedTuple):
     batch: Tensor
 
 
-def drawn(subject: Subject) -> Drawn:
+def first_batches(context: CheckContext) -> TrainingBatches:
     """The first training batches.
 
     Raises:
-        NotBuilt: if images are missing or not finite, or if samples are blended.
+        NotApplicable: if images are missing or not finite, or if samples are blended.
     """
-    if any(seen.unreadable for seen in subject.looks.values()) or not bool(subject.train.finite.all()):
-        raise NotBuilt("there are images that cannot be read or are not finite")
-    split = subject.splits.train
+    if any(seen.unreadable for seen in context.stats.values()) or not bool(context.train_stats.finite.all()):
+        raise NotApplicable("there are images that cannot be read or are not finite")
+    split = context.splits.train
     if split.mix is not None:
-        raise NotBuilt("the samples of a batch are blended (transform.mix)")
-    size = subject.splits.channels * subject.splits.image_size[0] * subject.splits.image_size[1]
+        raise NotApplicable("the samples of a batch are blended (transform.mix)")
+    size = context.splits.channels * context.splits.image_size[0] * context.splits.image_size[1]
     most = max(16, min(_SAMPLES, _VALUES // size))
     count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
     batches = [
@@ -57,17 +57,17 @@ def drawn(subject: Subject) -> Drawn:
     ]
     numbers = torch.cat([torch.full((len(each[0]),), number) for number, each in enumerate(batches)])
     images, targets, indices = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    plain = subject.read("train", indices.tolist())
+    plain = context.read("train", indices.tolist())
     if not bool(images.isfinite().all()):
-        raise NotBuilt("there are images that are not finite")
-    return Drawn(images.cpu(), plain.images.float().cpu(), targets.cpu(), plain.targets.cpu(), numbers)
+        raise NotApplicable("there are images that are not finite")
+    return TrainingBatches(images.cpu(), plain.images.float().cpu(), targets.cpu(), plain.targets.cpu(), numbers)
 
 
 @check
-def batch_repeats(subject: Subject) -> Verdict:
+def batch_repeats(context: CheckContext) -> Result:
     """Batches that hold the same picture under several sample numbers."""
-    found = subject.once(drawn)
-    ours, before = units(small(found.images)), units(small(found.plain))
+    found = context.cached(first_batches)
+    ours, before = unit_vectors(small(found.images)), unit_vectors(small(found.plain))
     alike = (ours @ ours.T > _SAME) & (before @ before.T < 0.99)
     alike &= (found.images.flatten(1).std(1) > 1e-4)[:, None] & (found.batch[:, None] == found.batch[None, :])
     share = float(alike.any(1).float().mean())
@@ -79,9 +79,9 @@ def batch_repeats(subject: Subject) -> Verdict:
 
 
 @check
-def batch_pairing(subject: Subject) -> Verdict:
+def batch_pairing(context: CheckContext) -> Result:
     """Images that stand beside the target of another sample of the batch."""
-    found = subject.once(drawn)
+    found = context.cached(first_batches)
     if found.targets.shape == found.right.shape:
         changed = (
             (found.targets != found.right).flatten(1).any(1) if found.targets.ndim > 1 else found.targets != found.right
@@ -91,10 +91,10 @@ def batch_pairing(subject: Subject) -> Verdict:
                 f"{int(changed.sum())} of {len(changed)} targets in training batches are not those of the data set"
             )
             return failed(evidence, "give each sample its own target")
-    ours, plain = units(small(found.images)), small(found.plain)
+    ours, plain = unit_vectors(small(found.images)), small(found.plain)
     if ours.shape[1] != plain[0].numel():
         return skipped("training images and evaluated ones have different shapes")
-    known = [units(plain), units(plain.flip(-1))]
+    known = [unit_vectors(plain), unit_vectors(plain.flip(-1))]
     alike = torch.maximum(ours @ known[0].T, ours @ known[1].T)
     own = alike.diagonal().clone()
     pictures_alike = known[0] @ known[0].T > 0.9  # no evidence: another sample that shows the same
@@ -109,16 +109,16 @@ def batch_pairing(subject: Subject) -> Verdict:
 
 
 @check
-def shuffling(subject: Subject) -> Verdict:
+def shuffling(context: CheckContext) -> Result:
     """Batches of one class each, as from samples in the order of their classes that are not shuffled."""
-    if not subject.classes or "train" not in subject.labels or subject.splits.train.mix is not None:
+    if not context.classes or "train" not in context.labels or context.splits.train.mix is not None:
         return skipped("there are no classes, or samples are blended")
-    labels, size = subject.labels["train"], subject.splits.train.loader.batch_size
+    labels, size = context.labels["train"], context.splits.train.loader.batch_size
     if len(labels) < 4 * size or size < 4:
         return skipped("fewer than four batches, or of fewer than four samples")
     overall = float(torch.bincount(labels.clamp_min(0)).max()) / len(labels)
     shares = []
-    for number, batch in enumerate(subject.splits.train.loader.batches(0, 0, 4)):
+    for number, batch in enumerate(context.splits.train.loader.batches(0, 0, 4)):
         if number >= 4 or batch.targets.ndim != 1:
             break
         shares.append(float(torch.bincount(batch.targets.long().clamp_min(0)).max()) / len(batch.targets))
@@ -131,11 +131,11 @@ def shuffling(subject: Subject) -> Verdict:
 
 
 @check
-def model_input(subject: Subject) -> Verdict:
+def model_input(context: CheckContext) -> Result:
     """Images that reach the model on another scale than data.normalize gives: normalised twice, or not at all."""
-    seen, found = subject.train, subject.once(drawn)
-    mean = torch.tensor(subject.splits.mean).expand(subject.splits.channels)
-    std = torch.tensor(subject.splits.std).expand(subject.splits.channels)
+    seen, found = context.train_stats, context.cached(first_batches)
+    mean = torch.tensor(context.splits.mean).expand(context.splits.channels)
+    std = torch.tensor(context.splits.std).expand(context.splits.channels)
     if seen.means.shape[1] != len(mean):
         return skipped("the images have other channels than data.normalize")
     means, stds = seen.means[seen.finite], seen.stds[seen.finite]
@@ -171,15 +171,15 @@ def _jumps(values: Tensor) -> tuple[float, int]:
 
 
 @check
-def wrap_around(subject: Subject) -> Verdict:
+def wrap_around(context: CheckContext) -> Result:
     """Pixel values that went over 255 and began again at 0, as in arithmetic with uint8."""
-    sources = {f"{name} as the data set gives it": each.images for name, each in subject.once(pictures).items()}
-    std, mean = (torch.tensor(each).view(1, -1, 1, 1) for each in (subject.splits.std, subject.splits.mean))
+    sources = {f"{name} as the data set gives it": each.images for name, each in context.cached(sample_images).items()}
+    std, mean = (torch.tensor(each).view(1, -1, 1, 1) for each in (context.splits.std, context.splits.mean))
     try:
-        found = subject.once(drawn)
+        found = context.cached(first_batches)
         for name, images in (("training batches", found.images), ("evaluated batches", found.plain)):
             sources[name] = images * std + mean
-    except NotBuilt:
+    except NotApplicable:
         pass
     for name, images in sources.items():
         values = (images * 255).clamp(0, 255)
@@ -194,14 +194,14 @@ def wrap_around(subject: Subject) -> Verdict:
 
 
 @check
-def augmented_classes(subject: Subject) -> Verdict:
+def augmented_classes(context: CheckContext) -> Result:
     """Augmentation that takes away what the classes can be told by, such as crops that miss the object."""
-    if not subject.classes:
+    if not context.classes:
         return skipped("there are no classes")
-    found = subject.once(drawn)
+    found = context.cached(first_batches)
     if (
         found.right.ndim != 1
-        or len(found.right) < max(_FEWEST, 12 * subject.classes)
+        or len(found.right) < max(_FEWEST, 12 * context.classes)
         or len(torch.unique(found.right)) < 2
     ):
         return skipped("there are too few samples for a linear model")

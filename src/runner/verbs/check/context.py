@@ -18,12 +18,12 @@ from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
 from runner.config.schema.check import Check
 from runner.config.targets import build
-from runner.data.build import Splits
+from runner.data.build import DataModule
 from runner.data.loaders import Batch, Loader
-from runner.data.samples import Keyed, SampleTransform, collate
+from runner.data.samples import SampleTransform, SeededDataset, collate
 from runner.data.splits import targets_of
-from runner.engine.evaluation import untouched
-from runner.verbs.check.split_stats import Look, look, spread
+from runner.instrument.no_trace import evaluating
+from runner.verbs.check.split_stats import SplitStats, look, spread
 
 _SAMPLES = 64  # of the batch that models are looked at with
 _FEWEST = 16  # of it for large images and models
@@ -40,11 +40,11 @@ _ENOUGH_OF_CLASS = 2  # the same of each class, on average
 T = TypeVar("T")
 
 
-class NotBuilt(Exception):
+class NotApplicable(Exception):
     """What a check needs could not be built, which is told once."""
 
 
-class Subject:
+class CheckContext:
     """Everything that checks look at.
 
     Args:
@@ -59,24 +59,29 @@ class Subject:
     """
 
     def __init__(
-        self, config: Check, values: dict[str, Any], splits: Splits, found: find.Found | None, began: float
+        self,
+        config: Check,
+        values: dict[str, Any],
+        splits: DataModule,
+        found: find.LoadedCheckpoint | None,
+        began: float,
     ) -> None:
         self.config, self.values, self.splits, self.found, self.began = config, values, splits, found, began
         self._training: Training | None = None
         self._start: dict[str, Any] = {}
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
-        self._known: dict[Callable[[Subject], Any], tuple[Any, bool]] = {}
-        self.looked = False
+        self._known: dict[Callable[[CheckContext], Any], tuple[Any, bool]] = {}
+        self.used_stats = False
 
-    def once(self, work: Callable[[Subject], T]) -> T:
-        """What `work` gives for this subject; several checks may ask, and it is worked out for the first."""
-        before = self.looked
+    def cached(self, work: Callable[[CheckContext], T]) -> T:
+        """What `work` gives for this context; several checks may ask, and it is worked out for the first."""
+        before = self.used_stats
         if work not in self._known:
-            self.looked = False
-            self._known[work] = work(self), self.looked
+            self.used_stats = False
+            self._known[work] = work(self), self.used_stats
         known: T
         known, looked = self._known[work]
-        self.looked = before or looked
+        self.used_stats = before or looked
         return known
 
     # Time
@@ -95,13 +100,13 @@ class Subject:
         return [build(f"transform.sample_eval.{index}", node) for index, node in enumerate(nodes)]
 
     @property
-    def looks(self) -> dict[str, Look]:
+    def stats(self) -> dict[str, SplitStats]:
         """What is seen of each split."""
-        self.looked = True
-        return self.seen
+        self.used_stats = True
+        return self.unmarked_stats
 
     @functools.cached_property
-    def seen(self) -> dict[str, Look]:
+    def unmarked_stats(self) -> dict[str, SplitStats]:
         """The same, for what needs a few images of it only."""
         found, left, parts = {}, self.left, self.splits.parts
         shares = {name: 2 if name == "train" else 1 for name in parts}
@@ -127,19 +132,19 @@ class Subject:
         """Splits of which too little was seen, in words."""
         return [
             f"{seen.read:,} of {seen.samples:,} images of {name}"
-            for name, seen in self.seen.items()
+            for name, seen in self.unmarked_stats.items()
             if seen.read < min(seen.asked, self.enough)
         ]
 
     @property
-    def train(self) -> Look:
+    def train_stats(self) -> SplitStats:
         """What is seen of the training split."""
-        return self.looks["train"]
+        return self.stats["train"]
 
     @property
-    def held_out(self) -> list[Look]:
+    def held_out_stats(self) -> list[SplitStats]:
         """The same of the others."""
-        return [seen for name, seen in self.looks.items() if name != "train"]
+        return [seen for name, seen in self.stats.items() if name != "train"]
 
     @property
     def classes(self) -> int:
@@ -156,7 +161,7 @@ class Subject:
             if known is not None and whole:
                 targets = known[indices[:]]
             else:
-                targets = self.looks[name].targets
+                targets = self.stats[name].targets
             if targets.ndim == 1 and not targets.is_floating_point():
                 found[name] = targets.long()
         return found
@@ -169,12 +174,12 @@ class Subject:
             indices: identities of the samples.
             epoch: number of the epoch, which makes a difference only to what is random.
         """
-        keyed = Keyed(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
+        keyed = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
         return self._prepared(split, keyed.__getitems__([(epoch, index) for index in indices]), indices, epoch)
 
     def _prepared(self, split: str, items: list[tuple[Any, Any]], indices: Sequence[int], epoch: int) -> Batch:
         read = collate(items)
-        data = self.splits.named(split)
+        data = self.splits.eval_split(split)
         assert data is not None
         device = self.splits.example[0].device
         places = torch.tensor(list(indices), device=device)
@@ -183,7 +188,7 @@ class Subject:
 
     def readable(self, split: str, count: int) -> list[int]:
         """Identities of samples that could be read and are finite, drawn at random but the same at each call."""
-        seen = self.seen[split]
+        seen = self.unmarked_stats[split]
         good = seen.indices[seen.finite]
         if seen.kept:  # they were read in a random order
             return [int(index) for index in good[:count].tolist()]
@@ -195,19 +200,19 @@ class Subject:
         """Training samples that models are looked at with, without augmentation: up to 64, of as many classes as there are.
 
         Raises:
-            NotBuilt: if there is no image to be looked at.
+            NotApplicable: if there is no image to be looked at.
         """
         size = self.splits.channels * self.splits.image_size[0] * self.splits.image_size[1]
         parameters = sum(p.numel() for p in self._training.model.parameters()) if self._training is not None else 1
         most = min(self.affordable, max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters))))
         indices = self.readable("train", most)
         if len(indices) < 2:
-            raise NotBuilt("there are not two readable training images without NaN")
+            raise NotApplicable("there are not two readable training images without NaN")
         return self._plain(indices)
 
     def _plain(self, indices: Sequence[int]) -> Batch:
         """Training samples as in an evaluation, read again only if they were not kept."""
-        kept = self.seen["train"].kept
+        kept = self.unmarked_stats["train"].kept
         if not all(index in kept for index in indices):
             return self.read("train", indices)
         return self._prepared("train", [kept[index] for index in indices], indices, 0)
@@ -222,7 +227,7 @@ class Subject:
             return 0.0
         images = self._plain(indices).images
         taken = float("inf")
-        with untouched(self.model):
+        with evaluating(self.model):
             for _ in range(2):  # the first call may prepare kernels
                 start = time.monotonic()
                 self.model(images).sum().item()
@@ -235,9 +240,9 @@ class Subject:
         share = _SHARE_OF_PASS * self.config.budget_s
         return max(_FEWEST_IF_SLOW, int(share / max(self.seconds_a_sample, 1e-9)))
 
-    def cut(self, loader: Loader) -> Loader:
+    def shortened(self, loader: Loader) -> Loader:
         """A loader whose batches are as small as the budget makes necessary, for checks that any batch will do for."""
-        return loader if self.affordable >= loader.batch_size else _Cut(loader, self.affordable)
+        return loader if self.affordable >= loader.batch_size else _ShortBatches(loader, self.affordable)
 
     def steps_in_time(self) -> float:
         """How many steps of the run fit into the time that is left, at most: large batches take less time a sample."""
@@ -249,10 +254,10 @@ class Subject:
         """What would be trained, in its first state.
 
         Raises:
-            NotBuilt: if it could not be built.
+            NotApplicable: if it could not be built.
         """
         if self._training is None:
-            raise NotBuilt("the model was not built")
+            raise NotApplicable("the model was not built")
         return self._training
 
     def build(self) -> None:
@@ -289,7 +294,7 @@ class Subject:
         return self.training.task.targets(batch.targets)
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Afterwards weights, buffers, gradients, modes, optimizer and random generators are those of the start."""
         if self._training is None:
             yield
@@ -297,9 +302,9 @@ class Subject:
         try:
             yield
         finally:
-            self.restart()
+            self.restore()
 
-    def restart(self) -> None:
+    def restore(self) -> None:
         """Go back to the start."""
         training = self.training
         for parameter in training.model.parameters():
@@ -316,7 +321,7 @@ class Subject:
         rng.restore(self._start["rng"])
 
 
-class _Cut:
+class _ShortBatches:
     """Another loader's batches without their later samples."""
 
     def __init__(self, loader: Loader, most: int) -> None:
@@ -330,6 +335,6 @@ class _Cut:
         """The other one is closed by who made it."""
 
 
-def few(looks: Sequence[Look], count: int) -> dict[str, list[int]]:
+def few(looks: Sequence[SplitStats], count: int) -> dict[str, list[int]]:
     """A few identities of samples of each split that could be read."""
     return {seen.name: seen.indices[spread(len(seen.indices), count)].tolist() for seen in looks}

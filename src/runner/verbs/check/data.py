@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from runner.config.targets import preferred_data
-from runner.verbs.check.context import Subject, few
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext, few
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
 
 _FAR = 20.0  # how many times the usual distance from the median an outlier is away
 _AUGMENTED = 128  # images that are augmented
@@ -18,26 +18,26 @@ _MANY = 0.01  # share of images above which a fault is no accident
 
 
 @check
-def readable(subject: Subject) -> Verdict:
+def readable(context: CheckContext) -> Result:
     """Images that cannot be read."""
-    bad = {name: seen.unreadable for name, seen in subject.looks.items() if seen.unreadable}
-    count = sum(len(seen.indices) + len(seen.unreadable) for seen in subject.looks.values())
+    bad = {name: seen.unreadable for name, seen in context.stats.items() if seen.unreadable}
+    count = sum(len(seen.indices) + len(seen.unreadable) for seen in context.stats.values())
     if not bad:
         return passed(f"{count:,} images read")
     name, reasons = next(iter(bad.items()))
     index, reason = next(iter(reasons.items()))
     total = sum(len(reasons) for reasons in bad.values())
     evidence = f"{total:,} of {count:,} images cannot be read; the first is sample {index} of {name}: {reason}"
-    if subject.config.data.on_error == "skip":
+    if context.config.data.on_error == "skip":
         return warned(evidence, "repair or remove them; data.on_error=skip takes others in their places")
     return failed(evidence, "repair or remove them, or data.on_error=skip")
 
 
 @check
-def image_shapes(subject: Subject) -> Verdict:
+def image_shapes(context: CheckContext) -> Result:
     """Images of different shapes or types, which no batch can be made of."""
-    shapes = {shape: name for name, seen in reversed(subject.looks.items()) for shape in seen.shapes}
-    dtypes = {dtype: name for name, seen in reversed(subject.looks.items()) for dtype in seen.dtypes}
+    shapes = {shape: name for name, seen in reversed(context.stats.items()) for shape in seen.shapes}
+    dtypes = {dtype: name for name, seen in reversed(context.stats.items()) for dtype in seen.dtypes}
     if len(shapes) > 1:
         first, second = list(shapes)[:2]
         where = f"{first} in {shapes[first]} and {second} in {shapes[second]}"
@@ -52,27 +52,27 @@ def image_shapes(subject: Subject) -> Verdict:
 
 
 @check
-def finite_images(subject: Subject) -> Verdict:
+def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
-    for name, seen in subject.looks.items():
+    for name, seen in context.stats.items():
         bad = seen.indices[~seen.finite].tolist()
         if bad:
-            names = listed([str(index) for index in bad])
+            names = join_names([str(index) for index in bad])
             evidence = f"{len(bad):,} of {len(seen.indices):,} images of {name} hold NaN or infinity: samples {names}"
             return failed(evidence, "mend the data set: such an image turns the whole batch's gradient into NaN")
     return passed("no NaN and no infinity")
 
 
 @check
-def constant_images(subject: Subject) -> Verdict:
+def constant_images(context: CheckContext) -> Result:
     """Images that hold one and the same value, such as all zeros."""
-    count = sum(len(seen.indices) for seen in subject.looks.values())
-    bad = {name: seen.indices[seen.constant].tolist() for name, seen in subject.looks.items()}
+    count = sum(len(seen.indices) for seen in context.stats.values())
+    bad = {name: seen.indices[seen.constant].tolist() for name, seen in context.stats.items()}
     total = sum(map(len, bad.values()))
     if not total:
         return passed(f"none of {count:,}")
     name = max(bad, key=lambda name: len(bad[name]))
-    seen, samples = subject.looks[name], listed([str(index) for index in bad[name]])
+    seen, samples = context.stats[name], join_names([str(index) for index in bad[name]])
     value = float(seen.low[seen.constant][0])
     evidence = f"{total:,} of {count:,} images are one value (such as {value:g}): samples {samples} of {name}"
     fix = "look at what the data set reads, and remove what is empty"
@@ -80,11 +80,11 @@ def constant_images(subject: Subject) -> Verdict:
 
 
 @check
-def outlier_images(subject: Subject) -> Verdict:
+def outlier_images(context: CheckContext) -> Result:
     """Images whose values are far from those of all others."""
     worst: tuple[float, str, int, str] | None = None
     total = 0
-    for name, seen in subject.looks.items():
+    for name, seen in context.stats.items():
         if len(seen.indices) < 16:
             continue
         peak = torch.maximum(seen.low.abs(), seen.high.abs())
@@ -108,9 +108,9 @@ def outlier_images(subject: Subject) -> Verdict:
 
 
 @check
-def image_range(subject: Subject) -> Verdict:
+def image_range(context: CheckContext) -> Result:
     """Values that are not scaled to what the pipeline takes: uint8 up to 255, or float in [0, 1]."""
-    seen = subject.train
+    seen = context.train_stats
     good = seen.finite
     if not bool(good.any()):
         return skipped("no image could be looked at")
@@ -134,9 +134,9 @@ def image_range(subject: Subject) -> Verdict:
     return passed(evidence)
 
 
-def _measured(subject: Subject, split: str) -> tuple[Tensor, Tensor] | None:
+def _measured(context: CheckContext, split: str) -> tuple[Tensor, Tensor] | None:
     """Mean and standard deviation of each channel over a split, or None where there is nothing to measure."""
-    seen = subject.looks[split]
+    seen = context.stats[split]
     good = seen.finite
     if not bool(good.any()):
         return None
@@ -150,21 +150,21 @@ def _numbers(values: Tensor) -> str:
 
 
 @check
-def normalization(subject: Subject) -> Verdict:
+def normalization(context: CheckContext) -> Result:
     """Statistics of data.normalize that are not those of the data."""
-    measured = _measured(subject, "train")
+    measured = _measured(context, "train")
     if measured is None or float(measured[1].min()) < 1e-6:
         return skipped("the images have no statistics to compare with")
     mean, std = measured
-    set_mean = torch.tensor(subject.splits.mean, dtype=torch.float64).expand_as(mean)
-    set_std = torch.tensor(subject.splits.std, dtype=torch.float64).expand_as(std)
+    set_mean = torch.tensor(context.splits.mean, dtype=torch.float64).expand_as(mean)
+    set_std = torch.tensor(context.splits.std, dtype=torch.float64).expand_as(std)
     away, wide = float(((set_mean - mean).abs() / std).max()), float((set_std / std).log().abs().max().exp())
     evidence = f"mean {_numbers(set_mean)} std {_numbers(set_std)}, measured {_numbers(mean)} and {_numbers(std)}"
-    wanted = preferred_data(subject.config.model, grey=subject.splits.channels == 1).get("normalize")
-    if wanted == {"mean": list(subject.splits.mean), "std": list(subject.splits.std)}:
+    wanted = preferred_data(context.config.model, grey=context.splits.channels == 1).get("normalize")
+    if wanted == {"mean": list(context.splits.mean), "std": list(context.splits.std)}:
         return passed(f"{evidence}: as the trained weights of the model want them")
     fix = f"data.normalize.mean={_numbers(mean)} data.normalize.std={_numbers(std)}, or null to measure them"
-    if float(subject.train.low[subject.train.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
+    if float(context.train_stats.low[context.train_stats.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
         told = "the images have values below 0, so they are normalised already"
         return failed(f"{evidence}: {told}", f"normalise once, in the data set or by {fix}")
     if not (away <= 2 and wide <= 4):
@@ -186,16 +186,16 @@ def _other_order(values: Tensor, others: Tensor) -> tuple[int, ...] | None:
 
 
 @check
-def channel_order(subject: Subject) -> Verdict:
+def channel_order(context: CheckContext) -> Result:
     """Channels swapped: against the statistics of data.normalize, or between splits."""
-    if subject.splits.channels < 2:
+    if context.splits.channels < 2:
         return skipped("one channel")
-    measured = _measured(subject, "train")
+    measured = _measured(context, "train")
     if measured is None:
         return skipped("no image could be looked at")
     mean, std = measured
-    if len(subject.splits.mean) == len(mean):
-        given = torch.tensor([subject.splits.mean, subject.splits.std], dtype=torch.float64)
+    if len(context.splits.mean) == len(mean):
+        given = torch.tensor([context.splits.mean, context.splits.std], dtype=torch.float64)
         order = _other_order(torch.stack([mean, std]), given)
         if order is not None:
             fits = f"data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
@@ -203,8 +203,8 @@ def channel_order(subject: Subject) -> Verdict:
             return failed(
                 evidence, "swap the channels where images are read (BGR to RGB), or the values of data.normalize"
             )
-    for seen in subject.held_out:
-        other = _measured(subject, seen.name)
+    for seen in context.held_out_stats:
+        other = _measured(context, seen.name)
         if other is None:
             continue
         order = _other_order(torch.stack([mean, std]), torch.stack(other))
@@ -215,15 +215,15 @@ def channel_order(subject: Subject) -> Verdict:
 
 
 @check
-def splits_alike(subject: Subject) -> Verdict:
+def splits_alike(context: CheckContext) -> Result:
     """Held-out images of other brightness or contrast than those trained on."""
-    measured = _measured(subject, "train")
+    measured = _measured(context, "train")
     if measured is None or float(measured[1].min()) < 1e-6:
         return skipped("the images have no statistics to compare")
     mean, std = measured
     found = []
-    for seen in subject.held_out:
-        other = _measured(subject, seen.name)
+    for seen in context.held_out_stats:
+        other = _measured(context, seen.name)
         if other is None or len(seen.indices) < 16:
             continue
         away, wide = float(((other[0] - mean).abs() / std).max()), float((other[1] / std).log().abs().max().exp())
@@ -238,15 +238,15 @@ def splits_alike(subject: Subject) -> Verdict:
 
 
 @check
-def evaluation_transform(subject: Subject) -> Verdict:
+def evaluation_transform(context: CheckContext) -> Result:
     """Augmentation in an evaluation: the same sample comes out differently."""
     checked = 0
-    for name, indices in few(list(subject.looks.values()), 8).items():
+    for name, indices in few(list(context.stats.values()), 8).items():
         if not indices:
             continue
-        first = subject.read(name, indices)
+        first = context.read(name, indices)
         for epoch in (0, 1):
-            again = subject.read(name, indices, epoch)
+            again = context.read(name, indices, epoch)
             differ = (first.images != again.images).flatten(1).any(1) & first.images.isfinite().flatten(1).all(1)
             if bool(differ.any()):
                 evidence = f"{int(differ.sum())} of {len(indices)} samples of {name} differ when they are read again"
@@ -254,22 +254,22 @@ def evaluation_transform(subject: Subject) -> Verdict:
                     evidence, "move what is random from transform.eval and sample_eval to train and sample_train"
                 )
         checked += len(indices)
-    return passed(f"{checked} samples of {len(subject.looks)} splits are the same at each reading")
+    return passed(f"{checked} samples of {len(context.stats)} splits are the same at each reading")
 
 
 @check
-def augmentation(subject: Subject) -> Verdict:
+def augmentation(context: CheckContext) -> Result:
     """Training images that augmentation has emptied, or taken far from those that are evaluated on."""
-    if not bool(subject.train.finite.all()):
+    if not bool(context.train_stats.finite.all()):
         return skipped("there are images that are not finite")
-    images = subject.batch.images
-    batch = next(subject.splits.train.loader.batches(0, 0, 1))
+    images = context.batch.images
+    batch = next(context.splits.train.loader.batches(0, 0, 1))
     augmented = batch.images[:_AUGMENTED].float()
     if not bool(augmented.isfinite().all()):
         return failed("a batch of augmented images holds NaN or infinity", "mend transform.train or sample_train")
     plain = images.float()
-    if subject.splits.train.mix is None and not any(seen.unreadable for seen in subject.looks.values()):
-        plain = subject.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
+    if context.splits.train.mix is None and not any(seen.unreadable for seen in context.stats.values()):
+        plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
     ours, theirs = augmented.transpose(0, 1).flatten(1), plain.transpose(0, 1).flatten(1)
     if len(ours) != len(theirs):
         return failed(

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from runner.verbs.check.alike import matches
-from runner.verbs.check.context import Subject
-from runner.verbs.check.split_stats import Look
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.near_duplicates import nearest_matches
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
+from runner.verbs.check.split_stats import SplitStats
 
 _FEW = 0.005  # share of a split above which images that occur twice are no accident
 _NEARLY = 0.01  # share of a split above which pictures that are nearly alike are no accident
@@ -19,46 +19,46 @@ _EXPECTED = 10  # samples of a class that a split should have by the shares of t
 
 
 @check
-def target_range(subject: Subject) -> Verdict:
+def target_range(context: CheckContext) -> Result:
     """Class numbers that there are no classes for, or targets that are not finite."""
-    if not subject.classes:
-        bad = sum(int((~seen.targets.float().isfinite()).sum()) for seen in subject.looks.values())
+    if not context.classes:
+        bad = sum(int((~seen.targets.float().isfinite()).sum()) for seen in context.stats.values())
         if bad:
             return failed(f"{bad:,} targets are not finite", "remove these samples")
         return passed("every target is finite")
-    for name, targets in subject.labels.items():
+    for name, targets in context.labels.items():
         low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= subject.classes:
-            wrong = (targets < 0) | (targets >= subject.classes)
+        if low < 0 or high >= context.classes:
+            wrong = (targets < 0) | (targets >= context.classes)
             evidence = (
-                f"{int(wrong.sum()):,} targets of {name} are outside 0 to {subject.classes - 1}: from {low} to {high}"
+                f"{int(wrong.sum()):,} targets of {name} are outside 0 to {context.classes - 1}: from {low} to {high}"
             )
-            one_off = low == 1 and high == subject.classes
+            one_off = low == 1 and high == context.classes
             return failed(evidence, "count classes from 0: subtract 1" if one_off else "number the classes from 0 on")
-    if not subject.labels:
+    if not context.labels:
         return skipped("the targets are not class numbers")
-    return passed(f"0 to {subject.classes - 1} in {', '.join(subject.labels)}")
+    return passed(f"0 to {context.classes - 1} in {', '.join(context.labels)}")
 
 
 @check
-def missing_classes(subject: Subject) -> Verdict:
+def missing_classes(context: CheckContext) -> Result:
     """Classes without a training sample, such as those of labels that count from 1."""
-    if not subject.classes or "train" not in subject.labels:
+    if not context.classes or "train" not in context.labels:
         return skipped("the targets are not class numbers")
-    present = {name: set(targets.tolist()) for name, targets in subject.labels.items()}
-    empty = [index for index in range(subject.classes) if index not in present["train"]]
+    present = {name: set(targets.tolist()) for name, targets in context.labels.items()}
+    empty = [index for index in range(context.classes) if index not in present["train"]]
     if not empty:
-        counts = torch.bincount(subject.labels["train"].clamp_min(0), minlength=subject.classes).double()
-        for name, targets in subject.labels.items():
+        counts = torch.bincount(context.labels["train"].clamp_min(0), minlength=context.classes).double()
+        for name, targets in context.labels.items():
             expected = counts / counts.sum() * len(targets)
-            gone = [n for n in range(subject.classes) if n not in present[name] and float(expected[n]) >= _EXPECTED]
+            gone = [n for n in range(context.classes) if n not in present[name] and float(expected[n]) >= _EXPECTED]
             if gone:
-                told = f"no sample of {name} is of class {listed([str(each) for each in gone])}"
+                told = f"no sample of {name} is of class {join_names([str(each) for each in gone])}"
                 told += f", where the shares of train give {float(expected[gone[0]]):.0f}"
                 return warned(told, f"data.split.stratified=true, or samples of every class in {name}")
-        return passed(f"all {subject.classes} classes have training samples")
+        return passed(f"all {context.classes} classes have training samples")
     evidence = (
-        f"no training sample of {len(empty)} of {subject.classes} classes: {listed([str(each) for each in empty])}"
+        f"no training sample of {len(empty)} of {context.classes} classes: {join_names([str(each) for each in empty])}"
     )
     if empty == [0]:
         return failed(f"{evidence}; labels run from 1 to {max(present['train'])}", "count classes from 0: subtract 1")
@@ -71,11 +71,11 @@ def missing_classes(subject: Subject) -> Verdict:
 
 
 @check
-def class_balance(subject: Subject) -> Verdict:
+def class_balance(context: CheckContext) -> Result:
     """One class only, or classes of very different sizes, in one split or between splits."""
-    if not subject.classes or "train" not in subject.labels:
+    if not context.classes or "train" not in context.labels:
         return skipped("the targets are not class numbers")
-    counts = torch.bincount(subject.labels["train"].clamp_min(0), minlength=subject.classes).double()
+    counts = torch.bincount(context.labels["train"].clamp_min(0), minlength=context.classes).double()
     shares = counts / counts.sum()
     low, high = float(counts[counts > 0].min()), float(counts.max())
     evidence = f"{low:,.0f} to {high:,.0f} training samples a class, the largest is {float(shares.max()):.1%}"
@@ -83,11 +83,11 @@ def class_balance(subject: Subject) -> Verdict:
         return failed(
             f"every training sample is of class {int(counts.argmax())}", "other data: there is nothing to tell apart"
         )
-    for name, targets in subject.labels.items():
-        theirs = torch.bincount(targets.clamp_min(0), minlength=subject.classes).double()[: subject.classes]
-        apart = float((theirs / theirs.sum() - shares[: subject.classes]).abs().sum()) / 2
+    for name, targets in context.labels.items():
+        theirs = torch.bincount(targets.clamp_min(0), minlength=context.classes).double()[: context.classes]
+        apart = float((theirs / theirs.sum() - shares[: context.classes]).abs().sum()) / 2
         # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
-        if len(targets) > 50 and apart > 0.15 + (subject.classes / len(targets)) ** 0.5:
+        if len(targets) > 50 and apart > 0.15 + (context.classes / len(targets)) ** 0.5:
             evidence = f"the classes of {name} are distributed otherwise: {apart:.0%} of the samples would have to move"
             return warned(evidence, "data.split.stratified=true, or splits of the same source")
     if float(shares.max()) > 0.9 or high > 50 * low:
@@ -96,10 +96,10 @@ def class_balance(subject: Subject) -> Verdict:
 
 
 @check
-def class_order(subject: Subject) -> Verdict:
+def class_order(context: CheckContext) -> Result:
     """Splits that list their classes in another order, so that numbers mean something else."""
     named = {
-        name: tuple(map(str, getattr(seen.dataset, "classes", None) or ())) for name, seen in subject.looks.items()
+        name: tuple(map(str, getattr(seen.dataset, "classes", None) or ())) for name, seen in context.stats.items()
     }
     ours = named["train"]
     for name, theirs in named.items():
@@ -114,12 +114,12 @@ def class_order(subject: Subject) -> Verdict:
     return passed("the same in every split") if ours else skipped("the data set names no classes")
 
 
-def _pictures(look: Look) -> list[tuple[int, bytes]]:
+def _pictures(look: SplitStats) -> list[tuple[int, bytes]]:
     """Place and digest of each image that shows something: all constant ones are the same picture."""
     return [(place, look.digests[place]) for place in (~look.constant).nonzero().flatten().tolist()]
 
 
-def _repeats(look: Look) -> tuple[int, list[int]]:
+def _repeats(look: SplitStats) -> tuple[int, list[int]]:
     """How many images are copies of earlier ones, and the identities of the first pair; constant images do not count."""
     first: dict[bytes, int] = {}
     copies = 0
@@ -134,12 +134,12 @@ def _repeats(look: Look) -> tuple[int, list[int]]:
 
 
 @check
-def duplicates(subject: Subject) -> Verdict:
+def duplicates(context: CheckContext) -> Result:
     """The same image several times in a split."""
-    found = {name: _repeats(seen) for name, seen in subject.looks.items()}
-    name = max(found, key=lambda each: found[each][0] / max(1, len(subject.looks[each].indices)))
+    found = {name: _repeats(seen) for name, seen in context.stats.items()}
+    name = max(found, key=lambda each: found[each][0] / max(1, len(context.stats[each].indices)))
     copies, pair = found[name]
-    count = len(subject.looks[name].indices)
+    count = len(context.stats[name].indices)
     evidence = f"{copies:,} of {count:,} images of {name} are exact copies of others"
     if copies > _MOSTLY * count:
         fix = "look at how the data set finds an image by its number: most samples are the same pictures"
@@ -150,11 +150,11 @@ def duplicates(subject: Subject) -> Verdict:
 
 
 @check
-def conflicting_labels(subject: Subject) -> Verdict:
+def conflicting_labels(context: CheckContext) -> Result:
     """The same image with different targets."""
     known: dict[bytes, tuple[str, int, Any]] = {}
     clashes, example = 0, ""
-    for name, seen in subject.looks.items():
+    for name, seen in context.stats.items():
         targets = seen.targets.tolist()
         for place, digest in _pictures(seen):
             target = targets[place]
@@ -165,7 +165,7 @@ def conflicting_labels(subject: Subject) -> Verdict:
                 example = example or f"samples {where} are {before[2]} and {target}"
     if not clashes:
         return passed("no image has two targets")
-    total = sum(len(seen.digests) for seen in subject.looks.values())
+    total = sum(len(seen.digests) for seen in context.stats.values())
     evidence = f"{clashes:,} images have another target than an exact copy: {example}"
     if clashes > _FEW * total:
         return failed(evidence, "settle which target is right; check how images and targets are put together")
@@ -173,18 +173,18 @@ def conflicting_labels(subject: Subject) -> Verdict:
 
 
 @check
-def leakage(subject: Subject) -> Verdict:
+def leakage(context: CheckContext) -> Result:
     """Held-out images that are trained on as well, bit for bit."""
-    if not subject.held_out:
+    if not context.held_out_stats:
         return skipped("there is no other split")
-    ours = {digest: place for place, digest in _pictures(subject.train)}
+    ours = {digest: place for place, digest in _pictures(context.train_stats)}
     worst = (0.0, 0, "", "")
     counts = []
-    for seen in subject.held_out:
+    for seen in context.held_out_stats:
         shared = [(ours[digest], place) for place, digest in enumerate(seen.digests) if digest in ours]
         counts.append(f"{len(shared):,} of {len(seen.digests):,} of {seen.name}")
         if shared:
-            a, b = int(subject.train.indices[shared[0][0]]), int(seen.indices[shared[0][1]])
+            a, b = int(context.train_stats.indices[shared[0][0]]), int(seen.indices[shared[0][1]])
             example = f"such as sample {b} of {seen.name}, which is {a} of train"
             worst = max(worst, (len(shared) / len(seen.digests), len(shared), seen.name, example))
     evidence = f"{', '.join(counts)} are in train as well"
@@ -196,23 +196,23 @@ def leakage(subject: Subject) -> Verdict:
 
 
 @check
-def near_duplicates(subject: Subject) -> Verdict:
+def near_duplicates(context: CheckContext) -> Result:
     """Held-out images that are nearly those of the training split: mirrored, shifted, rescaled, brighter or compressed again."""
-    if not subject.held_out or not len(subject.train.small):
+    if not context.held_out_stats or not len(context.train_stats.small):
         return skipped("there is no other split")
-    train = subject.train
+    train = context.train_stats
     if train.small.shape[1:].numel() < 128:
         return skipped(f"images of {train.small.shape[1:].numel()} values are too small to tell pictures apart")
     own = {train.digests[row] for row in train.rows.tolist()}
     shown = (~train.constant[train.rows] & train.finite[train.rows]).nonzero().flatten()
     counts, worst = [], (0, 0, "", "")
-    for seen in subject.held_out:
+    for seen in context.held_out_stats:
         fresh = [
             n for n, row in enumerate(seen.rows.tolist()) if seen.digests[row] not in own and not seen.constant[row]
         ]
         if not fresh or not len(shown) or seen.small.shape[1:] != train.small.shape[1:]:
             continue
-        found = matches(seen.small[fresh], train.small[shown])
+        found = nearest_matches(seen.small[fresh], train.small[shown])
         near = found.same.nonzero().flatten().tolist()
         counts.append(f"{len(near):,} of {len(fresh):,} of {seen.name}")
         if near:
@@ -230,11 +230,11 @@ def near_duplicates(subject: Subject) -> Verdict:
 
 
 @check
-def target_scale(subject: Subject) -> Verdict:
+def target_scale(context: CheckContext) -> Result:
     """Numbers to predict that are far from a spread of 1, or all the same."""
-    if subject.classes:
+    if context.classes:
         return skipped("there are classes")
-    values = subject.train.targets.double()
+    values = context.train_stats.targets.double()
     if not len(values) or not bool(values.isfinite().all()):
         return skipped("there are targets that are not finite")
     mean, std = float(values.mean()), float(values.std())

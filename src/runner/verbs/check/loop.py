@@ -18,23 +18,23 @@ from runner.build.weight_average import evaluate_both
 from runner.checkpoint import resume
 from runner.engine.errors import Diverged, NotFinite
 from runner.engine.evaluation import evaluate
-from runner.engine.freezing import Thaw
+from runner.engine.freezing import UnfreezeCallback
 from runner.engine.loop import Limits, Loop
-from runner.engine.state import Meter, TrainState
-from runner.engine.step import StepParts
-from runner.verbs.check.context import Subject
-from runner.verbs.check.overfit_batch import SHARE, by_heart, few_samples, learn
-from runner.verbs.check.verdict import Verdict, check, failed, listed, out_of_time, passed, skipped, warned
+from runner.engine.state import RunningMean, TrainState
+from runner.engine.step import StepConfig
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.overfit_batch import SHARE, learn, overfit_batch, overfit_samples
+from runner.verbs.check.result import Result, check, failed, join_names, out_of_time, passed, skipped, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
 _SHARE_OF_RAMP = 0.6  # of the time that is left, which it may take
 
 
 @check
-def overfit(subject: Subject) -> Verdict:
+def overfit(context: CheckContext) -> Result:
     """A model that cannot learn one batch by heart, with AdamW and without augmentation and dropout."""
-    course = subject.once(by_heart)
-    losses, images = course.losses, few_samples(subject)[0]
+    course = context.cached(overfit_batch)
+    losses, images = course.losses, overfit_samples(context)[0]
     evidence = f"loss {losses[0]:.4g} to {losses[-1]:.4g} in {len(losses) - 1} steps on {len(images)} samples"
     if course.right is not None:
         evidence += f", {course.right:.0%} right"
@@ -45,7 +45,7 @@ def overfit(subject: Subject) -> Verdict:
         return passed(evidence)
     fix = "debug=overfit shows more; look at what fails above: dead units, gradients, softmax, targets"
     if course.late:
-        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
     if not right and losses[-1] < 0.1 * losses[0]:
         return failed(f"{evidence}: the loss falls, and the answers stay wrong", f"a loss of the right answers: {fix}")
     if losses[-1] < 0.5 * losses[0] or course.right == 1.0:
@@ -54,16 +54,16 @@ def overfit(subject: Subject) -> Verdict:
 
 
 @check
-def zero_input(subject: Subject) -> Verdict:
+def zero_input(context: CheckContext) -> Result:
     """Images that make no difference: all zeros in their place are learned just as well."""
-    images, targets = few_samples(subject)
+    images, targets = overfit_samples(context)
     if len(torch.unique(targets, dim=0)) < 2:
         return skipped("the samples have one target")
-    course = subject.once(by_heart)
+    course = context.cached(overfit_batch)
     steps, real = len(course.losses), course.losses[-1]
     if not math.isfinite(real):
         return skipped("the loss is not finite")
-    without = learn(subject, torch.zeros_like(images), course.rate, steps, max(1.0, SHARE * subject.left))
+    without = learn(context, torch.zeros_like(images), course.rate, steps, max(1.0, SHARE * context.left))
     empty = without.losses
     evidence = (
         f"after {len(empty) - 1} steps {course.losses[len(empty) - 1]:.4g} with the images, with zeros {empty[-1]:.4g}"
@@ -71,16 +71,16 @@ def zero_input(subject: Subject) -> Verdict:
     if course.losses[len(empty) - 1] < 0.9 * empty[-1] or not math.isfinite(empty[-1]):
         return passed(evidence)
     if without.late or course.late:
-        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
     return failed(evidence, "look at what reaches the model: empty images, dead units, inputs that are not used")
 
 
-class _Watch:
+class _StepObserver:
     """The step of the run, with a look at the gradients and modes that it begins with."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.step = subject.training.step
-        self.modes = [(name or "the model", module) for name, module in subject.model.named_modules()]
+    def __init__(self, context: CheckContext) -> None:
+        self.step = context.training.step
+        self.modes = [(name or "the model", module) for name, module in context.model.named_modules()]
         self.usual = {name for name, module in self.modes if not module.training}
         self.stale: dict[str, int] = {}
         self.still: set[str] = set()
@@ -89,7 +89,7 @@ class _Watch:
         self.steps = 0
 
     def __call__(
-        self, state: TrainState, parts: StepParts, batch: Any, weight: float, samples: int, update: bool
+        self, state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool
     ) -> None:
         if self.begins:
             for name, parameter in state.model.named_parameters():
@@ -101,10 +101,10 @@ class _Watch:
         self.steps += update
 
 
-def _callbacks(subject: Subject) -> tuple[list[Any], Callable[[Loop], None]]:
+def _callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], None]]:
     """The callbacks of the run that training depends on, and what `on_nonfinite=rollback` does: back to the start."""
-    training = subject.training
-    extra = build_callbacks(subject.config, training.task, training.monitor, training.mode)
+    training = context.training
+    extra = build_callbacks(context.config, training.task, training.monitor, training.mode)
     kept = {
         name: resume.copied(callback.state_dict())
         for name, callback in extra.items()
@@ -112,43 +112,43 @@ def _callbacks(subject: Subject) -> tuple[list[Any], Callable[[Loop], None]]:
     }
 
     def roll_back(loop: Loop) -> None:
-        subject.restart()
+        context.restore()
         for name, before in kept.items():
             if hasattr(extra[name], "load_state_dict"):
                 extra[name].load_state_dict(resume.copied(before))
 
-    return [Thaw(lambda line: None), *extra.values()], roll_back
+    return [UnfreezeCallback(lambda line: None), *extra.values()], roll_back
 
 
-def _added_by_hooks(subject: Subject) -> list[str]:
+def _added_by_hooks(context: CheckContext) -> list[str]:
     """Parameters with a gradient other than zero of a loss times zero: something adds to it."""
-    subject.restart()
-    model, (images, targets) = subject.model, few_samples(subject)
+    context.restore()
+    model, (images, targets) = context.model, overfit_samples(context)
     model.eval()
-    loss = subject.training.parts.loss(model(images), targets)
+    loss = context.training.parts.loss(model(images), targets)
     if not loss.requires_grad or not bool(loss.isfinite()):
         return []
     (loss * 0).backward()  # type: ignore[no-untyped-call]
     found = [name for name, p in model.named_parameters() if p.grad is not None and bool((p.grad != 0).any())]
-    subject.restart()
+    context.restore()
     return found
 
 
-def _run_loop(subject: Subject) -> _Watch:
+def _run_loop(context: CheckContext) -> _StepObserver:
     """Three steps through the loop of the run, and what hooks add to gradients after them."""
-    watch = _looped(subject)
-    watch.kept = _added_by_hooks(subject)
+    watch = _looped(context)
+    watch.kept = _added_by_hooks(context)
     return watch
 
 
-def _looped(subject: Subject) -> _Watch:
+def _looped(context: CheckContext) -> _StepObserver:
     """Three steps through the loop of the run with its callbacks, and an evaluation after each."""
-    training, config = subject.training, subject.config
-    subject.training.state.train()
-    watch = _Watch(subject)
-    callbacks, roll_back = _callbacks(subject)
+    training, config = context.training, context.config
+    context.training.state.train()
+    watch = _StepObserver(context)
+    callbacks, roll_back = _callbacks(context)
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * config.accumulate))
-    held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
+    held_out = context.shortened((training.splits.val or training.splits.train_for_eval).loader)
     metrics = fresh_metrics(config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:
@@ -158,7 +158,7 @@ def _looped(subject: Subject) -> _Watch:
 
     loop = Loop(
         training.state,
-        subject.cut(training.splits.train.loader),
+        context.shortened(training.splits.train.loader),
         plan,
         training.parts,
         Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1),
@@ -173,37 +173,37 @@ def _looped(subject: Subject) -> _Watch:
 
 
 @check
-def stale_gradients(subject: Subject) -> Verdict:
+def stale_gradients(context: CheckContext) -> Result:
     """Gradients of an earlier step that are still there when the next one begins: a zero_grad that is missing or undone."""
-    watch = subject.once(_run_loop)
+    watch = context.cached(_run_loop)
     if watch.stale:
         name, step = next(iter(watch.stale.items()))
         evidence = f"{len(watch.stale)} gradients are not zero when a step begins: {name} after step {step}"
         return failed(evidence, "let no callback, hook or optimizer keep .grad; give the optimizer all parameters")
     if watch.kept:
-        evidence = f"{len(watch.kept)} gradients of a loss times zero are not zero: {listed(watch.kept)}"
+        evidence = f"{len(watch.kept)} gradients of a loss times zero are not zero: {join_names(watch.kept)}"
         return failed(evidence, "let no hook add up gradients")
     return passed(f"gone at the start of each of {watch.steps} steps")
 
 
 @check
-def mode_in_training(subject: Subject) -> Verdict:
+def mode_in_training(context: CheckContext) -> Result:
     """Training steps that are made in evaluation mode, as after an evaluation in a callback."""
-    watch = subject.once(_run_loop)
+    watch = context.cached(_run_loop)
     if watch.still:
         evidence = (
-            f"{len(watch.still)} modules are in evaluation mode when a step begins: {listed(sorted(watch.still))}"
+            f"{len(watch.still)} modules are in evaluation mode when a step begins: {join_names(sorted(watch.still))}"
         )
         return failed(evidence, "call model.train() at the end of what calls model.eval()")
     return passed(f"in training mode at each of {watch.steps} steps")
 
 
 @check
-def evaluation_leaves_state(subject: Subject) -> Verdict:
+def evaluation_leaves_state(context: CheckContext) -> Result:
     """An evaluation that changes weights or buffers."""
-    training = subject.training
+    training = context.training
     before = {name: tensor.clone() for name, tensor in _tensors(training.model).items()}
-    held_out = subject.cut((training.splits.val or training.splits.train_for_eval).loader)
+    held_out = context.shortened((training.splits.val or training.splits.train_for_eval).loader)
     training.model.eval()
     # Not `evaluate`, which puts buffers back.
     with torch.no_grad(), training.precision.autocast():
@@ -212,7 +212,7 @@ def evaluation_leaves_state(subject: Subject) -> Verdict:
     after = _tensors(training.model)
     changed = [name for name, tensor in after.items() if name not in before or not _same(before[name], tensor)]
     if changed:
-        evidence = f"{len(changed)} of {len(after)} tensors change: {listed(changed)}"
+        evidence = f"{len(changed)} of {len(after)} tensors change: {join_names(changed)}"
         return failed(evidence, "change buffers in forward only `if self.training`")
     return passed(f"{len(after)} tensors are the same after it")
 
@@ -225,11 +225,11 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.detach().float(), b.detach().float(), 0.0, 0.0, equal_nan=True)
 
 
-def _steps(subject: Subject, count: int) -> dict[str, Tensor]:
+def _steps(context: CheckContext, count: int) -> dict[str, Tensor]:
     """The weights after a few steps from the start."""
-    subject.restart()
-    training = subject.training
-    loader, plan = subject.cut(training.splits.train.loader), training.plan
+    context.restore()
+    training = context.training
+    loader, plan = context.shortened(training.splits.train.loader), training.plan
     batches = loader.batches(0, 0, min(plan.batches, count * plan.accumulate))
     for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
         training.step(training.state, training.parts, batch, weight, size, update)
@@ -237,13 +237,13 @@ def _steps(subject: Subject, count: int) -> dict[str, Tensor]:
 
 
 @check
-def repeatability(subject: Subject) -> Verdict:
+def repeatability(context: CheckContext) -> Result:
     """Three training steps that give other weights the second time."""
-    first, second = _steps(subject, 3), _steps(subject, 3)
+    first, second = _steps(context, 3), _steps(context, 3)
     differ = [name for name, tensor in first.items() if not _same(tensor, second[name])]
     if differ:
         apart = max(float((first[name].float() - second[name].float()).abs().max()) for name in differ)
-        evidence = f"{len(differ)} of {len(first)} tensors differ, by up to {apart:.2g}: {listed(differ)}"
+        evidence = f"{len(differ)} of {len(first)} tensors differ, by up to {apart:.2g}: {join_names(differ)}"
         return warned(evidence, "python -m runner audit names what does not repeat; deterministic=true refuses it")
     return passed(f"the same bits twice in {len(first)} tensors")
 
@@ -252,7 +252,7 @@ def repeatability(subject: Subject) -> Verdict:
 def _every_loss(state: TrainState) -> Iterator[None]:
     """Count losses that are not finite as well, which the meter of `on_nonfinite=skip` leaves out."""
     usual = state.meter
-    state.meter = Meter(next(state.model.parameters()).device)
+    state.meter = RunningMean(next(state.model.parameters()).device)
     try:
         yield
     finally:
@@ -260,22 +260,22 @@ def _every_loss(state: TrainState) -> Iterator[None]:
 
 
 @check
-def learning_rate(subject: Subject) -> Verdict:
+def learning_rate(context: CheckContext) -> Result:
     """A learning rate that makes the loss explode within a few steps, or changes nothing."""
-    with _every_loss(subject.training.state):
-        return _ramp(subject)
+    with _every_loss(context.training.state):
+        return _ramp(context)
 
 
-def _ramp(subject: Subject) -> Verdict:
-    training = subject.training
-    if (possible := subject.steps_in_time()) < 2 * _RAMP:
+def _ramp(context: CheckContext) -> Result:
+    training = context.training
+    if (possible := context.steps_in_time()) < 2 * _RAMP:
         return out_of_time(f"it takes {2 * _RAMP} steps, for {possible:.0f} of which there is time")
     state, plan = training.state, training.plan
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
     moved = 0.0
-    until, number, epoch = time.monotonic() + max(1.0, _SHARE_OF_RAMP * subject.left), 0, 0
+    until, number, epoch = time.monotonic() + max(1.0, _SHARE_OF_RAMP * context.left), 0, 0
     while number < 2 * _RAMP and time.monotonic() < until:
         batches = training.splits.train.loader.batches(epoch, 0, plan.batches)
         for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
@@ -308,23 +308,23 @@ def _ramp(subject: Subject) -> Verdict:
     if left_out:
         return failed(f"{evidence}; the gradients of step {left_out[0] + 1} are not finite", fix)
     if number < 2 * _RAMP:
-        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
     if last > 3 * first + 1:
         return warned(evidence, fix)
     return warned(evidence, "a larger optimizer.lr") if moved < 1e-5 else passed(evidence)
 
 
 @check
-def training(subject: Subject) -> Verdict:
+def training(context: CheckContext) -> Result:
     """A short training as the run would make it, in which the loss does not fall (train=true)."""
-    if not subject.config.train:
+    if not context.config.train:
         return skipped("train=true makes it")
-    with _every_loss(subject.training.state):
-        return _short_training(subject)
+    with _every_loss(context.training.state):
+        return _short_training(context)
 
 
-def _short_training(subject: Subject) -> Verdict:
-    config, parts = subject.config, subject.training
+def _short_training(context: CheckContext) -> Result:
+    config, parts = context.config, context.training
     losses: list[tuple[int, float]] = []
 
     class Note:
@@ -333,12 +333,12 @@ def _short_training(subject: Subject) -> Verdict:
         def on_step(self, loop: Loop) -> None:
             done = loop.state.position.global_step
             if done % every == 0:
-                loop.settle()
+                loop.check_nonfinite()
                 if set(range(done - every + 1, done + 1)) <= set(loop.state.position.left_out):
                     return  # nothing was read
                 losses.append((done, loop.state.meter.read()))
                 loop.state.meter.reset()
-            if subject.left < 1:
+            if context.left < 1:
                 loop.request_stop("budget_s is used up")
 
         def on_rollback(self, loop: Loop, found: NotFinite) -> None:
@@ -349,8 +349,8 @@ def _short_training(subject: Subject) -> Verdict:
     left_out: list[str] = []
     steps = min(config.train_steps, parts.total_steps)
     every = max(1, steps // 10)
-    subject.training.state.train()
-    callbacks, roll_back = _callbacks(subject)
+    context.training.state.train()
+    callbacks, roll_back = _callbacks(context)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
     loop = Loop(
         parts.state,
@@ -368,7 +368,7 @@ def _short_training(subject: Subject) -> Verdict:
     try:
         loop.run()
     except Diverged as error:
-        return failed(f"diverged: {error}", f"a smaller optimizer.lr, or clip.norm=1.0: {fix}")
+        return failed(f"diverged: {error}", f"a smaller optimizer.lr, or grad_clip.norm=1.0: {fix}")
     wrong = [done for done, value in losses if not math.isfinite(value)]
     if wrong:
         return failed(f"the loss is not finite up to step {wrong[0]} of {steps}", f"a smaller optimizer.lr: {fix}")

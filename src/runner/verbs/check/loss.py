@@ -7,18 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from runner.verbs.check.context import NotBuilt, Subject
-from runner.verbs.check.overfit_batch import SHARE, few_samples, learn
-from runner.verbs.check.verdict import Verdict, check, failed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext, NotApplicable
+from runner.verbs.check.overfit_batch import SHARE, learn, overfit_samples
+from runner.verbs.check.result import Result, check, failed, passed, skipped, warned
 
 _SAMPLES = 12
 _APART = 1e-3  # relative
 _RATE, _UNDONE = 1e-3, 5  # steps of AdamW that a high first loss may take to come down
 
 
-def _targets(subject: Subject) -> Tensor:
+def _targets(context: CheckContext) -> Tensor:
     """Targets of a few samples, as different as there are."""
-    targets = subject.targets(subject.batch)
+    targets = context.targets(context.batch)
     rows = targets.flatten(1) if targets.ndim > 1 else targets[:, None]
     _, group = torch.unique(rows, dim=0, return_inverse=True)
     # One of each kind first, then the others.
@@ -27,16 +27,16 @@ def _targets(subject: Subject) -> Tensor:
     return targets[order[:_SAMPLES]]
 
 
-def _outputs(subject: Subject, count: int, seed: int = 0) -> Tensor:
+def _outputs(context: CheckContext, count: int, seed: int = 0) -> Tensor:
     """Made-up outputs of the shape that the task wants, between 0.05 and 0.95, as some losses take probabilities alone."""
-    outputs = subject.training.task.outputs(subject.splits.classes)
+    outputs = context.training.task.outputs(context.splits.classes)
     drawn = torch.rand(count, outputs, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
-    return drawn.to(subject.splits.example[0].device)
+    return drawn.to(context.splits.example[0].device)
 
 
-def _loss(subject: Subject, outputs: Tensor, targets: Tensor) -> float:
+def _loss(context: CheckContext, outputs: Tensor, targets: Tensor) -> float:
     with torch.no_grad():
-        return float(subject.training.parts.loss(outputs, targets))
+        return float(context.training.parts.loss(outputs, targets))
 
 
 def _close(a: float, b: float) -> bool:
@@ -44,64 +44,64 @@ def _close(a: float, b: float) -> bool:
 
 
 @check
-def initial_loss(subject: Subject) -> Verdict:
+def initial_loss(context: CheckContext) -> Result:
     """A first loss that is not that of a guess: ln C for C equally likely classes, the variance for numbers."""
-    if subject.found is not None:
+    if context.found is not None:
         return skipped("the weights are those of a checkpoint")
-    if subject.config.init_from is not None or subject.config.model.get("weights") is not None:
+    if context.config.init_from is not None or context.config.model.get("weights") is not None:
         return skipped("the weights are trained ones")
-    batch, parts = subject.batch, subject.training.parts
-    targets = subject.targets(batch)
-    subject.training.state.train()
+    batch, parts = context.batch, context.training.parts
+    targets = context.targets(batch)
+    context.training.state.train()
     with torch.no_grad():
-        outputs = subject.model(batch.images)
+        outputs = context.model(batch.images)
         value = float(parts.loss(outputs, targets))
-    if subject.classes or not targets.is_floating_point():
-        guess, what = _loss(subject, torch.zeros_like(outputs), targets), "equal outputs give"
+    if context.classes or not targets.is_floating_point():
+        guess, what = _loss(context, torch.zeros_like(outputs), targets), "equal outputs give"
     else:
         mean = targets.float().mean(0, keepdim=True).expand_as(outputs)
-        guess, what = _loss(subject, mean, targets), "the mean of the targets gives"
+        guess, what = _loss(context, mean, targets), "the mean of the targets gives"
     evidence = f"{value:.4g}, where {what} {guess:.4g}"
-    if subject.classes and _close(guess, math.log(subject.classes)):
-        evidence += f" = ln {subject.classes}"
+    if context.classes and _close(guess, math.log(context.classes)):
+        evidence += f" = ln {context.classes}"
     if not math.isfinite(value):
         return failed(evidence, "find the operation with debug=anomaly")
     fix = "small initial weights in the last layer (and for numbers a bias of their mean)"
     if value > 2 * guess + 0.1:
-        course = learn(subject, few_samples(subject)[0], _RATE, _UNDONE + 1, SHARE * subject.left)
+        course = learn(context, overfit_samples(context)[0], _RATE, _UNDONE + 1, SHARE * context.left)
         # Large features with a wide last layer, as in EfficientNet: what is undone at once costs nothing.
-        if subject.classes and min(course.losses) <= guess:
+        if context.classes and min(course.losses) <= guess:
             return passed(
                 f"{evidence}; AdamW with {_RATE:g} is below that after {len(course.losses) - 1} steps or fewer"
             )
     if value > 10 * guess + 1:
         return failed(evidence, fix)
-    low = bool(subject.classes) and value < 0.5 * guess
-    if low and (prior := _loss_of_shares(subject, outputs, targets)) is not None:
+    low = bool(context.classes) and value < 0.5 * guess
+    if low and (prior := _loss_of_shares(context, outputs, targets)) is not None:
         evidence += f", and the shares of the classes {prior:.4g}"
         low = value < 0.5 * min(guess, prior)
     return warned(evidence, fix) if value > 2 * guess + 0.1 or low else passed(evidence)
 
 
-def _loss_of_shares(subject: Subject, outputs: Tensor, targets: Tensor) -> float | None:
+def _loss_of_shares(context: CheckContext, outputs: Tensor, targets: Tensor) -> float | None:
     """The loss of outputs that know how common each class is and no more, as `init=prior_bias` makes them."""
-    counts = subject.splits.class_counts
+    counts = context.splits.class_counts
     if counts is None or outputs.ndim != 2 or len(counts) != outputs.shape[1]:
         return None
     shares = (counts.clamp_min(1) / counts.clamp_min(1).sum()).to(outputs)
     try:
-        return _loss(subject, shares.log().expand_as(outputs), targets)
+        return _loss(context, shares.log().expand_as(outputs), targets)
     except (RuntimeError, ValueError):  # a loss that takes probabilities alone
         return None
 
 
 @check
-def loss_of_samples(subject: Subject) -> Verdict:
+def loss_of_samples(context: CheckContext) -> Result:
     """A loss that is not the mean over the samples: a sum, or one that depends on which samples come together."""
-    targets = _targets(subject)
-    outputs = _outputs(subject, len(targets))
-    together = _loss(subject, outputs, targets)
-    alone = [_loss(subject, outputs[place : place + 1], targets[place : place + 1]) for place in range(len(targets))]
+    targets = _targets(context)
+    outputs = _outputs(context, len(targets))
+    together = _loss(context, outputs, targets)
+    alone = [_loss(context, outputs[place : place + 1], targets[place : place + 1]) for place in range(len(targets))]
     mean = sum(alone) / len(alone)
     evidence = f"{together:.4g} for {len(alone)} samples together, {mean:.4g} on average for each alone"
     if _close(together, mean):
@@ -115,17 +115,17 @@ def loss_of_samples(subject: Subject) -> Verdict:
 
 
 @check
-def loss_axis(subject: Subject) -> Verdict:
+def loss_axis(context: CheckContext) -> Result:
     """A softmax over the batch in place of the classes."""
-    targets = _targets(subject)
-    outputs = _outputs(subject, len(targets))
+    targets = _targets(context)
+    outputs = _outputs(context, len(targets))
     if outputs.shape[1] < 2 or len(targets) < 2:
         return skipped("one output")
     generator = torch.Generator().manual_seed(1)
-    value = _loss(subject, outputs, targets)
+    value = _loss(context, outputs, targets)
     try:
         by_row, by_column = (
-            _loss(subject, outputs + torch.rand(shape, generator=generator).to(outputs), targets)
+            _loss(context, outputs + torch.rand(shape, generator=generator).to(outputs), targets)
             for shape in ((len(outputs), 1), (1, outputs.shape[1]))
         )
     except (RuntimeError, ValueError):  # a loss that takes probabilities alone
@@ -138,13 +138,13 @@ def loss_axis(subject: Subject) -> Verdict:
 
 
 @check
-def loss_broadcast(subject: Subject) -> Verdict:
+def loss_broadcast(context: CheckContext) -> Result:
     """Shapes that broadcast, (B,) against (B, 1): every output is compared with every target."""
-    targets = _targets(subject)
-    outputs = _outputs(subject, len(targets))
+    targets = _targets(context)
+    outputs = _outputs(context, len(targets))
     count = len(targets)
-    together = _loss(subject, outputs, targets)
-    pairs = [_loss(subject, outputs[a : a + 1], targets[b : b + 1]) for a in range(count) for b in range(count)]
+    together = _loss(context, outputs, targets)
+    pairs = [_loss(context, outputs[a : a + 1], targets[b : b + 1]) for a in range(count) for b in range(count)]
     own = sum(pairs[:: count + 1]) / count
     every = sum(pairs) / count**2
     evidence = f"{together:.4g}, where each output with its own target gives {own:.4g}, all with all {every:.4g}"
@@ -156,14 +156,14 @@ def loss_broadcast(subject: Subject) -> Verdict:
 
 
 @check
-def accumulation(subject: Subject) -> Verdict:
+def accumulation(context: CheckContext) -> Result:
     """Gradients of small batches that do not add up to that of the large one, as accumulate needs."""
-    training, batch = subject.training, subject.batch
+    training, batch = context.training, context.batch
     model, parts = training.model, training.parts
     half = len(batch.images) // 2
     if half < 1:
-        raise NotBuilt("there is one image only")
-    targets = subject.targets(batch)
+        raise NotApplicable("there is one image only")
+    targets = context.targets(batch)
     model.eval()  # sets BatchNorm and dropout apart, which depend on the batch by design
 
     def gradient(*pieces: slice) -> list[Tensor]:

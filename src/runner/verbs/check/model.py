@@ -8,9 +8,9 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
-from runner.verbs.check.watch import watch
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.observed_pass import observe_pass
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
 
 _MOST_TRIED = 32  # modules that are tried one by one
 _DEAD_WARN, _DEAD_FAIL = 0.5, 0.9
@@ -19,38 +19,38 @@ _FAINT, _FAINTEST = 1e-9, 1e-12  # shares of the largest gradient; ConvNeXt scal
 
 
 @check
-def frozen_parameters(subject: Subject) -> Verdict:
+def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, though the config freezes nothing."""
-    frozen = [name for name, parameter in subject.model.named_parameters() if not parameter.requires_grad]
-    total = sum(1 for _ in subject.model.parameters())
+    frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
+    total = sum(1 for _ in context.model.parameters())
     if not frozen:
         return passed(f"all {total} require gradients")
-    evidence = f"{len(frozen)} of {total} parameters do not require gradients: {listed(frozen)}"
-    if subject.config.freeze is not None:
+    evidence = f"{len(frozen)} of {total} parameters do not require gradients: {join_names(frozen)}"
+    if context.config.freeze is not None:
         return passed(f"{evidence}, as `freeze` says")
     return warned(evidence, "requires_grad=True; if it is meant, freeze=... says so")
 
 
 @check
-def optimizer_parameters(subject: Subject) -> Verdict:
+def optimizer_parameters(context: CheckContext) -> Result:
     """Trainable parameters that the optimizer does not know."""
-    groups = subject.training.state.optimizer.param_groups
+    groups = context.training.state.optimizer.param_groups
     known = {id(parameter) for group in groups for parameter in group["params"]}
-    trainable = [(name, p) for name, p in subject.model.named_parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
     left_out = [name for name, parameter in trainable if id(parameter) not in known]
     if left_out:
-        evidence = f"{len(left_out)} of {len(trainable)} are in no group of the optimizer: {listed(left_out)}"
+        evidence = f"{len(left_out)} of {len(trainable)} are in no group of the optimizer: {join_names(left_out)}"
         return failed(evidence, "give the optimizer all parameters that it is given")
     return passed(f"all {len(trainable)} are in its {len(groups)} group{'' if len(groups) == 1 else 's'}")
 
 
-def _without_gradient(subject: Subject) -> tuple[list[str], list[str]]:
+def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
     """Parameters that got no gradient: those that the outputs depend on nevertheless, and those that they do not."""
-    missing = subject.once(watch).missing
+    missing = context.cached(observe_pass).missing
     by_module: dict[str, list[str]] = defaultdict(list)
     for name in missing:
         by_module[name.rpartition(".")[0]].append(name)
-    model, images = subject.model, subject.batch.images
+    model, images = context.model, context.batch.images
     parameters = dict(model.named_parameters())
     matter: list[str] = []
     matter_not: list[str] = []
@@ -72,30 +72,30 @@ def _without_gradient(subject: Subject) -> tuple[list[str], list[str]]:
 
 
 @check
-def detached_parameters(subject: Subject) -> Verdict:
+def detached_parameters(context: CheckContext) -> Result:
     """Parameters that the outputs depend on, but that no gradient reaches: detach, no_grad, .data or .item on the way."""
-    matter, _ = subject.once(_without_gradient)
+    matter, _ = context.cached(_without_gradient)
     if matter:
-        evidence = f"{len(matter)} parameters change the outputs and get no gradient: {listed(matter)}"
+        evidence = f"{len(matter)} parameters change the outputs and get no gradient: {join_names(matter)}"
         return failed(evidence, "look for detach(), no_grad, .data, .item() or numpy() between these and the loss")
     return passed("a gradient reaches whatever the outputs depend on")
 
 
 @check
-def unused_parameters(subject: Subject) -> Verdict:
+def unused_parameters(context: CheckContext) -> Result:
     """Parameters that the outputs do not depend on: a branch that is never used."""
-    _, unused = subject.once(_without_gradient)
+    _, unused = context.cached(_without_gradient)
     if unused:
-        evidence = f"{len(unused)} parameters change nothing in the outputs: {listed(unused)}"
+        evidence = f"{len(unused)} parameters change nothing in the outputs: {join_names(unused)}"
         return warned(evidence, "use the branch in forward, or remove it")
     return passed("none without a gradient")
 
 
 @check
-def shared_weights(subject: Subject) -> Verdict:
+def shared_weights(context: CheckContext) -> Result:
     """One weight in several places of the model, such as a list of the same block repeated."""
     places = defaultdict(list)
-    for name, parameter in subject.model.named_parameters(remove_duplicate=False):
+    for name, parameter in context.model.named_parameters(remove_duplicate=False):
         if parameter.numel() and parameter.device.type != "meta":
             places[parameter.data_ptr(), parameter.numel()].append(name)
     shared = [names for names in places.values() if len(names) > 1]
@@ -108,29 +108,29 @@ def shared_weights(subject: Subject) -> Verdict:
 
 
 @check
-def bias_before_norm(subject: Subject) -> Verdict:
+def bias_before_norm(context: CheckContext) -> Result:
     """A bias whose effect the norm after it takes away."""
-    modules = dict(subject.model.named_modules())
+    modules = dict(context.model.named_modules())
     found = []
-    for name, norm in subject.once(watch).follows:
+    for name, norm in context.cached(observe_pass).follows:
         bias = getattr(modules[name], "bias", None)
         if isinstance(bias, nn.Parameter) and bias.requires_grad:
             found.append(f"{name} before {norm} ({type(modules[norm]).__name__})")
     if found:
-        return warned(f"{len(found)}: {listed(found)}", "bias=False in the layer before the norm")
+        return warned(f"{len(found)}: {join_names(found)}", "bias=False in the layer before the norm")
     return passed("no layer before a norm has one")
 
 
 @check
-def dead_units(subject: Subject) -> Verdict:
+def dead_units(context: CheckContext) -> Result:
     """Rectified units that no sample brings above zero: they give nothing and learn nothing."""
-    units = subject.once(watch).units
+    units = context.cached(observe_pass).units
     if not units:
         return skipped("the model has no rectifier")
     name, count, dead = max(units, key=lambda each: each[2] / each[1])
     total, all_dead = sum(each[1] for each in units), sum(each[2] for each in units)
     where = f"{name or 'the model'}: {dead} of {count}"
-    evidence = f"{all_dead:,} of {total:,} units never fire on {len(subject.batch.images)} samples; most in {where}"
+    evidence = f"{all_dead:,} of {total:,} units never fire on {len(context.batch.images)} samples; most in {where}"
     fix = "smaller or centred initial weights and biases, normalised inputs, or LeakyReLU"
     if dead > _DEAD_FAIL * count:
         return failed(evidence, fix)
@@ -138,9 +138,9 @@ def dead_units(subject: Subject) -> Verdict:
 
 
 @check
-def activation_scale(subject: Subject) -> Verdict:
+def activation_scale(context: CheckContext) -> Result:
     """Activations that vanish or explode on the way through the depth of the model."""
-    watched = subject.once(watch)
+    watched = context.cached(observe_pass)
     scales = watched.scales[:-1]  # the last layer gives the outputs, which may well start near 0
     if len(scales) < 2:
         return skipped("fewer than three layers")
@@ -161,23 +161,23 @@ def activation_scale(subject: Subject) -> Verdict:
 
 
 @check
-def gradient_scale(subject: Subject) -> Verdict:
+def gradient_scale(context: CheckContext) -> Result:
     """Gradients that vanish or explode on the way back through the depth of the model."""
-    gradients = subject.once(watch).gradients
+    gradients = context.cached(observe_pass).gradients
     if len(gradients) < 2:
         return skipped("fewer than two weights get a gradient")
     wrong = next((name for name, (gradient, _) in gradients.items() if not math.isfinite(gradient)), None)
-    fix = "initial weights, normalisation layers or shortcuts; clip.norm=1.0 for those that explode"
+    fix = "initial weights, normalisation layers or shortcuts; grad_clip.norm=1.0 for those that explode"
     if wrong is not None:
         return failed(f"the gradient of {wrong} is not finite", fix)
     zero = [name for name, (gradient, _) in gradients.items() if gradient == 0]
     starts_at_zero = any(
-        not bool(parameter.any()) for name, parameter in subject.model.named_parameters() if not name.endswith("bias")
+        not bool(parameter.any()) for name, parameter in context.model.named_parameters() if not name.endswith("bias")
     )
     if zero and starts_at_zero:
         return skipped("a weight starts at zero, which lets no gradient through before the first step")
     if zero:
-        return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {listed(zero)}", fix)
+        return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {join_names(zero)}", fix)
     low, high = (pick(gradients.items(), key=lambda item: item[1][0]) for pick in (min, max))
     evidence = (
         f"root mean square {high[1][0]:.3g} of {high[0]}, {low[1][0]:.3g} of {low[0]}, of {len(gradients)} weights"

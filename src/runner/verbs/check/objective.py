@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
 
 _SAMPLES = 32
 _STEPS, _RATE = 120, 0.1
@@ -14,43 +14,43 @@ _RIGHT, _CORRELATED = 0.9, 0.9
 _IGNORED = 1e-6  # share of the largest gradient
 
 
-def _free(subject: Subject, targets: Tensor, probabilities: bool) -> tuple[Tensor, Tensor]:
+def _free(context: CheckContext, targets: Tensor, probabilities: bool) -> tuple[Tensor, Tensor]:
     """Outputs that nothing makes, as a parameter and as the loss is given them."""
-    outputs = subject.training.task.outputs(subject.splits.classes)
+    outputs = context.training.task.outputs(context.splits.classes)
     generator = torch.Generator().manual_seed(0)
     start = 0.1 * torch.randn(len(targets), outputs, generator=generator)
     free = start.to(targets.device).requires_grad_()
     if probabilities:
         return free, free.sigmoid()
-    if subject.classes or not targets.is_floating_point():
+    if context.classes or not targets.is_floating_point():
         return free, free
     values = targets.float()
     return free, free * values.std().clamp_min(1e-6) + values.mean()
 
 
-def _loss(subject: Subject, targets: Tensor) -> tuple[Tensor, bool]:
+def _loss(context: CheckContext, targets: Tensor) -> tuple[Tensor, bool]:
     """The loss of free outputs, and whether it takes probabilities alone."""
     try:
-        return subject.training.parts.loss(_free(subject, targets, False)[1], targets), False
+        return context.training.parts.loss(_free(context, targets, False)[1], targets), False
     except (RuntimeError, ValueError):
-        return subject.training.parts.loss(_free(subject, targets, True)[1], targets), True
+        return context.training.parts.loss(_free(context, targets, True)[1], targets), True
 
 
 @check
-def loss_minimum(subject: Subject) -> Verdict:
+def loss_minimum(context: CheckContext) -> Result:
     """A loss that is not lowest at the right answers: of the wrong sign, detached, constant, or blind to the targets."""
-    parts, targets = subject.training.parts, subject.targets(subject.batch)[:_SAMPLES]
+    parts, targets = context.training.parts, context.targets(context.batch)[:_SAMPLES]
     if len(torch.unique(targets, dim=0)) < 2:
         return skipped("the targets are all alike")
-    loss, probabilities = _loss(subject, targets)
+    loss, probabilities = _loss(context, targets)
     fix = "compare the outputs with the targets by operations that have a gradient, and give what is lower for better"
     if not loss.requires_grad:
         return failed("no gradient reaches the outputs: argmax, round, detach(), .item() or no_grad in the loss", fix)
-    free, _ = _free(subject, targets, probabilities)
+    free, _ = _free(context, targets, probabilities)
     optimizer = torch.optim.Adam([free], lr=_RATE)
     first = last = float(loss.detach())
     values = targets.float()
-    numbers = not subject.classes and targets.is_floating_point()
+    numbers = not context.classes and targets.is_floating_point()
     for _ in range(_STEPS):
         if probabilities:
             outputs = free.sigmoid()
@@ -76,11 +76,11 @@ def loss_minimum(subject: Subject) -> Verdict:
 
 
 @check
-def loss_coverage(subject: Subject) -> Verdict:
+def loss_coverage(context: CheckContext) -> Result:
     """Samples, classes or outputs that the loss leaves out, as with a class weight of 0 or ignore_index."""
-    parts, targets = subject.training.parts, subject.targets(subject.batch)
-    _, probabilities = _loss(subject, targets)
-    free, outputs = _free(subject, targets, probabilities)
+    parts, targets = context.training.parts, context.targets(context.batch)
+    _, probabilities = _loss(context, targets)
+    free, outputs = _free(context, targets, probabilities)
     loss = parts.loss(outputs, targets)
     if not loss.requires_grad:
         return skipped("no gradient reaches the outputs")
@@ -94,7 +94,7 @@ def loss_coverage(subject: Subject) -> Verdict:
         groups = {each: float(sizes[targets == each].mean()) for each in present}
         blind = [str(each) for each in present if bool(left_out[targets == each].all())]
         if blind and len(blind) < len(present) and not _by_place(left_out, targets):
-            evidence = f"samples of class {listed(blind)} have no gradient: the loss leaves them out"
+            evidence = f"samples of class {join_names(blind)} have no gradient: the loss leaves them out"
             return failed(evidence, "no class weight of 0, and no ignore_index that is a class")
         low, high = min(groups, key=lambda each: groups[each]), max(groups, key=lambda each: groups[each])
         if groups[high] > 300 * groups[low] and not bool(left_out.any()):
@@ -108,7 +108,9 @@ def loss_coverage(subject: Subject) -> Verdict:
             if each < len(columns) and float(columns[each]) <= _IGNORED * float(columns.max())
         ]
         if unused:
-            return failed(f"outputs of class {listed(unused)} have no gradient", "compare all outputs with the targets")
+            return failed(
+                f"outputs of class {join_names(unused)} have no gradient", "compare all outputs with the targets"
+            )
     if bool(left_out.any()):
         share = float(left_out.float().mean())
         evidence = f"{int(left_out.sum())} of {len(sizes)} samples of a batch have no gradient"

@@ -6,25 +6,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
 
 _CERTAIN = 20.0  # a logit that stands for certainty
 _MIXED, _REPEATED = 1e-3, 1e-4  # shares of the outputs' own change, and of their size
 
 
-def _evaluated(subject: Subject, images: Tensor | None = None) -> Tensor:
+def _evaluated(context: CheckContext, images: Tensor | None = None) -> Tensor:
     """Outputs in evaluation mode, float32 (B, outputs)."""
-    subject.model.eval()
+    context.model.eval()
     with torch.no_grad():
-        made: Tensor = subject.model(subject.batch.images if images is None else images)
+        made: Tensor = context.model(context.batch.images if images is None else images)
     return made.float()
 
 
 @check
-def logits(subject: Subject) -> Verdict:
+def logits(context: CheckContext) -> Result:
     """Softmax, log-softmax or sigmoid before a loss that wants logits."""
-    outputs, targets = _evaluated(subject), subject.targets(subject.batch)
+    outputs, targets = _evaluated(context), context.targets(context.batch)
     if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.is_floating_point():
         return skipped("the outputs are not those of classes")
     low, high = float(outputs.min()), float(outputs.max())
@@ -37,8 +37,8 @@ def logits(subject: Subject) -> Verdict:
     what = "rows that sum to 1: a softmax" if probabilities else f"values from {low:.3g} to {high:.3g}: a sigmoid"
     try:
         with torch.no_grad():
-            best = float(subject.training.parts.loss(right, targets))
-            certain = float(subject.training.parts.loss((2 * right - 1) * _CERTAIN, targets))
+            best = float(context.training.parts.loss(right, targets))
+            certain = float(context.training.parts.loss((2 * right - 1) * _CERTAIN, targets))
     except (RuntimeError, ValueError):  # a loss that takes probabilities alone
         return passed(f"{what}, and the loss takes nothing else")
     if best <= certain + 0.05:
@@ -48,15 +48,15 @@ def logits(subject: Subject) -> Verdict:
 
 
 @check
-def sample_mixing(subject: Subject) -> Verdict:
+def sample_mixing(context: CheckContext) -> Result:
     """Outputs of a sample that depend on the other samples of its batch, as with view in place of permute."""
-    images = subject.batch.images[:8]
-    before = _evaluated(subject, images)
+    images = context.batch.images[:8]
+    before = _evaluated(context, images)
     worst, own = 0.0, 0.0
     for place in (0, len(images) // 2):
         changed = images.clone()
         changed[place] = images[place].flip(-1) * -1.5 + 0.5
-        apart = (_evaluated(subject, changed) - before).abs().flatten(1).amax(1)
+        apart = (_evaluated(context, changed) - before).abs().flatten(1).amax(1)
         own = max(own, float(apart[place]))
         apart[place] = 0
         worst = max(worst, float(apart.max()))
@@ -77,9 +77,9 @@ def _active(module: nn.Module) -> bool:
 
 
 @check
-def modes(subject: Subject) -> Verdict:
+def modes(context: CheckContext) -> Result:
     """Modules that stay in training mode in an evaluation, or in evaluation mode in training."""
-    model, images = subject.model, subject.batch.images
+    model, images = context.model, context.batch.images
     found = {}
     for training in (False, True):
         model.train(training)
@@ -88,10 +88,10 @@ def modes(subject: Subject) -> Verdict:
         found[training] = [name or "the model" for name, module in model.named_modules() if module.training != training]
     stuck = dict(model.named_modules()) | {"the model": model}
     if found[False]:
-        evidence = f"{len(found[False])} modules stay in training mode after eval(): {listed(found[False])}"
+        evidence = f"{len(found[False])} modules stay in training mode after eval(): {join_names(found[False])}"
         return failed(evidence, "let train(mode) pass on the mode, and set none in forward")
     if found[True]:
-        evidence = f"{len(found[True])} modules stay in evaluation mode after train(): {listed(found[True])}"
+        evidence = f"{len(found[True])} modules stay in evaluation mode after train(): {join_names(found[True])}"
         fix = "let train(mode) pass on the mode, and set none in forward"
         serious = "the model" in found[True] or any(
             isinstance(stuck[name], nn.modules.dropout._DropoutNd) for name in found[True]
@@ -102,12 +102,12 @@ def modes(subject: Subject) -> Verdict:
 
 
 @check
-def repeatable_evaluation(subject: Subject) -> Verdict:
+def repeatable_evaluation(context: CheckContext) -> Result:
     """Outputs that differ when the same images are evaluated again, as with dropout that is always on."""
     torch.manual_seed(1)
-    first = _evaluated(subject)
+    first = _evaluated(context)
     torch.manual_seed(2)
-    apart = float((_evaluated(subject) - first).abs().max())
+    apart = float((_evaluated(context) - first).abs().max())
     size = max(float(first.abs().max()), 1e-12)
     evidence = f"the outputs of the same images are {apart:.3g} apart, of {size:.3g}"
     if apart > _REPEATED * size:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.verbs.check.context import Subject
+from runner.verbs.check.context import CheckContext
 
 SHARE = 0.25  # of what is left of the time, that one check may take
 MOST_STEPS = 150
@@ -20,7 +20,7 @@ _LEARNED = 0.1  # share of the first loss that is left of it
 _RIGHT = 0.9  # share of classes that have to be right
 
 
-class Course(NamedTuple):
+class LearningCurve(NamedTuple):
     """How one batch was learned.
 
     Attributes:
@@ -42,21 +42,21 @@ class Course(NamedTuple):
         return low and (self.right is None or self.right >= _RIGHT)
 
 
-def learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: float) -> Course:
+def learn(context: CheckContext, images: Tensor, rate: float, most: int, seconds: float) -> LearningCurve:
     """Train on one batch from the start with AdamW and without dropout, until it is learned or for `most` steps."""
-    subject.restart()
-    model, parts, targets = subject.model, subject.training.parts, few_samples(subject)[1]
-    _without_dropout(subject)
+    context.restore()
+    model, parts, targets = context.model, context.training.parts, overfit_samples(context)[1]
+    disable_dropout(context)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     classes = not targets.is_floating_point()
     began = time.monotonic()
-    course = Course([], None, rate)
+    course = LearningCurve([], None, rate)
     for step in range(most):
         outputs = model(images)
         loss = parts.loss(outputs, targets)
         right = float((outputs.argmax(1) == targets).float().mean()) if classes else None
-        course = Course([*course.losses, float(loss.detach())], right, rate)
+        course = LearningCurve([*course.losses, float(loss.detach())], right, rate)
         taken = time.monotonic() - began
         # What cannot be learned in time is better not begun: the time serves other checks.
         hopeless = step >= 2 and taken / step * min(most, _FEWEST_STEPS) > seconds
@@ -70,28 +70,28 @@ def learn(subject: Subject, images: Tensor, rate: float, most: int, seconds: flo
     return course
 
 
-def _without_dropout(subject: Subject) -> None:
+def disable_dropout(context: CheckContext) -> None:
     """Evaluation mode, as learning by heart needs every unit and dropout may be of any make, but for what depends on it."""
-    subject.training.state.train()
+    context.training.state.train()
     # BatchNorm takes its statistics from the batch; cuDNN goes back through recurrent layers in training mode alone.
     kinds = nn.modules.batchnorm._BatchNorm | nn.RNNBase
-    kept = [module for module in subject.model.modules() if isinstance(module, kinds) and module.training]
-    subject.model.eval()
+    kept = [module for module in context.model.modules() if isinstance(module, kinds) and module.training]
+    context.model.eval()
     for module in kept:
         module.train()
 
 
-def few_samples(subject: Subject) -> tuple[Tensor, Tensor]:
+def overfit_samples(context: CheckContext) -> tuple[Tensor, Tensor]:
     """Images and targets of the samples that are learned."""
-    batch = subject.batch
-    return batch.images[:_SAMPLES], subject.targets(batch)[:_SAMPLES]
+    batch = context.batch
+    return batch.images[:_SAMPLES], context.targets(batch)[:_SAMPLES]
 
 
-def by_heart(subject: Subject) -> Course:
+def overfit_batch(context: CheckContext) -> LearningCurve:
     """The course of the learning rate that brings the loss of one batch further down."""
-    courses: list[Course] = []
+    courses: list[LearningCurve] = []
     for rate in _RATES:
-        courses.append(learn(subject, few_samples(subject)[0], rate, MOST_STEPS, max(1.0, SHARE * subject.left)))
+        courses.append(learn(context, overfit_samples(context)[0], rate, MOST_STEPS, max(1.0, SHARE * context.left)))
         if courses[-1].learned:
             return courses[-1]
     best = min(courses, key=lambda course: course.losses[-1] if math.isfinite(course.losses[-1]) else math.inf)

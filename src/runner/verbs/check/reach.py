@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
-from runner.verbs.check.watch import watch
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.observed_pass import observe_pass
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
 
 _DEPTH = 4  # of containers in containers that names are looked for in
 _PUSHED = (1e-2, 1e2, 1e4)  # sizes of random weights in the last layer
@@ -64,19 +64,20 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 @check
-def unregistered_parameters(subject: Subject) -> Verdict:
+def unregistered_parameters(context: CheckContext) -> Result:
     """Tensors that require gradients and are no parameters: layers in lists or dicts, plain tensors, layers made in forward."""
-    model, parts, batch = subject.model, subject.training.parts, subject.batch
-    groups = subject.training.state.optimizer.param_groups
+    model, parts, batch = context.model, context.training.parts, context.batch
+    groups = context.training.state.optimizer.param_groups
     known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
-    loss = parts.loss(model(batch.images), subject.targets(batch))
+    loss = parts.loss(model(batch.images), context.targets(batch))
     # The graph keeps the tensors alive, so no two have one identity.
     found = [each for each in _leaves(loss) if id(each) not in known]
     if not found:
         return passed("autograd finds no other tensors than parameters behind the loss")
     names = _names(model) | {id(each): f"loss.{name}" for name, each in parts_of(parts.loss)}
     shown = [names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found]
-    evidence = f"{len(found)} tensors behind the loss require gradients, and the optimizer never gets them: {listed(sorted(shown))}"
+    evidence = f"{len(found)} tensors behind the loss require gradients, and the optimizer never gets them: "
+    evidence += join_names(sorted(shown))
     return failed(
         evidence,
         "nn.ModuleList, nn.ModuleDict or nn.Parameter, made in __init__: they are trained and saved only there",
@@ -89,14 +90,14 @@ def parts_of(loss: Any) -> list[tuple[str, Tensor]]:
 
 
 @check
-def equal_units(subject: Subject) -> Verdict:
+def equal_units(context: CheckContext) -> Result:
     """Units of a layer that start equal and get equal gradients, so that they stay equal: constant initial weights."""
-    model, parts, batch = subject.model, subject.training.parts, subject.batch
-    subject.training.state.train()
+    model, parts, batch = context.model, context.training.parts, context.batch
+    context.training.state.train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # which makes gradients differ by chance
-    loss = parts.loss(model(batch.images), subject.targets(batch))
+    loss = parts.loss(model(batch.images), context.targets(batch))
     if not loss.requires_grad or not math.isfinite(float(loss.detach())):
         return skipped("the loss has no gradient")
     loss.backward()  # type: ignore[no-untyped-call]
@@ -115,22 +116,22 @@ def equal_units(subject: Subject) -> Verdict:
         elif len(rows) >= 4 and rows.shape[1] >= 4 and float(rows.abs().max()) > 0:
             alike.append(name)
     if found:
-        evidence = f"all units of {listed(found)} are equal and get equal gradients"
+        evidence = f"all units of {join_names(found)} are equal and get equal gradients"
         return failed(evidence, "random initial weights (nn.init.kaiming_normal_)")
     if alike:
-        told = f"all units of {listed(alike)} start equal, and other layers alone tell them apart"
+        told = f"all units of {join_names(alike)} start equal, and other layers alone tell them apart"
         return warned(told, "random initial weights (nn.init.kaiming_normal_)")
     return passed(f"the units of {count} weights differ, or learn to")
 
 
-def _bounds(subject: Subject) -> tuple[float, float] | None:
+def _bounds(context: CheckContext) -> tuple[float, float] | None:
     """Lowest and highest output that any weights of the last layer give, infinite where there is none; None if not known."""
-    last = [name for name, _ in subject.once(watch).scales][-1:]
+    last = [name for name, _ in context.cached(observe_pass).scales][-1:]
     if not last:
         return None
-    weight: Tensor = subject.model.get_submodule(last[0]).weight  # type: ignore[assignment]
-    images = subject.batch.images[:_SAMPLES]
-    subject.model.eval()
+    weight: Tensor = context.model.get_submodule(last[0]).weight  # type: ignore[assignment]
+    images = context.batch.images[:_SAMPLES]
+    context.model.eval()
     reached: list[tuple[float, float]] = []
     with torch.no_grad():
         for size in _PUSHED:
@@ -138,7 +139,7 @@ def _bounds(subject: Subject) -> tuple[float, float] | None:
             low, high = math.inf, -math.inf
             for _ in range(4):
                 weight.copy_(size * torch.randn(weight.shape, generator=generator))
-                outputs = subject.model(images).float()
+                outputs = context.model(images).float()
                 low, high = min(low, float(outputs.min())), max(high, float(outputs.max()))
             reached.append((low, high))
     _, (low, high), (lowest, highest) = reached
@@ -149,22 +150,22 @@ def _bounds(subject: Subject) -> tuple[float, float] | None:
     return bottom if bounded_below else -math.inf, top if bounded_above else math.inf
 
 
-def _best(subject: Subject, targets: Tensor, low: float, high: float) -> float:
+def _best(context: CheckContext, targets: Tensor, low: float, high: float) -> float:
     """The lowest loss of outputs between two bounds, all the targets' own classes alike and all others alike."""
-    right = torch.nn.functional.one_hot(targets, subject.training.task.outputs(subject.splits.classes)).float()
+    right = torch.nn.functional.one_hot(targets, context.training.task.outputs(context.splits.classes)).float()
     low, high = max(low, -20.0), min(high, 20.0)
     with torch.no_grad():
         return min(
-            float(subject.training.parts.loss(right * top + (1 - right) * bottom, targets))
+            float(context.training.parts.loss(right * top + (1 - right) * bottom, targets))
             for top in (high, 0.5 * (high + low), 0.75 * high + 0.25 * low, 0.6 * high + 0.4 * low)
             for bottom in (low, 0.5 * (high + low), 0.75 * low + 0.25 * high, 0.6 * low + 0.4 * high)
         )
 
 
 @check
-def reachable_targets(subject: Subject) -> Verdict:
+def reachable_targets(context: CheckContext) -> Result:
     """Outputs that no weights bring to the targets: a ReLU, sigmoid, tanh or log-softmax at the end."""
-    bounds = _bounds(subject)
+    bounds = _bounds(context)
     if bounds is None:
         return skipped("the last layer cannot be found, or the outputs do not depend on it")
     low, high = bounds
@@ -172,18 +173,18 @@ def reachable_targets(subject: Subject) -> Verdict:
         return passed("the outputs have no bounds")
     told = f"whatever the last layer's weights are, outputs are from {low:.3g} to {high:.3g}"
     fix = "no activation after the last layer"
-    targets = subject.targets(subject.batch)
+    targets = context.targets(context.batch)
     if targets.ndim == 1 and not targets.is_floating_point():
         try:
-            guess, best = _best(subject, targets, 0.0, 0.0), _best(subject, targets, low, high)
-            floor = _best(subject, targets, -20.0, 20.0)
+            guess, best = _best(context, targets, 0.0, 0.0), _best(context, targets, low, high)
+            floor = _best(context, targets, -20.0, 20.0)
         except (RuntimeError, ValueError):  # a loss that takes probabilities alone
             return passed(f"{told}, and the loss takes nothing else")
         told = f"{told}; with every answer right the loss is {best:.3g}, without bounds {floor:.3g}, of a guess {guess:.3g}"
         if best > floor + 0.15 * max(0.0, guess - floor):
             return failed(told, fix)
         return warned(told, fix) if low > -1e-3 and math.isinf(high) else passed(told)
-    values = subject.targets(subject.read("train", subject.readable("train", 256))).float()
+    values = context.targets(context.read("train", context.readable("train", 256))).float()
     margin = 1e-3 * float(values.std())
     outside = float(((values < low - margin) | (values > high + margin)).float().mean())
     told = f"{told}; {outside:.0%} of the targets are outside"

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.tracking.console import Console
-from runner.verbs.check.context import Subject
-from runner.verbs.check.verdict import Check, Verdict, listed
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.result import Check, Result, join_names
 
-_MOST = 12  # classes that are listed
+_MOST = 12  # classes that are join_names
 
 
 @dataclass(frozen=True)
-class Result:
+class CompletedCheck:
     """A check that was made: what it says, and the seconds that it took."""
 
     check: Check
-    verdict: Verdict
+    verdict: Result
     seconds: float
 
 
@@ -37,11 +37,11 @@ class Seen:
         if not self.classes:
             return line
         order = sorted(self.classes, key=lambda name: self.classes[name]) if len(self.classes) > _MOST else self.classes
-        counts = listed([f"{name} {self.classes[name]:,}" for name in order], _MOST)
+        counts = join_names([f"{name} {self.classes[name]:,}" for name in order], _MOST)
         return f"{line}: {counts}" if len(self.classes) <= _MOST else f"{line}: fewest {counts}"
 
 
-def rows(results: list[Result]) -> list[list[str]]:
+def rows(results: list[CompletedCheck]) -> list[list[str]]:
     """The lines of the table; what to do about it is below the evidence."""
     lines = []
     for result in results:
@@ -53,13 +53,13 @@ def rows(results: list[Result]) -> list[list[str]]:
     return lines
 
 
-def seen_of(subject: Subject) -> list[Seen]:
+def seen_of(context: CheckContext) -> list[Seen]:
     """What was seen of each split; nothing if no check needed an image."""
-    if "seen" not in vars(subject):
+    if "seen" not in vars(context):
         return []
-    names = dict(enumerate(subject.splits.classes))
+    names = dict(enumerate(context.splits.classes))
     found = []
-    for name, look in subject.seen.items():
+    for name, look in context.unmarked_stats.items():
         whole = look.targets.ndim == 1 and not look.targets.is_floating_point()
         counts = Counter(look.targets.tolist()) if whole and names else Counter[int]()
         other = {f"no class {number}": count for number, count in sorted(counts.items()) if number not in names}
@@ -68,7 +68,7 @@ def seen_of(subject: Subject) -> list[Seen]:
     return found
 
 
-def show(console: Console, results: list[Result], seen: list[Seen], seconds: float) -> None:
+def show(console: Console, results: list[CompletedCheck], seen: list[Seen], seconds: float) -> None:
     """Show all results, what was seen of the images, and how many results there are of each kind."""
     console.table("", ["group", "check", "result", "evidence"], rows(results))
     for each in seen:
@@ -77,7 +77,7 @@ def show(console: Console, results: list[Result], seen: list[Seen], seconds: flo
     console.line(f"{counted(results)} in {seconds:.1f} s{more}")
 
 
-def counted(results: list[Result]) -> str:
+def counted(results: list[CompletedCheck]) -> str:
     """How many checks of each kind, in words, and the names of those that did not pass or were not run."""
     kinds: dict[str, tuple[str, bool]] = {
         "fail": ("failed", True),
@@ -98,7 +98,7 @@ def counted(results: list[Result]) -> str:
     return ", ".join(told)
 
 
-def record(results: list[Result], seen: list[Seen], bad: bool, seconds: float) -> dict[str, Any]:
+def record(results: list[CompletedCheck], seen: list[Seen], bad: bool, seconds: float) -> dict[str, Any]:
     """The same for programs."""
     return {
         "ok": not bad,

@@ -20,7 +20,7 @@ from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.schema.check import Check as Settings
-from runner.data.build import Splits, assemble
+from runner.data.build import DataModule, build_data
 from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
@@ -42,10 +42,10 @@ from runner.verbs.check import (
     splits,
     steps,
 )
-from runner.verbs.check.context import NotBuilt, Subject
+from runner.verbs.check.context import CheckContext, NotApplicable
 from runner.verbs.check.deadline import OutOfTime, stop_after
-from runner.verbs.check.report import Result, Seen, record, seen_of, show
-from runner.verbs.check.verdict import Check, Verdict, failed, listed, out_of_time, passed, skipped, too_few
+from runner.verbs.check.report import CompletedCheck, Seen, record, seen_of, show
+from runner.verbs.check.result import Check, Result, failed, join_names, out_of_time, passed, skipped, too_few
 
 BAD, INCOMPLETE = 1, 3
 _WHERE = "HYDRA_FULL_ERROR=1 shows where it was raised"
@@ -83,11 +83,11 @@ def run(composition: Composition) -> float:
         SystemExit: with exit status 1 if a check failed, 3 if one was not decided, unless the job is one of a sweep.
     """
     config, values, found = resolve_config(composition, Settings, "best")
-    chosen = choose(config)
+    chosen = select_checks(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     began = time.monotonic()
-    results, seen = examine(config, values, found, chosen, console, began)
+    results, seen = run_checks(config, values, found, chosen, console, began)
     wrong = ("fail", "warn") if config.strict else ("fail",)
     bad = sum(result.verdict.status in wrong for result in results)
     seconds = time.monotonic() - began
@@ -101,7 +101,7 @@ def run(composition: Composition) -> float:
     return float(bad)
 
 
-def choose(config: Settings) -> list[Check]:
+def select_checks(config: Settings) -> list[Check]:
     """The checks that are asked for.
 
     Raises:
@@ -132,14 +132,14 @@ def choose(config: Settings) -> list[Check]:
     return chosen
 
 
-def examine(
+def run_checks(
     config: Settings,
     values: dict[str, Any],
-    found: find.Found | None,
+    found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
     began: float,
-) -> tuple[list[Result], list[Seen]]:
+) -> tuple[list[CompletedCheck], list[Seen]]:
     """Build what the run would, and make the checks: their results, and what was seen of each split."""
     set_switches(config, _device(config))
     until, late = began + config.budget_s, out_of_time(f"budget_s={config.budget_s:g} ran out")
@@ -149,31 +149,34 @@ def examine(
                 settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
             splits = _assembled(config)
     except OutOfTime:
-        return [Result(each, late, 0.0) for each in (_BUILD, *chosen)], []
+        return [CompletedCheck(each, late, 0.0) for each in (_BUILD, *chosen)], []
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # what a data set or a model of one's own raises has no end
-        return [_built(began, error), *(Result(each, skipped("the data was not built"), 0.0) for each in chosen)], []
+        return [
+            _built(began, error),
+            *(CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen),
+        ], []
     with contextlib.closing(splits):
-        subject = Subject(config, values, splits, found, began)
+        context = CheckContext(config, values, splits, found, began)
         try:
             with stop_after(until - time.monotonic()):
-                subject.build()
+                context.build()
         except OutOfTime:
-            return [Result(each, late, 0.0) for each in (_BUILD, *chosen)], []
+            return [CompletedCheck(each, late, 0.0) for each in (_BUILD, *chosen)], []
         except (MemoryError, KeyboardInterrupt):
             raise
         except Exception as error:  # as above; the data are checked nevertheless
             results = [_built(began, error)]
         else:
             results = [_built(began)]
-            console.header(f"check of {config.name}  seed {config.seed}", describe(config, subject.training))
+            console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
         broken: dict[str, str] = {}  # what the check raised that first raised it
         for each in sorted(chosen, key=_turn):
             before = time.monotonic()
-            results.append(Result(each, made(each, subject, broken), time.monotonic() - before))
+            results.append(CompletedCheck(each, run_check(each, context, broken), time.monotonic() - before))
         places = {each.name: place for place, each in enumerate((_BUILD, *chosen))}
-        return sorted(results, key=lambda result: places[result.check.name]), seen_of(subject)
+        return sorted(results, key=lambda result: places[result.check.name]), seen_of(context)
 
 
 def _device(config: Settings) -> Any:
@@ -181,23 +184,23 @@ def _device(config: Settings) -> Any:
     return choose_device(config.device)[0]
 
 
-def _assembled(config: Settings) -> Splits:
+def _assembled(config: Settings) -> DataModule:
     size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
     data = dataclasses.replace(config.data, on_error="skip")  # what cannot be read is counted here, and not fatal
-    return assemble(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+    return build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
-def _built(start: float, error: Exception | None = None) -> Result:
+def _built(start: float, error: Exception | None = None) -> CompletedCheck:
     if error is None:
         verdict = passed("data, model, loss and optimizer go together")
     elif isinstance(error, UserError):
         verdict = failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
     else:
-        verdict = failed(_told(error), _WHERE)
-    return Result(_BUILD, verdict, time.monotonic() - start)
+        verdict = failed(_describe(error), _WHERE)
+    return CompletedCheck(_BUILD, verdict, time.monotonic() - start)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """An error in one line; HYDRA_FULL_ERROR=1 shows all of it."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
@@ -209,25 +212,25 @@ def _turn(each: Check) -> int:
     return _ORDER.index(each.name if each.name in _ORDER else each.group if each.group in _ORDER else "")
 
 
-def made(each: Check, subject: Subject, broken: dict[str, str]) -> Verdict:
+def run_check(each: Check, context: CheckContext, broken: dict[str, str]) -> Result:
     """What a check says; one that breaks off has failed, with what it raised, and others that raise the same are skipped."""
-    if subject.left <= 0:
-        return out_of_time(f"budget_s={subject.config.budget_s:g} is used up")
+    if context.left <= 0:
+        return out_of_time(f"budget_s={context.config.budget_s:g} is used up")
     try:
-        subject.looked = False
-        with subject.put_back(), stop_after(subject.left):
-            verdict = each.run(subject)
+        context.used_stats = False
+        with context.restored(), stop_after(context.left):
+            verdict = each.run(context)
             # What was found was found; but that nothing was says little of a handful of images.
-            few = subject.too_few() if subject.looked and verdict.status == "pass" else []
-        return too_few(f"saw only {listed(few)}") if few else verdict
+            few = context.too_few() if context.used_stats and verdict.status == "pass" else []
+        return too_few(f"saw only {join_names(few)}") if few else verdict
     except OutOfTime:
-        return out_of_time(f"budget_s={subject.config.budget_s:g} ran out while it was running")
-    except NotBuilt as error:
+        return out_of_time(f"budget_s={context.config.budget_s:g} ran out while it was running")
+    except NotApplicable as error:
         return skipped(str(error))
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # what a model, a loss or a data set of one's own raises has no end
-        told = _told(error)
+        told = _describe(error)
         if broken.setdefault(told, each.name) != each.name:
             return skipped(f"broke off like {broken[told]}")
-        return failed(told, "a smaller optimizer.lr, or clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)
+        return failed(told, "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)

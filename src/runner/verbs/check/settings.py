@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
 
 _POINTS = 2000  # of a schedule
 _STEPS = 3
@@ -21,25 +21,25 @@ _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight 
 _EXTREME, _USELESS = 0.8, 0.95  # dropout
 
 
-def _kind(subject: Subject) -> str:
-    return type(subject.training.state.optimizer).__name__
+def _kind(context: CheckContext) -> str:
+    return type(context.training.state.optimizer).__name__
 
 
-def _factors(subject: Subject) -> list[float]:
+def _factors(context: CheckContext) -> list[float]:
     """The schedule over the whole run, at evenly spread steps."""
-    total, schedule = subject.training.total_steps, subject.training.state.schedule
+    total, schedule = context.training.total_steps, context.training.state.schedule
     count = min(total, _POINTS)
     return [float(schedule.factor(place * total // count)) for place in range(count)]
 
 
 @check
-def optimizer_settings(subject: Subject) -> Verdict:
+def optimizer_settings(context: CheckContext) -> Result:
     """Rates, momentum, betas, eps or weight decay that no training works with."""
-    kind, steps = _kind(subject), subject.training.total_steps
+    kind, steps = _kind(context), context.training.total_steps
     bad: list[tuple[str, str]] = []
     odd: list[tuple[str, str]] = []
     adam = kind.lower() in _ADAM
-    for group in subject.training.state.optimizer.param_groups:
+    for group in context.training.state.optimizer.param_groups:
         rate, decay = float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0) or 0.0)
         momentum, betas, eps = group.get("momentum"), group.get("betas"), float(group.get("eps", 0.0) or 0.0)
         if not math.isfinite(rate) or rate < 0:
@@ -90,19 +90,19 @@ def optimizer_settings(subject: Subject) -> Verdict:
             odd.append((told, "0.0001 to 0.001 is usual for it, or optimizer=adamw"))
     for found, verdict in ((bad, failed), (odd, warned)):
         if found:
-            told = listed(list(dict.fromkeys(each for each, _ in found)))
+            told = join_names(list(dict.fromkeys(each for each, _ in found)))
             return verdict(told, found[0][1])
-    rates = [float(group["initial_lr"]) for group in subject.training.state.optimizer.param_groups]
+    rates = [float(group["initial_lr"]) for group in context.training.state.optimizer.param_groups]
     return passed(f"{kind} with lr {min(rates):g}" + (f" to {max(rates):g}" if max(rates) > min(rates) else ""))
 
 
 @check
-def schedule(subject: Subject) -> Verdict:
+def schedule(context: CheckContext) -> Result:
     """A schedule that never reaches the learning rate, leaves it at once, or goes far beyond: a warm-up longer than the run."""
-    total = subject.training.total_steps
+    total = context.training.total_steps
     if total < 10:
         return skipped(f"the run has {total} steps")
-    factors = _factors(subject)
+    factors = _factors(context)
     top = max(factors)
     active = sum(each > 0.01 * top for each in factors) / len(factors)
     peak = factors.index(top) / len(factors)
@@ -129,18 +129,18 @@ def schedule(subject: Subject) -> Verdict:
     return passed(evidence)
 
 
-def _moved(subject: Subject) -> tuple[dict[str, float], float]:
+def _moved(context: CheckContext) -> tuple[dict[str, float], float]:
     """Share of its size that each weight moves by in a step at the full rate, and the gradients' norm before clipping."""
-    training, batch = subject.training, subject.batch
+    training, batch = context.training, context.batch
     state = training.state
     state.train()
-    loss = training.parts.loss(training.model(batch.images), subject.targets(batch))
+    loss = training.parts.loss(training.model(batch.images), context.targets(batch))
     norm = 0.0
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [each.grad for each in training.model.parameters() if each.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-    subject.restart()
+    context.restore()
     before = {
         name: weight.detach().clone()
         for name, weight in training.model.named_parameters()
@@ -157,45 +157,45 @@ def _moved(subject: Subject) -> tuple[dict[str, float], float]:
 
 
 @check
-def step_size(subject: Subject) -> Verdict:
+def step_size(context: CheckContext) -> Result:
     """Steps so small that no weight gets anywhere in the whole run, or larger than the weights themselves."""
-    moved, norm = _moved(subject)
+    moved, norm = _moved(context)
     if not moved:
         return skipped("the model has no weights of two dimensions")
     if not all(math.isfinite(each) for each in moved.values()):
-        return failed("weights are not finite after three steps", "a smaller optimizer.lr, or clip.norm=1.0")
-    config, total = subject.config, subject.training.total_steps
-    factors = _factors(subject)
+        return failed("weights are not finite after three steps", "a smaller optimizer.lr, or grad_clip.norm=1.0")
+    config, total = context.config, context.training.total_steps
+    factors = _factors(context)
     mean = sum(factors) / len(factors)
     high = max(moved.values())
     middle = sorted(moved.values())[len(moved) // 2]
     reach = high * mean * total
     evidence = f"weights move by up to {high:.2g} of their size in a step at the full rate, by {reach:.2g} in all {total:,} steps"
-    clip, fix = config.clip, "a larger optimizer.lr, or a longer run"
-    if clip.norm is not None and clip.norm < 0.01 * norm:
-        evidence += f"; gradients of a norm of {norm:.3g} are clipped to clip.norm={clip.norm:g}"
-        fix = f"clip.norm of about {norm:.1g}, or null"
-        if clip.norm < 1e-4 * norm and _kind(subject).lower() not in _ADAM:
+    grad_clip, fix = config.grad_clip, "a larger optimizer.lr, or a longer run"
+    if grad_clip.norm is not None and grad_clip.norm < 0.01 * norm:
+        evidence += f"; gradients of a norm of {norm:.3g} are clipped to grad_clip.norm={grad_clip.norm:g}"
+        fix = f"grad_clip.norm of about {norm:.1g}, or null"
+        if grad_clip.norm < 1e-4 * norm and _kind(context).lower() not in _ADAM:
             return failed(evidence, fix)
-    elif clip.value is not None or clip.agc is not None:
-        fix = "larger clip.value and clip.agc, or null"
+    elif grad_clip.value is not None or grad_clip.agc is not None:
+        fix = "larger grad_clip.value and grad_clip.agc, or null"
     still = [name for name, each in moved.items() if each * mean * total < _STUCK]
-    if (clip.norm, clip.value, clip.agc) != (None, None, None) and 2 * len(still) > len(moved):
+    if (grad_clip.norm, grad_clip.value, grad_clip.agc) != (None, None, None) and 2 * len(still) > len(moved):
         return failed(f"{evidence}; {len(still)} of {len(moved)} weights hardly move at all", fix)
     if reach < _STUCK:
         return failed(evidence, fix)
     if reach < _SLOW:
         return warned(evidence, fix)
-    if middle > (_FAST if _kind(subject).lower() in _ADAM else _FAST_SGD):
+    if middle > (_FAST if _kind(context).lower() in _ADAM else _FAST_SGD):
         verdict = failed if middle > 10 else warned
         return verdict(evidence, "a smaller optimizer.lr: weights should move by about 0.001 of their size in a step")
     return passed(evidence)
 
 
 @check
-def averaging(subject: Subject) -> Verdict:
+def averaging(context: CheckContext) -> Result:
     """An average of the weights that never moves, covers more than the run, or does not average."""
-    config, total = subject.config, subject.training.total_steps
+    config, total = context.config, context.training.total_steps
     if config.ema is None:
         return skipped("ema is not set")
     kept = 0.0
@@ -217,16 +217,16 @@ def averaging(subject: Subject) -> Verdict:
 
 
 @check
-def norm_statistics(subject: Subject) -> Verdict:
+def norm_statistics(context: CheckContext) -> Result:
     """BatchNorm that cannot work: momentum 0 or 1, a large eps, or batches of one sample."""
     norms = {
         name: module
-        for name, module in subject.model.named_modules()
+        for name, module in context.model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
     }
     if not norms:
         return skipped("the model has no BatchNorm")
-    plan, steps = subject.training.plan, subject.training.total_steps
+    plan, steps = context.training.plan, context.training.total_steps
     size = plan.batch_size
     for name, norm in norms.items():
         momentum = norm.momentum
@@ -271,17 +271,17 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @check
-def dropout_rate(subject: Subject) -> Verdict:
+def dropout_rate(context: CheckContext) -> Result:
     """Dropout, of a layer or as a function, that leaves almost nothing."""
     found = {
         name: float(module.p)
-        for name, module in subject.model.named_modules()
+        for name, module in context.model.named_modules()
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     }
-    subject.training.state.train()
+    context.training.state.train()
     draws = _Draws()
     with draws, torch.no_grad():
-        subject.model(subject.batch.images)
+        context.model(context.batch.images)
     rates = {**found, **{f"number {place} in forward": 1 - kept for place, kept in enumerate(draws.kept)}}
     if not rates:
         return passed("there is none")
@@ -294,9 +294,9 @@ def dropout_rate(subject: Subject) -> Verdict:
 
 
 @check
-def epoch_length(subject: Subject) -> Verdict:
+def epoch_length(context: CheckContext) -> Result:
     """Settings that leave few optimizer steps, or most samples out of an epoch."""
-    plan, total = subject.training.plan, subject.training.total_steps
+    plan, total = context.training.plan, context.training.total_steps
     if plan.accumulate > plan.batches:
         told = f"accumulate={plan.accumulate} is more than the {plan.batches} batches of an epoch, which is one step"
         return warned(told, "a smaller accumulate or data.batch_size")

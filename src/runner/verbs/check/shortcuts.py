@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.pixels import pictures
-from runner.verbs.check.verdict import Verdict, check, passed, skipped, warned
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.result import Result, check, passed, skipped, warned
+from runner.verbs.check.sample_images import sample_images
 
 _FEWEST = 15  # samples of a class
 _GIVEN_AWAY = 0.97  # balanced accuracy of a single value
@@ -94,11 +94,11 @@ def _constant_channel(images: Tensor, targets: Tensor, classes: Sequence[int]) -
 
 
 @check
-def image_shortcut(subject: Subject) -> Verdict:
+def image_shortcut(context: CheckContext) -> Result:
     """A mark in the image that gives the label away: a border, a corner, a stamp, or a channel that is constant per class."""
-    if not subject.classes:
+    if not context.classes:
         return skipped("there are no classes")
-    found = subject.once(pictures).get("train")
+    found = context.cached(sample_images).get("train")
     if found is None or found.targets.ndim != 1:
         return skipped("there are no images to look at")
     counts = Counter(found.targets.tolist())
@@ -145,19 +145,19 @@ def _facts(path: Path) -> dict[str, Hashable]:
 
 
 @check
-def file_shortcut(subject: Subject) -> Verdict:
+def file_shortcut(context: CheckContext) -> Result:
     """Facts about the files that give the label away: format, colour mode, size in pixels or bytes."""
-    dataset = subject.splits.parts["train"][0]
-    if not subject.classes or "train" not in subject.labels:
+    dataset = context.splits.parts["train"][0]
+    if not context.classes or "train" not in context.labels:
         return skipped("there are no classes")
-    known = dict(zip(subject.train.indices.tolist(), subject.train.targets.tolist(), strict=True))
+    known = dict(zip(context.train_stats.indices.tolist(), context.train_stats.targets.tolist(), strict=True))
     rows: list[tuple[int, dict[str, Hashable]]] = []
-    until = 0.95 * subject.left
-    for index in subject.readable("train", _FILES):
+    until = 0.95 * context.left
+    for index in context.readable("train", _FILES):
         path = _path(dataset, index)
         if path is None:
             return skipped("the data set names no files")
-        if subject.left < until:
+        if context.left < until:
             break
         try:
             rows.append((int(known[index]), _facts(path)))

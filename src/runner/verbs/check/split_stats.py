@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.indices import Indices
-from runner.data.samples import Keyed, SampleTransform, as_target, as_tensor
+from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
 
@@ -25,7 +25,7 @@ _KEPT_BYTES = 2**25  # of images that are read one by one
 
 
 @dataclass
-class Look:
+class SplitStats:
     """What was seen of a split.
 
     Attributes:
@@ -118,8 +118,8 @@ def look(
     most: int,
     seed: int,
     in_time: Callable[[int], bool],
-) -> Look:
-    """Look at a split: at all of it if it is small and in memory, otherwise at a random sample, stratified over the classes.
+) -> SplitStats:
+    """SplitStats at a split: at all of it if it is small and in memory, otherwise at a random sample, stratified over the classes.
 
     Args:
         name: of the split.
@@ -138,7 +138,7 @@ def look(
     return _one_by_one(name, dataset, indices, order[:most], transforms, in_time)
 
 
-def _in_memory(name: str, dataset: ImageArrays, indices: Indices, order: Tensor, most: int) -> Look:
+def _in_memory(name: str, dataset: ImageArrays, indices: Indices, order: Tensor, most: int) -> SplitStats:
     places, rank = order[: max(most, _WHOLE_BYTES // dataset.images[0].numel())].sort()
     chosen = indices[places]
     seen = _joined([_seen(dataset.images[part]) for part in torch.split(chosen, _CHUNK)])
@@ -146,7 +146,7 @@ def _in_memory(name: str, dataset: ImageArrays, indices: Indices, order: Tensor,
     shapes, dtypes = Counter([tuple(dataset.images.shape[1:])] * len(chosen)), Counter(["uint8"] * len(chosen))
     small = _small(dataset.images[chosen[rows]])
     targets = dataset.targets[chosen]
-    return Look(name, dataset, len(indices), len(places), chosen, targets, *seen, small, rows, shapes, dtypes)
+    return SplitStats(name, dataset, len(indices), len(places), chosen, targets, *seen, small, rows, shapes, dtypes)
 
 
 def _one_by_one(
@@ -156,8 +156,8 @@ def _one_by_one(
     places: Tensor,
     transforms: Sequence[SampleTransform],
     in_time: Callable[[int], bool],
-) -> Look:
-    keyed = Keyed(dataset, 0, transforms)
+) -> SplitStats:
+    keyed = SeededDataset(dataset, 0, transforms)
     chosen: list[int] = []
     targets: list[Tensor] = []
     seen: list[_Seen] = []
@@ -194,7 +194,7 @@ def _one_by_one(
     none = torch.zeros(0)
     joined = _joined(seen) if seen else _Seen(none, none, none[:, None], none[:, None], [])
     alike = len({tuple(image.shape) for image in small}) == 1
-    return Look(
+    return SplitStats(
         name,
         dataset,
         len(indices),

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.verbs.check.context import Subject
-from runner.verbs.check.pixels import accuracy, features, pictures
-from runner.verbs.check.split_stats import Look
-from runner.verbs.check.verdict import Verdict, check, failed, listed, passed, skipped, warned
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.result import Result, check, failed, join_names, passed, skipped, warned
+from runner.verbs.check.sample_images import accuracy, features, sample_images
+from runner.verbs.check.split_stats import SplitStats
 
 _APART = 0.72  # chance that an image of one split has more of something than one of the other; 0.5 is alike
 _DEVIATIONS = 6.0  # of what that chance is by accident
@@ -63,9 +63,9 @@ def _border(grey: Tensor) -> Tensor:
 
 
 @check
-def split_source(subject: Subject) -> Verdict:
+def split_source(context: CheckContext) -> Result:
     """Held-out images that can be told from those trained on: other colours, scale, sharpness, compression or decoding."""
-    found = subject.once(pictures)
+    found = context.cached(sample_images)
     if "train" not in found or len(found["train"].images) < _FEWEST:
         return skipped(f"fewer than {_FEWEST} training images could be looked at")
     ours = _measures(found["train"].images)
@@ -90,7 +90,7 @@ def split_source(subject: Subject) -> Verdict:
     if share <= limit:
         return passed(evidence)
     more = (
-        f"; also {listed([each for each in others if each != f'{what} of {where.split()[-1]}'])}"
+        f"; also {join_names([each for each in others if each != f'{what} of {where.split()[-1]}'])}"
         if len(others) > 1
         else ""
     )
@@ -100,18 +100,18 @@ def split_source(subject: Subject) -> Verdict:
 
 
 @check
-def split_targets(subject: Subject) -> Verdict:
+def split_targets(context: CheckContext) -> Result:
     """A held-out split whose targets do not go with its images, while those of train do."""
-    if not subject.classes:
+    if not context.classes:
         return skipped("there are no classes")
-    ours = _described(subject.train)
+    ours = _described(context.train_stats)
     if ours is None or len(ours[1]) < _LEAST or len(torch.unique(ours[1])) < 2:
         return skipped(f"fewer than {_LEAST} training images of one shape could be looked at")
     images, targets = ours
     half = torch.arange(len(targets)) % 2 == 0
     known = accuracy(images[half], targets[half], images[~half], targets[~half])
     told, bad = [f"{known:.0%} of train"], []
-    for seen in subject.held_out:
+    for seen in context.held_out_stats:
         theirs = _described(seen)
         if theirs is None or len(theirs[1]) < _LEAST or theirs[0].shape[1] != images.shape[1]:
             continue
@@ -125,12 +125,12 @@ def split_targets(subject: Subject) -> Verdict:
     evidence = f"a linear model is right for {', '.join(told)}"
     if bad:
         return failed(
-            evidence, f"check how images and targets of {listed(bad)} are put together, and its order of classes"
+            evidence, f"check how images and targets of {join_names(bad)} are put together, and its order of classes"
         )
     return passed(evidence)
 
 
-def _described(seen: Look) -> tuple[Tensor, Tensor] | None:
+def _described(seen: SplitStats) -> tuple[Tensor, Tensor] | None:
     """Features and classes of the small copies of a split, or None."""
     good = seen.finite[seen.rows]
     targets = seen.targets[seen.rows][good]
@@ -140,15 +140,15 @@ def _described(seen: Look) -> tuple[Tensor, Tensor] | None:
 
 
 @check
-def target_blocks(subject: Subject) -> Verdict:
+def target_blocks(context: CheckContext) -> Result:
     """Training samples in one part of the data set whose targets do not go with their images, while those of others do."""
-    if not subject.classes:
+    if not context.classes:
         return skipped("there are no classes")
-    known = _described(subject.train)
+    known = _described(context.train_stats)
     if known is None or len(known[1]) < _BLOCKS * _LEAST or len(torch.unique(known[1])) < 2:
         return skipped(f"fewer than {_BLOCKS * _LEAST} training images of one shape could be looked at")
     images, targets = known
-    order = subject.train.indices[subject.train.rows][subject.train.finite[subject.train.rows]][
+    order = context.train_stats.indices[context.train_stats.rows][context.train_stats.finite[context.train_stats.rows]][
         : len(targets)
     ].argsort()
     images, targets = images[order], targets[order]
@@ -173,13 +173,13 @@ def target_blocks(subject: Subject) -> Verdict:
 
 
 @check
-def target_shift(subject: Subject) -> Verdict:
+def target_shift(context: CheckContext) -> Result:
     """Held-out numbers to predict that are distributed otherwise than those trained on, as in another unit."""
-    if subject.classes:
+    if context.classes:
         return skipped("there are classes")
-    ours = subject.train.targets.float().flatten()
+    ours = context.train_stats.targets.float().flatten()
     worst = (0.0, "")
-    for seen in subject.held_out:
+    for seen in context.held_out_stats:
         theirs = seen.targets.float().flatten()
         if min(len(ours), len(theirs)) < _FEWEST or not bool(theirs.isfinite().all() and ours.isfinite().all()):
             continue

@@ -15,12 +15,12 @@ from runner.data.loaders import Batch
 from runner.engine.errors import Diverged
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Limits, Loop
-from runner.engine.plan import Plan
+from runner.engine.plan import EpochPlan
 from runner.engine.state import Schedule
-from runner.verbs.check.context import Subject
+from runner.verbs.check.context import CheckContext
 from runner.verbs.check.loop import _callbacks
-from runner.verbs.check.overfit_batch import _without_dropout
-from runner.verbs.check.verdict import Verdict, check, failed, out_of_time, passed, skipped
+from runner.verbs.check.overfit_batch import disable_dropout
+from runner.verbs.check.result import Result, check, failed, out_of_time, passed, skipped
 
 _SAMPLES = 16
 _STEPS, _EPOCH = 32, 8
@@ -71,8 +71,8 @@ class _Squeezed:
 class _Clock:
     """Ends a course when its time is up."""
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject, self._until = subject, subject.left * (1 - _SECONDS)
+    def __init__(self, context: CheckContext) -> None:
+        self._subject, self._until = context, context.left * (1 - _SECONDS)
 
     def on_step(self, loop: Loop) -> None:
         """Ask for the end."""
@@ -80,22 +80,22 @@ class _Clock:
             loop.request_stop("budget_s is used up")
 
 
-def _value(subject: Subject, batch: Batch) -> float:
+def _value(context: CheckContext, batch: Batch) -> float:
     """The loss of the batch as the weights are now."""
-    _without_dropout(subject)
+    disable_dropout(context)
     with torch.no_grad():
-        return float(subject.training.parts.loss(subject.model(batch.images), subject.targets(batch)))
+        return float(context.training.parts.loss(context.model(batch.images), context.targets(batch)))
 
 
-def _course(subject: Subject, batch: Batch, scale: float, callbacks: bool, clip: bool, constant: bool) -> float:
+def _course(context: CheckContext, batch: Batch, scale: float, callbacks: bool, clip: bool, constant: bool) -> float:
     """The loss of a batch after a few dozen steps on it from the start; infinite if they diverge."""
-    training = subject.training
-    subject.restart()
+    training = context.training
+    context.restore()
     state, real = training.state, training.state.schedule
     rates = [group["initial_lr"] for group in state.optimizer.param_groups]
-    extra, roll_back = _callbacks(subject) if callbacks else ([], lambda loop: subject.restart())
+    extra, roll_back = _callbacks(context) if callbacks else ([], lambda loop: context.restore())
     split = training.splits.val or training.splits.train_for_eval
-    metrics = fresh_metrics(subject.config, training.task, training.device)
+    metrics = fresh_metrics(context.config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:
         arguments = (training.model, split.loader, training.task.targets, training.loss, metrics())
@@ -115,11 +115,11 @@ def _course(subject: Subject, batch: Batch, scale: float, callbacks: bool, clip:
         loop = Loop(
             state,
             source,
-            Plan(source.samples, source.batch_size),
+            EpochPlan(source.samples, source.batch_size),
             parts,
             Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None),
-            (lambda _: evaluate_both(training, subject.config, evaluate_once)) if callbacks else None,
-            [*extra, _Clock(subject)],
+            (lambda _: evaluate_both(training, context.config, evaluate_once)) if callbacks else None,
+            [*extra, _Clock(context)],
             (training.monitor, training.mode),
             step=training.step,
             roll_back=roll_back,
@@ -127,7 +127,7 @@ def _course(subject: Subject, batch: Batch, scale: float, callbacks: bool, clip:
         if constant:
             state.schedule = _Flat(real)
         loop.run()
-        value = _value(subject, batch)
+        value = _value(context, batch)
     except Diverged:
         return math.inf
     finally:
@@ -148,39 +148,39 @@ class _Flat(_Squeezed):
         return 1.0
 
 
-def _plain(subject: Subject, batch: Batch) -> float:
+def _plain(context: CheckContext, batch: Batch) -> float:
     """The loss after as many steps of AdamW and nothing else."""
     best = math.inf
     for rate in (1e-3, 1e-2):
-        subject.restart()
-        weights = [each for each in subject.model.parameters() if each.requires_grad]
+        context.restore()
+        weights = [each for each in context.model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0)
-        _without_dropout(subject)
+        disable_dropout(context)
         for _ in range(_STEPS):
-            loss = subject.training.parts.loss(subject.model(batch.images), subject.targets(batch))
+            loss = context.training.parts.loss(context.model(batch.images), context.targets(batch))
             if not loss.requires_grad:
                 return math.inf
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        value = _value(subject, batch)
+        value = _value(context, batch)
         best = min(best, value) if math.isfinite(value) else best
     return best
 
 
 @check
-def short_training(subject: Subject) -> Verdict:
+def short_training(context: CheckContext) -> Result:
     """Schedule, clipping, callbacks or optimizer that undo the work: the loss of one batch does not fall in a few dozen steps."""
-    whole = subject.batch
+    whole = context.batch
     batch = Batch(whole.images[:_SAMPLES], whole.targets[:_SAMPLES], whole.indices[:_SAMPLES])
-    subject.restart()
-    first = _value(subject, batch)
+    context.restore()
+    first = _value(context, batch)
     if not math.isfinite(first) or first <= 1e-6:
         return skipped(f"the loss is {first:.3g} before the first step")
-    own = any(not type(each).__module__.startswith("runner.") for each in _callbacks(subject)[0])
+    own = any(not type(each).__module__.startswith("runner.") for each in _callbacks(context)[0])
     best, scale = math.inf, 1.0
     for each in _RATES:
-        value = _course(subject, batch, each, True, True, False)
+        value = _course(context, batch, each, True, True, False)
         if value < best:
             best, scale = value, each
         if best < _FALLEN * first:
@@ -189,23 +189,23 @@ def short_training(subject: Subject) -> Verdict:
     told += "" if scale == 1.0 else f" at {scale:g} times the rate"
     if best < _FALLEN * first:
         if own:
-            without = _course(subject, batch, scale, False, True, False)
+            without = _course(context, batch, scale, False, True, False)
             if first - best < _UNDONE * (first - without):
                 return failed(
                     f"{told}, to {without:.4g} without callbacks", "look at what the callbacks do to weights and rates"
                 )
         return passed(told)
-    if subject.left <= 1:
-        return out_of_time(f"budget_s={subject.config.budget_s:g} is too short: {told}")
+    if context.left <= 1:
+        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {told}")
     for what, arguments, fix in (
         ("without callbacks", (False, True, False), "look at what the callbacks do to weights and rates"),
-        ("without clipping", (True, False, False), "larger bounds in clip, or null"),
+        ("without clipping", (True, False, False), "larger bounds in grad_clip, or null"),
         ("at a constant rate", (True, True, True), "another scheduler: scheduler=constant tells"),
     ):
-        value = min(_course(subject, batch, each, *arguments) for each in _RATES[:2])
+        value = min(_course(context, batch, each, *arguments) for each in _RATES[:2])
         if value < _FALLEN * first:
             return failed(f"{told}, to {value:.4g} {what}", fix)
-    plain = _plain(subject, batch)
+    plain = _plain(context, batch)
     if plain < _FALLEN * first:
         return failed(
             f"{told}, to {plain:.4g} with AdamW", "another optimizer, or other arguments of it: see step-size"

@@ -13,7 +13,7 @@ from torch import Tensor
 from runner.build.run import Training
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
-from runner.engine.evaluation import untouched
+from runner.instrument.no_trace import evaluating
 
 
 @dataclass(frozen=True, order=True)
@@ -63,7 +63,7 @@ def mistakes_in(training: Training, split: SplitData, classes: int, limit: int |
     """
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     surest: list[Mistake] = []
-    with untouched(training.model):
+    with evaluating(training.model):
         for batch in batches_of(split, limit):
             with training.precision.autocast():
                 logits = training.model(batch.images)

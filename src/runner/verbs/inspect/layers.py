@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.engine.evaluation import untouched
+from runner.instrument.nested import first_tensor
+from runner.instrument.no_trace import evaluating
+from runner.instrument.observer import Observer
 
 _MOST_DRAWN = 6
 _ENOUGH_DRAWN = 3
@@ -46,6 +48,17 @@ class Layer:
         """Whether it does or has something of its own."""
         return not self.inner or self.parameters > 0 or self.flops > 0
 
+    def add_call(self, inputs: Sequence[Any], output: Any) -> None:
+        """Note what the module was given and what it returned."""
+        self.calls += 1
+        tensor = first_tensor(output)
+        if tensor is None:
+            return
+        self.output = tuple(tensor.shape[1:])
+        given = {_storage(value) for value in inputs if isinstance(value, Tensor)}
+        if not self.inner and _storage(tensor) not in given:
+            self.output_bytes += tensor.nbytes // max(1, len(tensor) if tensor.ndim else 1)
+
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -74,13 +87,8 @@ def anatomy(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted:
     modules = dict(model.named_modules())
     counted_weights: set[int] = set()
     layers = {name: _layer(name, module, counted_weights) for name, module in modules.items()}
-    hooks = [module.register_forward_hook(_noting(layers[name])) for name, module in modules.items()]
-    try:
-        with untouched(model):
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with evaluating(model), Observer(model, after=lambda name, module, *seen: layers[name].add_call(*seen)):
+        model(images)
     for name, layer in layers.items():
         layer.flops = max(0, flops.get(name, 0) - _inside(name, flops)) // counted
     parameters, buffers = list(model.parameters()), list(model.buffers())
@@ -114,29 +122,6 @@ def _layer(name: str, module: nn.Module, counted: set[int]) -> Layer:
         parameters=sum(parameter.numel() for parameter in own),
         trainable=sum(parameter.numel() for parameter in own if parameter.requires_grad),
     )
-
-
-def _noting(layer: Layer) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        layer.calls += 1
-        tensor = first_tensor(output)
-        if tensor is None:
-            return
-        layer.output = tuple(tensor.shape[1:])
-        given = {_storage(value) for value in args if isinstance(value, Tensor)}
-        if not layer.inner and _storage(tensor) not in given:
-            layer.output_bytes += tensor.nbytes // max(1, len(tensor) if tensor.ndim else 1)
-
-    return hook
-
-
-def first_tensor(output: Any) -> Tensor | None:
-    """The tensor that a module gives, the first if it gives several; None if it gives none."""
-    if isinstance(output, tuple | list):
-        output = next((item for item in output if isinstance(item, Tensor)), None)
-    elif isinstance(output, Mapping):
-        output = next((item for item in output.values() if isinstance(item, Tensor)), None)
-    return output if isinstance(output, Tensor) else None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from runner.config.errors import UserError
 from runner.config.schema.inspect import Inspect
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
-from runner.runtime.flops import Flops
+from runner.instrument.flops import Flops
 from runner.tracking.formats import percent
 from runner.tracking.plots import confusion_matrix
 from runner.verbs._checkpoint import unique_names
@@ -78,7 +78,7 @@ class Found:
 
     def samples(self) -> tuple[Tensor, Tensor]:
         """Images and targets of the first samples of the split that is looked at, or of the training split."""
-        split = self.training.splits.named(self.config.split) or self.training.splits.train_for_eval
+        split = self.training.splits.eval_split(self.config.split) or self.training.splits.train_for_eval
         batch = next(iter(split.loader.batches(0, 0, 1)))
         return batch.images, batch.targets
 
@@ -93,9 +93,9 @@ def split_of(config: Inspect, training: Training) -> SplitData:
     Raises:
         UserError: if the data has none.
     """
-    split = training.splits.named(config.split)
+    split = training.splits.eval_split(config.split)
     if split is None:
-        there = [name for name in ("train", "val", "test") if training.splits.named(name) is not None]
+        there = [name for name in ("train", "val", "test") if training.splits.eval_split(name) is not None]
         raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(there)}")
     return split
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runner.data.build import Splits
-from runner.engine.evaluation import untouched
+from runner.data.build import DataModule
+from runner.instrument.no_trace import evaluating
 from runner.models.features import extractor
 from runner.tracking.formats import compact, percent
 from runner.tracking.image_grid import (
@@ -37,7 +37,7 @@ _LONGEST = 60  # letters of a layer in the name of a file: four bytes each at mo
 _RED, _GREEN = "#bb3344", "#228833"
 
 
-def pixels_of(images: Tensor, splits: Splits) -> list[Pixels]:
+def pixels_of(images: Tensor, splits: DataModule) -> list[Pixels]:
     """Images (B, C, H, W) as a model is given them, with the normalisation undone: (H, W) or (H, W, 3), from 0 to 1.
 
     Of images with another number of channels than 1 or 3 the first channel.
@@ -66,7 +66,7 @@ def words_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
     ]
 
 
-def draw_inputs(images: Tensor, targets: Tensor, splits: Splits, target: Path) -> str:
+def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Path) -> str:
     """Draw the first images of a batch as the model is given them, with their targets; gives a title."""
     count, channels = len(images), images.shape[1]
     first = "" if channels in (1, 3) else f", first of {channels} channels"
@@ -80,7 +80,7 @@ def draw_inputs(images: Tensor, targets: Tensor, splits: Splits, target: Path) -
     return title
 
 
-def draw_filters(model: nn.Module, splits: Splits, target: Path) -> str:
+def draw_filters(model: nn.Module, splits: DataModule, target: Path) -> str:
     """Draw the kernels of the layer that sees the image; gives a title, empty if no layer's kernels can be drawn."""
     found = _first_kernels(model, (splits.channels, *splits.image_size))
     if found is None:
@@ -117,11 +117,11 @@ def _first_kernels(model: nn.Module, image: tuple[int, int, int]) -> tuple[str, 
 
 
 def draw_maps(
-    model: nn.Module, images: Tensor, targets: Tensor, names: Sequence[str], splits: Splits, folder: Path
+    model: nn.Module, images: Tensor, targets: Tensor, names: Sequence[str], splits: DataModule, folder: Path
 ) -> list[tuple[Path, str]]:
     """Draw what layers make of a few images; gives files and titles. What is no map, nor tokens of a grid, is left out."""
     images, targets = images[:_ROWS], targets[:_ROWS]
-    with untouched(model):
+    with evaluating(model):
         found = extractor(model, names, "tensors")(images)
     pixels, words = pixels_of(images, splits), words_of(targets, splits.classes)
     written: list[tuple[Path, str]] = []
@@ -191,7 +191,7 @@ def draw_histograms(
 
 
 def draw_errors(
-    mistakes: Sequence[Any], classes: Sequence[str], wrong: int, samples: int, splits: Splits, target: Path
+    mistakes: Sequence[Any], classes: Sequence[str], wrong: int, samples: int, splits: DataModule, target: Path
 ) -> str:
     """Draw the samples that were most surely taken for another class; gives a title."""
     title = f"{len(mistakes)} of {compact(wrong)} wrong predictions among {samples:,} samples, the surest first"

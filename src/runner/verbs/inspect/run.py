@@ -20,8 +20,8 @@ from runner.config.app import Composition
 from runner.config.resolve import checked
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
-from runner.engine.evaluation import untouched
 from runner.engine.state import Position
+from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
@@ -66,7 +66,7 @@ def run(composition: Composition) -> float:
     training = build_training(plain, values, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
-        training.splits.skipped.open(None, console.warn)
+        training.splits.bad_samples.open(None, console.warn)
         kind = ""
         if resolved is not None:
             check_classes(resolved.classes, training.splits.classes)
@@ -88,7 +88,7 @@ def run(composition: Composition) -> float:
             record |= _written_features(config, training, found, composition, console)
         if not config.features or config.what is not None:
             record |= _looked_at(config, training, found, composition, console)
-        if said := training.splits.skipped.summary():
+        if said := training.splits.bad_samples.summary():
             console.warn(said)
     if config.json:
         print(json.dumps(finite(record)))
@@ -98,7 +98,7 @@ def run(composition: Composition) -> float:
 
 
 def _looked_at(
-    config: Inspect, training: Training, found: find.Found | None, composition: Composition, console: Console
+    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
@@ -138,7 +138,7 @@ def _show(console: Console, table: Table) -> None:
         console.line(f"{len(rows) - len(shown):,} more rows are in report.html")
 
 
-def _folder(config: Inspect, found: find.Found | None, composition: Composition) -> Path:
+def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:
     chosen = config.output if not config.features else None
     run = run_directory_of(found.path) if found is not None else None
     given = composition.job_dir or composition.run_dir
@@ -148,7 +148,7 @@ def _folder(config: Inspect, found: find.Found | None, composition: Composition)
 
 
 def _written_features(
-    config: Inspect, training: Training, found: find.Found | None, composition: Composition, console: Console
+    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)
@@ -161,7 +161,7 @@ def _written_features(
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        with untouched(training.model):
+        with evaluating(training.model):
             for batch in batches_of(split, config.limit.eval_batches):
                 with training.precision.autocast():
                     here = features(batch.images)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from runner.runtime.flops import Flops
+from runner.instrument.flops import Flops
 from runner.tracking.formats import compact, number, percent
 from runner.verbs.inspect.layers import Anatomy, Layer, shape_text
 from runner.verbs.inspect.page import Table

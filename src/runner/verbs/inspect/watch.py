@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.run import Training
-from runner.engine.buffers import untouched_buffers
 from runner.engine.step import Batch
+from runner.instrument.nested import first_tensor
+from runner.instrument.no_trace import no_trace
+from runner.instrument.observer import Observer, observe_gradients
 from runner.models.features import listener
 from runner.runtime.determinism import refusal
-from runner.runtime.flops import as_it_was
-from runner.verbs.inspect.layers import first_tensor
 from runner.verbs.inspect.statistics import Summary, dead_units, summarize
 
 
@@ -57,26 +57,16 @@ def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Pa
         UserError: if there is no operation of a name.
     """
     model, seen = training.model, _Seen()
-    modes = [(module, module.training) for module in model.modules()]
-    training.state.train()
     try:
-        if not tensors:
-            modules = {name: module for name, module in model.named_modules() if name}
-            hooks = [module.register_forward_hook(_telling(seen, name)) for name, module in modules.items()]
-            forward: Callable[[Tensor], Any] = model
-        else:
-            hooks, forward = [], listener(model, tensors, seen.take, "tensors")
-        try:
-            with as_it_was(model, batch.images.device), untouched_buffers(training.loss), torch.enable_grad():
-                found = _gradients(training, batch, forward)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with no_trace(model, training.loss), torch.enable_grad():
+            training.state.train()
+            if tensors:
+                found = _gradients(training, batch, listener(model, tensors, seen.take, "tensors"))
+            else:
+                with Observer(model, after=seen.take_output):
+                    found = _gradients(training, batch, model)
     except RuntimeError as error:
         raise refusal(error) or error from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
     found.activations, found.dead = list(seen.outputs.values()), seen.dead
     found.flows = [seen.gradients[name] for name in seen.outputs if name in seen.gradients]
     return found
@@ -122,15 +112,11 @@ class _Seen:
         def note(gradient: Tensor) -> None:
             self.gradients[label] = summarize(label, gradient)
 
-        if tensor.requires_grad:
-            tensor.register_hook(note)  # type: ignore[no-untyped-call]
+        observe_gradients(tensor, note)
 
-
-def _telling(seen: _Seen, name: str) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def take_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        """Sum up the output of a module, see `Observer`."""
         tensor = first_tensor(output)
-        # What only hands on the output of the last module inside it would be the same row again.
-        if tensor is not None and not (tensor is seen.last and any(True for _ in module.children())):
-            seen.take(name, tensor)
-
-    return hook
+        # A module that only returns the output of the last one inside it would add the same row again.
+        if name and tensor is not None and not (tensor is self.last and any(True for _ in module.children())):
+            self.take(name, tensor)

@@ -19,12 +19,12 @@ from runner.build.model import KnownData
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.predict import Predict
-from runner.data.bad_samples import Unreadable
+from runner.data.bad_samples import BadSample
 from runner.data.build import callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
-from runner.engine.evaluation import untouched
 from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
 from runner.models.features import PerImage, extractor
 from runner.runtime.precision import Precision
 from runner.tracking.files import write_atomically, writing
@@ -139,7 +139,7 @@ def _files(
     config, unreadable = resolved.config, dict[int, str]()
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
 
-    def note(found: Sequence[Unreadable]) -> None:
+    def note(found: Sequence[BadSample]) -> None:
         for index, reason in found:
             path = " ".join(str(paths[index]).split())
             unreadable[index] = reason if path in reason else f"{path}: {reason}"
@@ -164,9 +164,9 @@ def _split(
     data = dataclasses.replace(resolved.config.data, on_error="raise" if resolved.config.strict else "skip")
     splits = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, data=data)).data(device)
     try:
-        split = splits.named(name)
+        split = splits.eval_split(name)
         if split is None:
-            names = ", ".join(other for other in SPLITS if splits.named(other) is not None)
+            names = ", ".join(other for other in SPLITS if splits.eval_split(other) is not None)
             raise UserError("input", f"this data has no '{name}' split", f"{names}, or images")
         task, model = resolved.restore_model(splits, device)
     except BaseException:
@@ -178,7 +178,7 @@ def _split(
         is_class = isinstance(target, int) and 0 <= target < len(classes)
         return {"sample": index, "target": classes[target] if is_class else target}
 
-    source = Source(split.loader, first_cells, lambda: splits.skipped.of(name), splits.close)
+    source = Source(split.loader, first_cells, lambda: splits.bad_samples.reasons(name), splits.close)
     return source, task, model, splits
 
 
@@ -207,7 +207,7 @@ def _outputs(
 ) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
     """Outputs of the readable images of each batch, float32 on the CPU, the first cells of their rows, and features."""
     loader = source.loader
-    with untouched(model):
+    with evaluating(model):
         for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()

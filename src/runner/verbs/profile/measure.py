@@ -18,12 +18,14 @@ from runner.build.metrics import build_callbacks
 from runner.build.run import Training
 from runner.config.errors import UserError
 from runner.config.schema.profile import Profile
-from runner.data.marks import marked
+from runner.data.profiler_ranges import loader_in_ranges
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Limits, Loop
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, marked_step
-from runner.runtime.memory import Peak, SavedTensors, memory_history, peak_memory, reset_peak_memory
+from runner.engine.step import backward, forward, update_weights
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
+from runner.instrument.saved_tensors import SavedTensors
+from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
 from runner.runtime.stopwatch import Step, Stopwatch
 
 _MEMORY_STEPS = 1
@@ -216,14 +218,14 @@ def measure(config: Profile, training: Training, folder: Path, tell: Callable[[s
     at_once = max(1, config.steps * config.accumulate // 5)
     loop = Loop(
         training.state,
-        marked(training.splits.train.loader, stopwatch, at_once),
+        loader_in_ranges(training.splits.train.loader, stopwatch, at_once),
         training.plan,
         training.parts,
         Limits(None, phases.steps),
         None,
         [*extra.values(), Log(config.log.every_steps, []), phases],
         (training.monitor, training.mode),
-        step=marked_step(stopwatch),
+        step=step_in_ranges(stopwatch, forward, backward, update_weights),
     )
     try:
         with phases:

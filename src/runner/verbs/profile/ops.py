@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.data.marks import PREPARE, WAIT
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.tracking.formats import aligned, percent
 
 _RANGES = {"step", WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER}

@@ -11,9 +11,8 @@ import torch
 from runner.build.run import Training, training_flops
 from runner.config.cores import cores
 from runner.config.schema.profile import Profile
-from runner.data.marks import PREPARE, WAIT
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
-from runner.runtime.flops import Flops
+from runner.instrument.flops import Flops
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import Ceiling, kind_of, peak
 from runner.runtime.stopwatch import OTHER
 from runner.tracking.console import Console

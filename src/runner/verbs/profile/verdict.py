@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.data.marks import PREPARE, WAIT, reading
-from runner.engine.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER
+from runner.data.profiler_ranges import reading
+from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import has_matrix_units
 from runner.runtime.stopwatch import OTHER
@@ -103,7 +103,7 @@ def _for_waiting(facts: Facts) -> str:
     if facts.workers is None:
         return "the data set gives its samples slowly"
     if facts.in_memory_possible:
-        return "try data.residency=auto, which keeps the images in memory"
+        return "try data.placement=auto, which keeps the images in memory"
     if facts.workers < facts.cores:
         return f"try data.num_workers={facts.cores} (now {facts.workers})"
     cores = f"all {facts.cores} CPU cores read already, so try"
@@ -112,7 +112,7 @@ def _for_waiting(facts: Facts) -> str:
 
 def _for_preparing(facts: Facts) -> str:
     if facts.device != "cpu" and facts.in_memory_possible and not facts.on_device:
-        return "try data.residency=device"
+        return "try data.placement=device"
     if facts.workers is not None and facts.device != "cpu":
         return "try data.pin_memory=true with data.non_blocking=true, or fewer transforms in transform.train"
     return "try fewer transforms in transform.train, or transform=none to see what they cost"

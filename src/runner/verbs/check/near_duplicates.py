@@ -1,4 +1,4 @@
-"""Pictures that are nearly the same: mirrored, turned, shifted, cut out, rescaled, brighter, grey, or compressed again."""
+"""SampleImages that are nearly the same: mirrored, turned, shifted, cut out, rescaled, brighter, grey, or compressed again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.verbs.check.pixels import units
+from runner.verbs.check.sample_images import unit_vectors
 
 _SAME = 0.9995  # correlation from which two copies count as the same picture whatever the others are like
 _CLOSE = 0.88  # least correlation of the detail of a picture that was also moved
@@ -19,7 +19,7 @@ _SCALES = (1.0, 0.8, 0.9, 1.125, 1.25)
 _QUERIES = 256  # pictures that are compared in every position
 
 
-class Match(NamedTuple):
+class NearestMatch(NamedTuple):
     """For each query the most similar picture.
 
     Attributes:
@@ -33,17 +33,17 @@ class Match(NamedTuple):
     same: Tensor
 
 
-def matches(queries: Tensor, known: Tensor) -> Match:
-    """Look for small copies (Q, C, h, w) among others (N, C, h, w).
+def nearest_matches(queries: Tensor, known: Tensor) -> NearestMatch:
+    """SplitStats for small copies (Q, C, h, w) among others (N, C, h, w).
 
     Unrelated photographs can have a correlation of 0.9, and images of one pattern with noise 0.99. So a correlation alone does
     not tell. Of the same picture there is one: other pictures are much less similar to it.
     """
-    whole = units(queries) @ units(known).T
+    whole = unit_vectors(queries) @ unit_vectors(known).T
     closest, place = whole.max(1)
     same = closest > _SAME
     if min(known.shape[2:]) <= 2 * _MARGIN + 4 or len(known) <= _OTHERS:
-        return Match(closest, place, same)
+        return NearestMatch(closest, place, same)
     part = slice(0, _QUERIES)
     best, pick = _moved(queries[part], known)
     order = best.topk(_OTHERS, 1).values
@@ -52,7 +52,7 @@ def matches(queries: Tensor, known: Tensor) -> Match:
     closest[part] = torch.where(newly, order[:, 0], closest[part])
     place[part] = torch.where(newly, pick, place[part])
     same[part] |= found
-    return Match(closest, place, same)
+    return NearestMatch(closest, place, same)
 
 
 def _moved(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _gradients(height: int, width: int) -> Tensor:
 def _detail(images: Tensor, basis: Tensor) -> Tensor:
     """Grey images as vectors of length 1 without smooth gradients, which the sky of any two photographs has in common."""
     flat = images.flatten(1)
-    return units((flat - flat @ basis.T @ basis)[:, None])
+    return unit_vectors((flat - flat @ basis.T @ basis)[:, None])
 
 
 def _places(size: int, window: int) -> range:

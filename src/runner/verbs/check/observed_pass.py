@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.verbs.check.context import Subject
+from runner.verbs.check.context import CheckContext
 
 _RECTIFIERS = ("relu", "relu_", "hardtanh", "hardtanh_", "clamp_min", "clamp_min_", "threshold", "threshold_")
 
 
 @dataclass
-class Watched:
+class ObservedPass:
     """What was seen of a forward and a backward pass over a batch, in training mode but without dropout.
 
     Attributes:
@@ -61,11 +61,11 @@ class _Rectifiers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def watch(subject: Subject) -> Watched:
+def observe_pass(context: CheckContext) -> ObservedPass:
     """Send a batch through model, loss and back."""
-    found = Watched()
-    batch, parts = subject.batch, subject.training.parts
-    model = subject.model
+    found = ObservedPass()
+    batch, parts = context.batch, context.training.parts
+    model = context.model
     inside: list[str] = []
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -73,7 +73,7 @@ def watch(subject: Subject) -> Watched:
     with _hooks(model, found, inside):
         with _Rectifiers(found.units, inside):
             logits = model(batch.images)
-        loss = parts.loss(logits, subject.targets(batch))
+        loss = parts.loss(logits, context.targets(batch))
     found.loss = float(loss.detach())
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ def _deviation(values: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _hooks(model: nn.Module, found: Watched, inside: list[str]) -> Iterator[None]:
+def _hooks(model: nn.Module, found: ObservedPass, inside: list[str]) -> Iterator[None]:
     made: dict[
         int, tuple[str, int, Tensor]
     ] = {}  # by identity, with the version, and kept so that no other takes its place

@@ -1,27 +1,19 @@
-"""A loader whose work is done in named ranges, for profiling; a run that is not profiled pays nothing for them."""
+"""A loader whose work is done in named ranges, for profiling."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, Loader, MemoryLoader
-from runner.data.samples import Keyed
+from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.data.workers import WorkerLoader
-
-WAIT, PREPARE = "data wait", "copy and augment"
-
-Mark = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Gives a context for a range of that name."""
-
-T = TypeVar("T")
+from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
 
 @dataclass(frozen=True)
@@ -45,13 +37,13 @@ def reading(loader: Loader) -> Reading:
         return Reading(None, loader._images.device, False)
     assert isinstance(loader, WorkerLoader), "there are two kinds of loaders"
     keyed = loader._loader.dataset
-    assert isinstance(keyed, Keyed), "a worker loader reads with keyed draws"
+    assert isinstance(keyed, SeededDataset), "a worker loader reads with keyed draws"
     as_they_are = keyed._cut is None and not keyed._transforms
     tensors = isinstance(keyed._dataset, ImageArrays | CachedImages)
     return Reading(loader._loader.num_workers, None, tensors and as_they_are)
 
 
-def marked(loader: Loader, mark: Mark, at_once: int) -> Loader:
+def loader_in_ranges(loader: Loader, mark: Mark, at_once: int) -> Loader:
     """The same batches, made in ranges.
 
     `data wait` is the time until samples that are read one by one have come: from worker processes, or read in this one
@@ -65,35 +57,23 @@ def marked(loader: Loader, mark: Mark, at_once: int) -> Loader:
     """
     if isinstance(loader, WorkerLoader):
         inner, read = copy.copy(loader), loader._read
-        inner._read = lambda: _each(read, mark, WAIT)  # type: ignore[method-assign]
-        return _MarkedLoader(inner, mark, loader.close)
+        inner._read = lambda: items_in_range(read, mark, WAIT)  # type: ignore[method-assign]
+        return _LoaderInRanges(inner, mark, loader.close)
     if isinstance(loader, MemoryLoader):
         gathers = copy.copy(loader)
         gathers._chunk = min(loader._chunk, at_once)
-        return _MarkedLoader(gathers, mark, loader.close)
-    return _MarkedLoader(loader, mark, loader.close)
+        return _LoaderInRanges(gathers, mark, loader.close)
+    return _LoaderInRanges(loader, mark, loader.close)
 
 
-class _MarkedLoader:
+class _LoaderInRanges:
     def __init__(self, inner: Loader, mark: Mark, close: Callable[[], None]) -> None:
         self.samples, self.batch_size = inner.samples, inner.batch_size
         self._inner, self._mark = inner, mark
         self._close = close  # of the loader itself: a copy does not know of the workers that it started
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        return _each(lambda: self._inner.batches(epoch, start, stop), self._mark, PREPARE)
+        return items_in_range(lambda: self._inner.batches(epoch, start, stop), self._mark, PREPARE)
 
     def close(self) -> None:
         self._close()
-
-
-def _each(begin: Callable[[], Iterator[T]], mark: Mark, name: str) -> Iterator[T]:
-    """What an iterator gives, each item made in a range."""
-    with mark(name):
-        items = begin()
-    while True:
-        with mark(name):
-            item = next(items, None)
-        if item is None:
-            return
-        yield item

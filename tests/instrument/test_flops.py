@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runner.checkpoint.digest import weights_sha256
-from runner.runtime.flops import Flops, count_flops
+from runner.instrument.flops import Flops, count_flops
 
 CPU = torch.device("cpu")
 

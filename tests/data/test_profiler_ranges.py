@@ -14,10 +14,11 @@ from torch.utils.data import Dataset
 
 from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import Loader, MemoryLoader
-from runner.data.marks import PREPARE, WAIT, Reading, marked, reading
+from runner.data.profiler_ranges import Reading, loader_in_ranges, reading
 from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
 from runner.data.workers import WorkerLoader
+from runner.instrument.profiler_ranges import PREPARE, WAIT
 
 CPU = torch.device("cpu")
 NAMES = tuple(str(number) for number in range(4))
@@ -55,9 +56,9 @@ class Noting(Dataset[Any]):
 
 def pipeline(diary: Diary) -> Pipeline:
     class Shift(RandomShift):
-        def __call__(self, images: Tensor, draws: Any) -> Tensor:
+        def __call__(self, images: Tensor, rng: Any) -> Tensor:
             diary.note("augment")
-            return super().__call__(images, draws)
+            return super().__call__(images, rng)
 
     return Pipeline([Shift(0.25)], [0.5], [0.25], 0, CPU)
 
@@ -74,7 +75,7 @@ def disk(diary: Diary) -> Loader:
 def test_the_batches_are_the_same(make: Callable[[Diary], Loader]) -> None:
     diary = Diary()
     plain, loader = make(diary), make(diary)
-    with_ranges = marked(loader, diary, 1)
+    with_ranges = loader_in_ranges(loader, diary, 1)
     assert (with_ranges.samples, with_ranges.batch_size) == (plain.samples, plain.batch_size)
     for start in (0, 1):
         pairs = zip(plain.batches(2, start, 3), with_ranges.batches(2, start, 3), strict=True)
@@ -84,7 +85,7 @@ def test_the_batches_are_the_same(make: Callable[[Diary], Loader]) -> None:
 
 def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
     diary = Diary()
-    for batch in marked(disk(diary), diary, 9).batches(0, 0, 3):
+    for batch in loader_in_ranges(disk(diary), diary, 9).batches(0, 0, 3):
         diary.note(f"step of {len(batch.images)}")
     one, last = [f"read in {WAIT}"] * 4, [f"read in {WAIT}"] * 2
     augment = f"augment in {PREPARE}"
@@ -95,7 +96,7 @@ def test_reading_is_waiting_and_everything_else_is_preparing() -> None:
 
 def test_images_in_memory_are_prepared_and_never_waited_for() -> None:
     diary = Diary()
-    for _ in marked(memory(diary), diary, 9).batches(0, 0, 3):
+    for _ in loader_in_ranges(memory(diary), diary, 9).batches(0, 0, 3):
         diary.note("step")
     assert set(diary.book) == {f"augment in {PREPARE}", "step in nothing"}
 
@@ -105,7 +106,7 @@ def test_batches_are_gathered_at_most_so_many_at_a_time(at_once: int, times: int
     diary = Diary()
     images = IMAGES[:8].repeat(2, 1, 1, 1)
     loader = MemoryLoader(images, torch.arange(16) % 4, torch.arange(16), 4, 0, True, CPU, pipeline(diary))
-    assert len(list(marked(loader, diary, at_once).batches(0, 0, 4))) == 4
+    assert len(list(loader_in_ranges(loader, diary, at_once).batches(0, 0, 4))) == 4
     assert len(diary.book) == times
     assert loader._chunk > 9, "the loader of the run itself stays as it is"
 
@@ -113,7 +114,7 @@ def test_batches_are_gathered_at_most_so_many_at_a_time(at_once: int, times: int
 def test_the_loader_itself_stays_as_it_is() -> None:
     diary = Diary()
     loader = disk(diary)
-    marked(loader, diary, 9)
+    loader_in_ranges(loader, diary, 9)
     list(loader.batches(0, 0, 1))
     assert set(diary.book) == {"read in nothing", "augment in nothing"}
 
@@ -136,7 +137,7 @@ def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
     arrays, diary = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES), Diary()
     loader = WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, workers=1)
-    with_ranges = marked(loader, diary, 9)
+    with_ranges = loader_in_ranges(loader, diary, 9)
     list(with_ranges.batches(0, 0, 3))
     (worker,) = loader._iterator._workers
     with_ranges.close()

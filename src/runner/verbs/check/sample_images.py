@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runner.data.samples import Keyed, as_target, as_tensor
-from runner.verbs.check.context import Subject
+from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.verbs.check.context import CheckContext
 
 _MOST = 256  # images of a split
 _VALUES = 2**24  # pixels and channels of these images together
@@ -19,7 +19,7 @@ _SHARE = 0.05  # of the remaining time, that reading one split may take
 SIDE = 16  # of small copies, in pixels
 
 
-class Pictures(NamedTuple):
+class SampleImages(NamedTuple):
     """Images of a split before augmentation and normalisation.
 
     Attributes:
@@ -35,16 +35,16 @@ class Pictures(NamedTuple):
     of_bytes: bool
 
 
-def pictures(subject: Subject) -> dict[str, Pictures]:
+def sample_images(context: CheckContext) -> dict[str, SampleImages]:
     """Images of each split; splits without two readable images of one shape are not in it."""
     found = {}
-    for name, (dataset, _) in subject.splits.parts.items():
-        size = subject.splits.channels * subject.splits.image_size[0] * subject.splits.image_size[1]
-        keyed = Keyed(dataset, subject.config.seed, subject.sample_transforms)
-        until = subject.left * (1 - _SHARE)
+    for name, (dataset, _) in context.splits.parts.items():
+        size = context.splits.channels * context.splits.image_size[0] * context.splits.image_size[1]
+        keyed = SeededDataset(dataset, context.config.seed, context.sample_transforms)
+        until = context.left * (1 - _SHARE)
         read: list[tuple[Tensor, Tensor, int]] = []
-        for index in subject.readable(name, max(16, min(_MOST, _VALUES // size))):
-            if subject.left < until and len(read) >= 2:
+        for index in context.readable(name, max(16, min(_MOST, _VALUES // size))):
+            if context.left < until and len(read) >= 2:
                 break
             image, target = keyed[0, index]
             image = as_tensor(image)
@@ -55,7 +55,7 @@ def pictures(subject: Subject) -> dict[str, Pictures]:
         images, targets, indices = zip(*read, strict=True)
         stacked, of_bytes = torch.stack(images), images[0].dtype == torch.uint8
         scaled = stacked.float() / 255 if of_bytes else stacked.float()
-        found[name] = Pictures(scaled, torch.stack(targets), torch.tensor(indices), of_bytes)
+        found[name] = SampleImages(scaled, torch.stack(targets), torch.tensor(indices), of_bytes)
     return found
 
 
@@ -65,7 +65,7 @@ def small(images: Tensor, side: int = SIDE) -> Tensor:
     return F.adaptive_avg_pool2d(images, size) if images.shape[2:] != size else images
 
 
-def units(images: Tensor) -> Tensor:
+def unit_vectors(images: Tensor) -> Tensor:
     """Images as vectors of length 1 without their mean, so that brightness and contrast do not count: (N, D)."""
     flat = images.flatten(1).double()
     flat = flat - flat.mean(1, keepdim=True)

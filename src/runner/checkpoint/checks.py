@@ -1,118 +1,17 @@
-"""What a checkpoint from a stranger could do without running code: take all memory, or put odd things where numbers belong.
-
-The archive is looked through before anything of it is unpacked, and the contents before anybody relies on them.
-"""
+"""Whether the contents of a checkpoint have the types that everybody relies on."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import zipfile
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from runner.config.errors import first_line
-
-_DEEPEST = 64  # containers inside each other; states of optimizers have about five
 _LARGEST_IMAGE = 2**28  # numbers of one image: over 9,000 pixels a side, in colour
 _LARGEST = 2**53  # the last whole number that every program keeps exactly
-_ROOM = 2**26  # bytes that tensors may stand for beyond what the file holds: a single number, say, seen as many
 _POSITION = {"epoch": int, "batch": int, "micro_batch": int, "global_step": int, "evaluation_due": bool, "pieces": int}
 _BEST = {"metric": str, "mode": str, "value": float, "loss": float, "global_step": int, "epoch": int}
-
-
-def wrong_archive(file: BinaryIO, size: int) -> str:
-    """Why an archive is not as `torch.save` makes them, or an empty string.
-
-    Records of `torch.save` are not compressed, so all of them together fit into the file. A few kilobytes of a compressed
-    archive stand for as many gigabytes as its maker likes.
-
-    Args:
-        file: the archive, open for reading.
-        size: its bytes.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
-        return f"it is not a zip archive that can be read ({error})"
-    names = [record.filename.lower() for record in records]
-    if len(set(names)) != len(names):
-        return "its archive has two records of one name"
-    if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        return "its archive is compressed, which torch.save never does"
-    if sum(record.file_size for record in records) > size:
-        return "its archive claims to hold more bytes than the file has"
-    # torch has a reader of its own, which can be made to see another list of records than Python's.
-    file.seek(0)
-    try:
-        reader = torch._C.PyTorchFileReader(file)
-        listed = reader.get_all_records()
-        seen = sum(reader.get_record_size(name) for name in listed)
-    except RuntimeError as error:
-        return f"it is not a zip archive that can be read ({first_line(error)})"
-    if len({name.lower() for name in listed}) != len(listed) or seen > size:
-        return "its archive has other records than it lists"
-    return ""
-
-
-def wrong_contents(contents: dict[str, Any], size: int) -> str:
-    """What of a checkpoint's contents is not what it should be, or an empty string.
-
-    Args:
-        contents: as loaded; none of its tensors has been read.
-        size: bytes of the file.
-    """
-    return wrong_extent(contents, size) or _wrong_type(contents)
-
-
-def wrong_extent(contents: Any, size: int) -> str:
-    """What in nested containers stands for more than a file can hold, or is a tensor that does not lie in it; or an empty string.
-
-    Args:
-        contents: as loaded; none of its tensors has been read.
-        size: bytes of the file.
-    """
-    return _Extent(size).exceeded(contents)
-
-
-class _Extent:
-    """Counts what nested containers stand for when they are walked through, as saving and restoring does.
-
-    A list that holds another one twice, which holds another one twice, and so on, is short in a file and endless to walk.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._left = size + _ROOM // 64
-
-    def exceeded(self, value: Any, place: str = "", depth: int = 0) -> str:
-        """What goes beyond the file's size or is nested too deeply, or an empty string."""
-        self._left -= 1
-        if self._left < 0:
-            return "it stands for more values than a file of its size can hold"
-        if isinstance(value, torch.Tensor):
-            return self._exceeded_by_tensor(value, place)
-        if isinstance(value, str | bytes | bytearray) and len(value) > self._size:
-            return f"{place} is larger than the file"
-        if isinstance(value, Mapping | list | tuple | set):
-            if depth == _DEEPEST:
-                return f"it has over {_DEEPEST} levels of nesting"
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            for key, item in items:
-                if found := self.exceeded(item, f"{place}.{key}".lstrip(".")[:200], depth + 1):
-                    return found
-        return ""
-
-    def _exceeded_by_tensor(self, tensor: torch.Tensor, place: str) -> str:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            return f"{place} is a tensor of a kind that is never saved"
-        stored, shown = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
-        if stored > self._size or shown > self._size + _ROOM:
-            return f"{place} is larger than the file"
-        return ""
 
 
 def _is_identity(item: tuple[Any, Any]) -> bool:
@@ -161,7 +60,7 @@ def _are_turns(turns: Any) -> bool:
     return all(one[0] < two[0] and one[1] < two[1] for one, two in itertools.pairwise(turns))
 
 
-def _wrong_type(contents: dict[str, Any]) -> str:
+def wrong_type(contents: dict[str, Any]) -> str:
     """What of the top levels is not what it should be, or an empty string."""
     for key in ("model", "optimizer", "scheduler", "rng", "position", "metrics", "versions"):
         if not isinstance(contents[key], dict):

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from runner.verbs.check.context import Subject
+    from runner.verbs.check.context import CheckContext
 
 Status = Literal["pass", "warn", "fail", "skip"]
 Lack = Literal["", "time", "images"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """What a check found.
 
     Attributes:
@@ -31,34 +31,34 @@ class Verdict:
     lack: Lack = ""
 
 
-def passed(evidence: str) -> Verdict:
+def passed(evidence: str) -> Result:
     """Nothing is wrong."""
-    return Verdict("pass", evidence)
+    return Result("pass", evidence)
 
 
-def warned(evidence: str, fix: str) -> Verdict:
+def warned(evidence: str, fix: str) -> Result:
     """Something is unusual, or wrong in most cases."""
-    return Verdict("warn", evidence, fix)
+    return Result("warn", evidence, fix)
 
 
-def failed(evidence: str, fix: str) -> Verdict:
+def failed(evidence: str, fix: str) -> Result:
     """Something is wrong."""
-    return Verdict("fail", evidence, fix)
+    return Result("fail", evidence, fix)
 
 
-def skipped(reason: str) -> Verdict:
+def skipped(reason: str) -> Result:
     """The check does not apply."""
-    return Verdict("skip", reason)
+    return Result("skip", reason)
 
 
-def out_of_time(evidence: str) -> Verdict:
+def out_of_time(evidence: str) -> Result:
     """The check applies, but the budget is too short for it."""
-    return Verdict("skip", evidence, lack="time")
+    return Result("skip", evidence, lack="time")
 
 
-def too_few(evidence: str) -> Verdict:
+def too_few(evidence: str) -> Result:
     """The check applies, but it saw too few images to say that nothing is wrong."""
-    return Verdict("skip", evidence, lack="images")
+    return Result("skip", evidence, lack="images")
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class Check:
     name: str
     group: str
     finds: str
-    run: Callable[[Subject], Verdict]
+    run: Callable[[CheckContext], Result]
 
 
-def check(run: Callable[[Subject], Verdict]) -> Check:
+def check(run: Callable[[CheckContext], Result]) -> Check:
     """Make a function a check: its name is that of the function, what it finds the first line of the docstring."""
     name, group = run.__name__.replace("_", "-"), run.__module__.rpartition(".")[2]
     return Check(name, group, (inspect.getdoc(run) or "").splitlines()[0].rstrip("."), run)
 
 
-def listed(names: list[str], most: int = 3) -> str:
+def join_names(names: list[str], most: int = 3) -> str:
     """Names as people list them, the later ones counted."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,215 @@
+"""The layout of a safetensors file: the header's length (8 bytes, little-endian), the header (JSON), the tensors' bytes.
+
+Written here and not by the library, which takes the whole file as one copy in memory and computes no digests.
+Metadata begin with `format` and `sha256`; `digests` has the SHA-256 of each tensor's bytes. `sha256` is that of the header
+and its length, with 64 zeros instead of itself. So whatever is read is verified, and what is not needed is not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+
+from runner.checkpoint.structure import BY_DTYPE, NATIVE
+
+_BLOCK = 1 << 20
+_LARGEST_HEADER = 100_000_000  # bytes, as in the library
+_ZEROS = "0" * 64
+_HEAD = re.compile(rb'.{8}\{"__metadata__":\{"format":"(\d{1,9})","sha256":"([0-9a-f]{64})"', re.DOTALL)
+
+
+class Damaged(Exception):
+    """The file is truncated, altered, or something else."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies in a file, and the digest of its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """A verified header.
+
+    Attributes:
+        format: version of the metadata.
+        metadata: texts by name.
+        tensors: by name, in the order of their bytes.
+    """
+
+    format: int
+    metadata: dict[str, str]
+    tensors: dict[str, Stored]
+
+
+def write(file: BinaryIO, written: str, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> None:
+    """Write a file, one tensor after the other; each is copied only if it is not contiguous on the CPU.
+
+    Args:
+        file: empty, open for writing.
+        written: the format.
+        metadata: texts by name, beside `format`, `sha256` and `digests`.
+        tensors: by name.
+
+    Raises:
+        OSError: if it cannot be written.
+        ValueError: if the header is too large, or a text in it is not Unicode.
+    """
+    entries, end = dict[str, dict[str, Any]](), 0
+    # Larger elements come first, so that all are aligned when the file is mapped.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": BY_DTYPE[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    digests = dict.fromkeys(entries, _ZEROS)
+
+    def header() -> bytes:
+        known = {"format": written, "sha256": _ZEROS, **metadata, "digests": _compact(digests)}
+        text = _compact({"__metadata__": known, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > _LARGEST_HEADER:
+            raise ValueError("what is saved beside tensors takes more than 100 MB")
+        return len(text).to_bytes(8, "little") + text
+
+    file.write(bytes(len(header())))
+    for name in entries:
+        digests[name] = _write_tensor(file, tensors[name])
+    file.seek(0)
+    made = header()
+    file.write(made.replace(_ZEROS.encode(), hashlib.sha256(made).hexdigest().encode(), 1))
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> str:
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data, digest = memoryview(plain.reshape(-1).view(torch.uint8).numpy()), hashlib.sha256()
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        digest.update(block)
+        file.write(block)
+    return digest.hexdigest()
+
+
+def is_checkpoint(file: BinaryIO) -> bool:
+    """Whether a file is of the program's, be it damaged; other safetensors files have other metadata."""
+    file.seek(0)
+    start = file.read(200)
+    size = min(int.from_bytes(start[:8], "little"), _LARGEST_HEADER)
+    file.seek(8)
+    return _HEAD.match(start) is not None or b'"digests":"{' in file.read(size)
+
+
+def read_header(file: BinaryIO) -> Header:
+    """Read and verify the header of a file; nothing of the size that it claims is taken before that.
+
+    Raises:
+        Damaged: if it is none of `write`, or altered, or the file has another size.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(size - 8, _LARGEST_HEADER):
+        raise Damaged("it is truncated, or not a safetensors file")
+    file.seek(0)
+    data = file.read(8 + length)
+    head = _HEAD.match(data)
+    if head is None:
+        raise Damaged("its header has no checksum")
+    if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
+        raise Damaged("its contents do not fit its checksum (header): the file is damaged")
+    try:
+        entries = json.loads(data[8:], object_pairs_hook=_unique)
+        metadata = entries.pop("__metadata__")
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("a value of its metadata is not a text")
+        digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)
+        tensors = _tensors(entries, digests, size - 8 - length, 8 + length)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"its header is not one of safetensors: {str(error)[:200] or type(error).__name__}") from error
+    return Header(int(head[1]), metadata, tensors)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name is there twice")
+    return made
+
+
+def _tensors(entries: dict[str, Any], digests: Any, size: int, start: int) -> dict[str, Stored]:
+    """What the header says of tensors, whose bytes have to fill the rest of the file without gap or overlap.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: if they do not, or an entry is of another form.
+    """
+    found, end = dict[str, Stored](), 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (begin, stop) = NATIVE[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        numbers = (*shape, begin, stop)
+        if len(entry) != 3 or len(shape) > 64 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+            raise ValueError(f"the entry of {name[:100]} is not one of a tensor")
+        if begin != end or stop - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"the bytes of {name[:100]} are not where they should be, or another number")
+        if not isinstance(digests[name], str):
+            raise ValueError(f"{name[:100]} has no checksum")
+        found[name], end = Stored(dtype, tuple(shape), start + begin, start + stop, digests[name]), stop
+    if end != size:
+        raise ValueError(f"its tensors take {end:,} bytes, and the file has {size:,} for them")
+    return found
+
+
+def read_tensors(file: BinaryIO, header: Header, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Read tensors onto the CPU and verify them: what is hashed is what is used, whatever becomes of the file.
+
+    Raises:
+        Damaged: if the bytes of one are altered.
+    """
+    found = {}
+    for name in names:
+        stored = header.tensors[name]
+        data = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
+        _read_verified(file, name, stored, memoryview(data.numpy()))
+        found[name] = data.view(stored.dtype).view(stored.shape)
+    return found
+
+
+def verify(file: BinaryIO) -> None:
+    """Verify all of a file, in little memory.
+
+    Raises:
+        Damaged: if it is truncated or altered.
+    """
+    block = memoryview(bytearray(_BLOCK))
+    for name, stored in read_header(file).tensors.items():
+        _read_verified(file, name, stored, block)
+
+
+def _read_verified(file: BinaryIO, name: str, stored: Stored, memory: memoryview) -> None:
+    """Read a tensor's bytes into memory, over and over the same where it is smaller, and verify them."""
+    file.seek(stored.begin)
+    digest, left, start = hashlib.sha256(), stored.end - stored.begin, 0
+    while left > 0:
+        start = start if start < len(memory) else 0
+        block = memory[start : start + min(left, _BLOCK)]
+        if file.readinto(block) != len(block):  # type: ignore[attr-defined]
+            raise Damaged("it is truncated")
+        digest.update(block)
+        left, start = left - len(block), start + len(block)
+    if digest.hexdigest() != stored.sha256:
+        raise Damaged(f"its contents do not fit its checksum ({name}): the file is damaged")

@@ -1,0 +1,77 @@
+"""Old names of config keys and components: an old key is refused with its new name; stored configs are migrated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from runner.config.errors import Problem
+
+KEYS = {
+    "clip": "grad_clip",
+    "data.residency": "data.placement",
+    "optimizer.scale_lr": "optimizer.lr_base_batch_size",
+    "averaging.lr": "averaging.lr_factor",
+}
+MODULES = {
+    **{
+        f"runner.data.{old}": f"runner.data.transforms.{new}"
+        for old, new in {
+            "augment": "augment",
+            "colour": "color_jitter",
+            "crops": "crops",
+            "mixing": "mixing",
+            "policies": "auto_augment",
+            "resized_crop": "resized_crop",
+        }.items()
+    },
+    **{
+        f"runner.data.{name}": f"runner.data.sources.{name}"
+        for name in ("digits", "folders", "synthetic", "torchvision_sets")
+    },
+}
+
+
+def new_key(key: str) -> str | None:
+    """The present name of a dotted key that was renamed, or that lies in a section that was; None for any other key."""
+    for old, new in KEYS.items():
+        if key == old or key.startswith(f"{old}."):
+            return new + key.removeprefix(old)
+    return None
+
+
+def new_target(path: str) -> str:
+    """The present path of a component."""
+    module, _, name = path.rpartition(".")
+    return f"{MODULES[module]}.{name}" if module in MODULES else path
+
+
+def renamed_problem(key: str, origin: str = "") -> Problem | None:
+    """The problem of a key that was renamed; None if it was not."""
+    new = new_key(key)
+    return None if new is None else Problem(key, f"was renamed to {new}", new, origin=origin)
+
+
+def migrate(values: dict[str, Any]) -> dict[str, Any]:
+    """Give the keys and components of a stored config their present names, in place; an entry keeps its position."""
+    for old, new in KEYS.items():
+        *parents, last = old.split(".")
+        section: Any = values
+        for part in parents:
+            section = section.get(part) if isinstance(section, dict) else None
+        name = new.rpartition(".")[2]
+        if isinstance(section, dict) and last in section and name not in section:
+            items = [(name if key == last else key, value) for key, value in section.items()]
+            section.clear()
+            section.update(items)
+    for node in _mappings(values):
+        if isinstance(node.get("_target_"), str):
+            node["_target_"] = new_target(node["_target_"])
+    return values
+
+
+def _mappings(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _mappings(inner)

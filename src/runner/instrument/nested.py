@@ -1,0 +1,41 @@
+"""The tensors in nested containers.
+
+`torch.utils._pytree` is private by name, and torch has no public form of it. This file is the only one that uses it;
+`tests/instrument/test_nested.py` fails if it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and classes registered with `torch.utils._pytree`, in order."""
+    if isinstance(value, Tensor):  # what nearly every module returns
+        return [value]
+    return [tensor for _, tensor in named_tensors(value)]
+
+
+def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The same with the dotted place of each, such as `exp_avg.0`, below `name`."""
+    for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+        place = ".".join(filter(None, [name, *(_text(key) for key in path)]))
+        if isinstance(leaf, Tensor):
+            yield place, leaf
+        elif isinstance(leaf, Mapping):  # a subclass that is not registered is a leaf to torch
+            yield from named_tensors(dict(leaf), place)
+        elif isinstance(leaf, list | tuple):
+            yield from named_tensors([*leaf], place)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in nested containers, or None."""
+    return next(iter(tensors_in(value)), None)
+
+
+def _text(key: Any) -> str:
+    return str(next(getattr(key, field) for field in ("key", "idx", "name") if hasattr(key, field)))

@@ -1,0 +1,122 @@
+"""Run a model on the side and leave no trace of it: buffers, modes, gradients and random generators are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+@contextlib.contextmanager
+def no_trace(model: nn.Module, *others: object) -> Iterator[None]:
+    """Put back buffers, modes, gradients, `requires_grad` and all random generators.
+
+    Gradients are None meanwhile, so `backward` in the block accumulates into fresh ones. Hooks are the business of
+    `Observer`, which removes its own. Weights are not copied: the block must not step.
+
+    Args:
+        model: what runs.
+        *others: further modules that run, such as a loss; objects of other kinds are ignored.
+    """
+    roots = [module for module in (model, *others) if isinstance(module, nn.Module)]
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    parameters = [(each, each.grad, each.requires_grad) for root in roots for each in root.parameters()]
+    for parameter, _, _ in parameters:
+        parameter.grad = None
+    try:
+        with preserved_rng(), preserved_buffers(*roots):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient, trained in parameters:
+            parameter.grad = gradient
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(trained)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, *others: object) -> Iterator[None]:
+    """Evaluation mode and inference mode, see `no_trace`."""
+    # Buffers are put back outside inference mode, whose tensors cannot be trained with.
+    with no_trace(model, *others):
+        model.eval()
+        with torch.inference_mode():
+            yield
+
+
+class SavedBuffers:
+    """The buffers of modules as they are now: their values, and which tensors they are.
+
+    Some models assign new tensors to their buffers, or register buffers while they run. Copying the old values into the
+    old tensors would not undo that.
+
+    Args:
+        *modules: modules; objects of other kinds are ignored.
+    """
+
+    def __init__(self, *modules: object) -> None:
+        inner = dict.fromkeys(each for module in modules if isinstance(module, nn.Module) for each in module.modules())
+        self._buffers = [(module, dict(module._buffers)) for module in inner]
+        found = (buffer for _, buffers in self._buffers for buffer in buffers.values() if buffer is not None)
+        self._writable = [buffer.detach() for buffer in found if _is_writable(buffer)]
+        self._values = [buffer.clone() for buffer in self._writable]
+
+    def restore(self) -> None:
+        """Put them back."""
+        with torch.no_grad():
+            if self._writable:
+                torch._foreach_copy_(self._writable, self._values)
+        for module, buffers in self._buffers:
+            if buffers or module._buffers:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+
+
+def _is_writable(buffer: Tensor) -> bool:
+    """Whether it can be changed in place: an expanded tensor, whose elements share memory, cannot."""
+    if buffer.is_contiguous():
+        return True
+    pairs = zip(buffer.stride(), buffer.shape, strict=True) if buffer.layout is torch.strided else ()
+    return all(stride for stride, size in pairs if size > 1)
+
+
+@contextlib.contextmanager
+def preserved_buffers(*modules: object) -> Iterator[None]:
+    """Put back the buffers of modules, see `SavedBuffers`."""
+    saved = SavedBuffers(*modules)
+    try:
+        yield
+    finally:
+        saved.restore()
+
+
+@contextlib.contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Put back the global random generators of Python, NumPy and torch, on the CPU and on every device in use."""
+    python, numpy = random.getstate(), np.random.get_state()
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if in_use else ()
+    # fork_rng handles the CPU and one kind of device; Apple's GPU needs another call.
+    apple = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    try:
+        with torch.random.fork_rng(devices=devices, device_type="cuda"):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if apple is not None:
+            torch.mps.set_rng_state(apple)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[object]:
+    """A context in which compiled models run as Python: compiled code calls no hooks inside and cannot be counted."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes a second
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
