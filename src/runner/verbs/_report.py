@@ -35,7 +35,7 @@ class Report(Console):
         for text in texts:
             self.line(str(text))
 
-    def not_measured(self, skipped: Sequence[tuple[str, str]]) -> None:
+    def skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
         """Show what was skipped, each with the reason; nothing if nothing was."""
         if skipped:
             self.table("skipped", ["what", "why"], [list(pair) for pair in skipped])
