@@ -13,7 +13,7 @@ import pytest
 
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
-from runner.tracking.formats import GAUGES
+from runner.tracking.formats import HARDWARE_METRICS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -65,7 +65,7 @@ def resumed_equals_uninterrupted(train: Any, stopped: Any, step: int, *words: st
     # What is logged is the same to the last digit, too; only the speed is another.
     before, after = (
         sorted(
-            str({name: value for name, value in record.items() if name not in ("samples_per_s", *GAUGES)})
+            str({name: value for name, value in record.items() if name not in ("samples_per_s", *HARDWARE_METRICS)})
             for record in run.metrics
         )
         for run in (whole, rest)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from runner.runtime import peak_flops
-from runner.runtime.hardware_metrics import Gauges
-from runner.runtime.peak_flops import Ceiling
+from runner.runtime.hardware_metrics import HardwareMetrics
+from runner.runtime.peak_flops import PeakFlops
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=60", "data.image_size=8", "data.batch_size=8", "epochs=1", "model=small_cnn",
@@ -52,7 +52,7 @@ def test_utilization_is_measured_on_request_and_changes_no_bit(train: Callable[.
 def test_a_gpu_of_known_peak_has_its_utilization_logged_without_being_asked(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ceiling = Ceiling(1e9, "float32", False, "data sheet of a GPU")
+    ceiling = PeakFlops(1e9, "float32", False, "data sheet of a GPU")
     monkeypatch.setattr("runner.runtime.hardware_metrics.known_peak", lambda device, kind: ceiling)
     result = train(*SMALL)
     assert "data sheet of a GPU" in result.out
@@ -61,12 +61,12 @@ def test_a_gpu_of_known_peak_has_its_utilization_logged_without_being_asked(
 
 
 def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    ceiling = Ceiling(1e12, "bf16", True, "")
-    figures = Gauges(torch.device("cpu"), 2e9, ceiling)(100.0)
+    ceiling = PeakFlops(1e12, "bf16", True, "")
+    figures = HardwareMetrics(torch.device("cpu"), 2e9, ceiling)(100.0)
     assert figures["mfu"] == pytest.approx(0.2)
-    assert set(Gauges(torch.device("cpu"))(100.0)) == {"peak_memory_mib"}
+    assert set(HardwareMetrics(torch.device("cpu"))(100.0)) == {"peak_memory_mib"}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
-    assert Gauges(torch.device("cuda", 0))(1.0) == {"peak_memory_mib": 3.0}
+    assert HardwareMetrics(torch.device("cuda", 0))(1.0) == {"peak_memory_mib": 3.0}
 
 
 def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_if_not(
@@ -82,7 +82,7 @@ def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_
     assert "log.utilization: the operations of this model cannot be counted: no formula" in asked.err
     assert "allowed: log.utilization=false" in asked.err
     monkeypatch.setattr(
-        "runner.runtime.hardware_metrics.known_peak", lambda device, kind: Ceiling(1e9, "float32", False, "")
+        "runner.runtime.hardware_metrics.known_peak", lambda device, kind: PeakFlops(1e9, "float32", False, "")
     )
     warned = run(*words)
     assert warned.status == 0

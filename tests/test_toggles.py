@@ -1,4 +1,6 @@
-"""Every toggle, and every two of them together, train; stopped in the middle and resumed, they end with the same bits.
+"""Every toggle, and every pair of toggles, trains; a run that is stopped and resumed ends with the same bits.
+
+The pairs are those of a covering array: each row turns on several toggles, and every pair is in some row.
 
 The runs are those of the program from where the command line has been composed: composing takes longer than they do.
 """
@@ -59,27 +61,71 @@ SMALL = (
     "epochs=null", "threads=1", "logger=none", "log.progress=false", "log.curves=false", "log.every_steps=50", "trust=[tiny_model]",
 )  # fmt: skip
 STEPS, STOP = 7, 2
-TOGGLES: dict[str, dict[str, Any]] = {
-    "amp=bf16": {"amp": "bf16"},
-    "amp=fp16": {"amp": "fp16"},
-    "channels_last=true": {"channels_last": True},
-    "activation_checkpointing=true": {"activation_checkpointing": True},
-    "accumulate=2": {"accumulate": 2},
-    "grad_clip.norm=0.1": {"grad_clip.norm": 0.1},
-    "optimizer.fused=true": {"optimizer.fused": True},
-    "optimizer.foreach=true": {"optimizer.foreach": True},
-    "deterministic=true": {"deterministic": True},
-    "model.dropout=0.3": {"model.dropout": 0.3},
-    "data.placement=disk": {"data.placement": "disk"},
-    "freeze=blocks.0@3": {"freeze": "blocks.0@3"},  # trained from a step on that comes after the stop
-}
-EXCLUSIVE = [{"amp=bf16", "amp=fp16"}, {"optimizer.fused=true", "optimizer.foreach=true"}]
-# What changes where and how things are kept and computed, but nothing about what is computed.
-WITHOUT_A_TRACE = {
-    "activation_checkpointing=true", "optimizer.fused=true", "deterministic=true", "data.placement=disk",
-}  # fmt: skip
-SINGLES = [(name,) for name in TOGGLES]
-PAIRS = [pair for pair in itertools.combinations(TOGGLES, 2) if set(pair) not in EXCLUSIVE]
+# Each factor with its levels, the first of which is the default.
+FACTORS: list[list[dict[str, Any]]] = [
+    [{}, {"amp": "bf16"}, {"amp": "fp16"}],
+    [{}, {"optimizer.fused": True}, {"optimizer.foreach": True}],
+    [{}, {"channels_last": True}],
+    [{}, {"activation_checkpointing": True}],
+    [{}, {"accumulate": 2}],
+    [{}, {"grad_clip.norm": 0.1}],
+    [{}, {"deterministic": True}],
+    [{}, {"model.dropout": 0.3}],
+    [{}, {"data.placement": "disk"}],
+    [{}, {"freeze": "blocks.0@3"}],  # trained from a step on that comes after the stop
+]
+# Toggles that change where and how values are kept and computed, but no result.
+EXACT = {"activation_checkpointing", "optimizer.fused", "deterministic", "data.placement"}
+
+
+def covering_array() -> list[tuple[int, ...]]:
+    """Rows of levels such that every two levels of every two factors occur together in a row, found greedily."""
+    places = range(len(FACTORS))
+    pairs = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(places, 2)
+        for a in range(len(FACTORS[i]))
+        for b in range(len(FACTORS[j]))
+    }
+    rows = []
+    while pairs:
+        row = dict(min(pairs))
+        for place in sorted(set(places) - row.keys()):
+            gain = [
+                sum(tuple(sorted([(place, level), other])) in pairs for other in row.items())
+                for level in range(len(FACTORS[place]))
+            ]
+            row[place] = gain.index(max(gain))
+        pairs -= set(itertools.combinations(sorted(row.items()), 2))
+        rows.append(tuple(row[place] for place in places))
+    return rows
+
+
+def name_of(row: tuple[int, ...]) -> str:
+    return " ".join(f"{key}={value}" for key, value in settings(row).items()) or "defaults"
+
+
+def settings(row: tuple[int, ...]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    for levels, level in zip(FACTORS, row, strict=True):
+        chosen |= levels[level]
+    return chosen
+
+
+def alone(place: int, level: int) -> tuple[int, ...]:
+    """The row with one toggle."""
+    return tuple(level if place == other else 0 for other in range(len(FACTORS)))
+
+
+SINGLES = [alone(place, level) for place, levels in enumerate(FACTORS) for level in range(1, len(levels))]
+
+
+def test_the_covering_array_has_every_pair_of_toggles() -> None:
+    rows = covering_array()
+    assert len(rows) <= 16
+    for first, second in itertools.combinations(range(len(FACTORS)), 2):
+        together = {(row[first], row[second]) for row in rows}
+        assert together == set(itertools.product(range(len(FACTORS[first])), range(len(FACTORS[second]))))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +135,7 @@ def composed() -> list[Composition]:
 
 
 @pytest.fixture(scope="module")
-def digests() -> dict[tuple[str, ...], str]:
+def digests() -> dict[str, str]:
     """Weights of the runs that were not stopped, by their toggles."""
     return {}
 
@@ -133,40 +179,37 @@ def call(
     sys.modules.pop("tiny_model", None)
 
 
-def settings(names: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for name in names for key, value in TOGGLES[name].items()}
-
-
-def digest(names: tuple[str, ...], call: Callable[..., Any], digests: dict[tuple[str, ...], str]) -> str:
+def digest(chosen: dict[str, Any], call: Callable[..., Any], digests: dict[str, str]) -> str:
     """Weights after all steps without a stop."""
-    if names not in digests:
-        digests[names] = call(max_steps=STEPS, **settings(names))["weights_sha256"]
-    return digests[names]
+    name = json.dumps(chosen, sort_keys=True)
+    if name not in digests:
+        digests[name] = call(max_steps=STEPS, **chosen)["weights_sha256"]
+    return digests[name]
 
 
-@pytest.mark.parametrize("names", [*SINGLES, *PAIRS], ids=" ".join)
+@pytest.mark.parametrize("row", dict.fromkeys([*SINGLES, *covering_array()]), ids=name_of)
 def test_stopped_and_resumed_it_ends_with_the_bits_of_a_run_that_was_not(
-    names: tuple[str, ...], call: Callable[..., Any], digests: dict[tuple[str, ...], str]
+    row: tuple[int, ...], call: Callable[..., Any], digests: dict[str, str]
 ) -> None:
-    whole = digest(names, call, digests)
-    part = call(max_steps=STOP, **settings(names))
+    chosen = settings(row)
+    whole = digest(chosen, call, digests)
+    part = call(max_steps=STOP, **chosen)
     assert part["global_step"] == STOP
     assert part["weights_sha256"] != whole
     rest = call(max_steps=STEPS, ckpt_path=str(part["folder"]))
     assert rest["resumed_from"] is not None
     assert rest["global_step"] == STEPS
     assert rest["weights_sha256"] == whole
-    for name in WITHOUT_A_TRACE.intersection(names):
-        others = tuple(other for other in names if other != name)
-        if not (name == "optimizer.fused=true" and "optimizer.foreach=true" in others):
-            assert digest(others, call, digests) == whole, f"{name} changes a bit"
+    inexact = {key: value for key, value in chosen.items() if key not in EXACT}
+    if inexact != chosen:
+        assert digest(inexact, call, digests) == whole, f"{chosen.keys() - inexact.keys()} change the weights"
 
 
-@pytest.mark.parametrize("name", sorted(TOGGLES.keys() - WITHOUT_A_TRACE))
+@pytest.mark.parametrize("row", [row for row in SINGLES if not EXACT & settings(row).keys()], ids=name_of)
 def test_what_changes_the_computation_has_an_effect(
-    name: str, call: Callable[..., Any], digests: dict[tuple[str, ...], str]
+    row: tuple[int, ...], call: Callable[..., Any], digests: dict[str, str]
 ) -> None:
-    assert digest((name,), call, digests) != digest((), call, digests)
+    assert digest(settings(row), call, digests) != digest({}, call, digests)
 
 
 def test_the_header_says_what_was_chosen_and_why(call: Callable[..., Any]) -> None:

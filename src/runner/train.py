@@ -47,7 +47,7 @@ from runner.engine.state import Position
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.debugger import post_mortem
 from runner.runtime.determinism import operations_named
-from runner.runtime.hardware_metrics import choose_gauges
+from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.signals import StopSignals
@@ -219,7 +219,7 @@ def train(
     loggers = build_loggers(config.logger, console.warn)
     extra = build_callbacks(config, task, monitor, mode)
     kind = kind_of(training.precision.dtype, training.device)
-    gauges = choose_gauges(
+    hardware_metrics = choose_hardware_metrics(
         config.log.utilization, training.device, kind, lambda: training_flops(training), training.warnings
     )
 
@@ -247,7 +247,7 @@ def train(
         *extra.values(),
         SkippedSteps(directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
-        Log(config.log.every_steps, [show], gauges, console.warn),
+        Log(config.log.every_steps, [show], hardware_metrics, console.warn),
         checkpointing,
     ]
 
@@ -313,7 +313,7 @@ def train(
         logger.open(directory.path, resumed_step if setup.found else None)
 
     # Tell
-    rows = [*describe(config, training), *gauges.rows()]
+    rows = [*describe(config, training), *hardware_metrics.rows()]
     console.header(f"{config.name}  seed {config.seed}  {directory.path}", rows)
     if groups := table_of_groups(state.optimizer):
         columns = ["group", "tensors", "parameters", "lr", "weight decay"]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from runner.checkpoint.scan import wrong_archive, wrong_contents
 
 from runner.checkpoint.file import DamagedCheckpoint, read, write
-from runner.checkpoint.scan import wrong_archive, wrong_contents
 
 Make = Callable[..., dict[str, Any]]
 MIB = 2**20

@@ -367,7 +367,7 @@ ROWS = [
     Mistake(
         "sizes that differ",
         ("train", *IMAGES, "data.image_size=null", "data.num_workers=0"),
-        ("different shapes", "(3, 8, 8)", "(3, 8, 9)", "set data.image_size"),
+        ("different shapes", "(3, 8, 8)", "(3, 8, 9)", "allowed: data.image_size"),
         lambda place: images(place, ((8, 8), (9, 8))),
         tiny=False,
     ),
@@ -379,7 +379,7 @@ ROWS = [
     Mistake(
         "channels", ("train", "data.normalize={mean: [0, 0], std: [1, 1]}"), ("data.normalize: has 2", "3 channels")
     ),
-    Mistake("split of nothing", ("train", "data.dataset.samples=2"), ("data.split.val=0.1 of 2", "not even one")),
+    Mistake("split of nothing", ("train", "data.dataset.samples=2"), ("data.split.val: 0.1 of 2", "not even one")),
     # Checkpoints
     Mistake("eval of nothing", EVAL, ("ckpt_path: is missing", "allowed: a checkpoint file")),
     Mistake(

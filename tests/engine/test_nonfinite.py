@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.engine.errors import Diverged
-from runner.engine.nonfinite import Guard
+from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.state import FiniteMean
 from runner.optim.kernels import plain_step, start_momentum
 from runner.optim.muon import Muon
@@ -46,7 +46,7 @@ def loop_of(bench: Any, policy: Any, optimizer: Any, *callbacks: Any, scaler: An
     start_momentum(state.optimizer)
     if policy == "skip":
         state.meter = FiniteMean(torch.device("cpu"))
-    guard = Guard(state.model, state.optimizer, policy, scaler is not None)
+    guard = NonFiniteGuard(state.model, state.optimizer, policy, scaler is not None)
     made.parts |= {"guard": guard, "optimizer_step": plain_step(state.optimizer)}
     loop = made.loop(*callbacks, state=state)
     loop.source = Spoilt(made.source)
@@ -163,7 +163,7 @@ def test_an_optimizer_that_has_to_be_asked_says_so(bench: Callable[..., Any], mo
 
     def waits(optimizer: Any, scaled: bool = False) -> bool:
         state = bench(8, optimizer=optimizer).state()
-        return Guard(state.model, state.optimizer, "raise", scaled).waits
+        return NonFiniteGuard(state.model, state.optimizer, "raise", scaled).waits
 
     assert [waits(optimizer) for optimizer in (FUSED, ADAMW, RMSPROP, UNDONE["muon"])] == [False] * 4
     assert waits(PLAIN)
@@ -406,7 +406,7 @@ def test_a_buffer_that_a_model_assigns_anew_is_put_back_too(bench: Callable[...,
 def test_weights_of_complex_numbers_are_watched_as_well() -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     model = nn.ParameterList([weight])
-    guard = Guard(model, torch.optim.SGD([weight], lr=0.1), "raise", False)
+    guard = NonFiniteGuard(model, torch.optim.SGD([weight], lr=0.1), "raise", False)
     weight.grad = torch.ones_like(weight)
     assert guard.allows_step()
     weight.grad[1] = float("nan")

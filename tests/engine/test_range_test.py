@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.engine.errors import Preempted
 from runner.engine.freezing import Freezing, Frozen
-from runner.engine.nonfinite import Guard
+from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
 from runner.engine.step import train_step
 from runner.engine.weight_average import AveragedModel
@@ -166,7 +166,7 @@ def test_a_step_that_the_guard_leaves_out_ends_it(bench: Callable[..., Any]) -> 
 
     small = bench()
     state = small.state()
-    guard = Guard(state.model, state.optimizer, "raise", scaled=False)
+    guard = NonFiniteGuard(state.model, state.optimizer, "raise", scaled=False)
     small.parts = {
         "guard": guard,
         "loss": lambda logits, targets: nn.functional.cross_entropy(Broken.apply(logits), targets),

@@ -22,7 +22,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.range_test import exponential, range_test
 from runner.engine.state import Position
 from runner.runtime.blocks import _Probe as Trial
-from runner.verbs.inspect.watch import pass_through as watched
+from runner.verbs.inspect.observed_pass import pass_through as watched
 
 
 class Assigning(nn.Module):

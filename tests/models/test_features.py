@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
-from runner.models.features import extractor, layer_names, listener
+from runner.models.features import Extractor, listener
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN
@@ -35,7 +36,7 @@ def test_features_of_a_traced_model_are_what_its_modules_give(images: Tensor) ->
     model = ResNet18(1, 5, width=4)
     names = ["stem", "stem.1", "stages.1.0.bn2", "stages.3", "head"]
     with torch.no_grad():
-        found = extractor(model, names)(images)
+        found = Extractor(model, names)(images)
     assert list(found) == names
     for name in names:
         assert found[name].equal(listened(model, name, images)), name
@@ -44,7 +45,7 @@ def test_features_of_a_traced_model_are_what_its_modules_give(images: Tensor) ->
 def test_what_works_in_place_later_does_not_show(images: Tensor) -> None:
     model = MLP(1, (8, 8), 5, hidden=[16])
     with torch.no_grad():
-        found = extractor(model, ["layers.0", "layers.1"])(images)
+        found = Extractor(model, ["layers.0", "layers.1"])(images)
     assert (found["layers.0"] < 0).any()
     assert found["layers.1"].equal(found["layers.0"].relu())
 
@@ -52,7 +53,7 @@ def test_what_works_in_place_later_does_not_show(images: Tensor) -> None:
 def test_names_of_the_same_operation_all_get_it(images: Tensor) -> None:
     model = ResNet18(1, 5, width=4)
     with torch.no_grad():
-        found = extractor(model, ["stages", "stages.3", "stages.3.1", "stages.3.1.add", "mean"])(images)
+        found = Extractor(model, ["stages", "stages.3", "stages.3.1", "stages.3.1.add", "mean"])(images)
     assert found["stages"].equal(found["stages.3"])
     assert found["stages"].equal(found["stages.3.1"])
     assert found["stages"].equal(found["stages.3.1.add"].relu())
@@ -62,7 +63,7 @@ def test_names_of_the_same_operation_all_get_it(images: Tensor) -> None:
 def test_the_tokens_of_a_transformer_are_features_too(images: Tensor) -> None:
     model = ViT(1, (8, 8), 5, dim=12, depth=2, heads=3)
     with torch.no_grad():
-        found = extractor(model, ["blocks.0", "head"])(images)
+        found = Extractor(model, ["blocks.0", "head"])(images)
         assert found["head"].equal(model.eval()(images))
     assert found["blocks.0"].equal(listened(model, "blocks.0", images))
     assert found["blocks.0"].shape == (3, 4, 12)
@@ -72,7 +73,7 @@ def test_features_of_a_model_whose_forward_looks_at_sizes(images: Tensor) -> Non
     model = SmallCNN(1, 5, width=4)
     names = ["stages.2", "stages.0.1", "head"]
     with torch.no_grad():
-        found = extractor(model, names)(images)
+        found = Extractor(model, names)(images)
     assert list(found) == names
     for name in names:
         assert found[name].equal(listened(model, name, images)), name
@@ -83,7 +84,7 @@ def test_features_of_a_model_whose_forward_looks_at_sizes(images: Tensor) -> Non
 def test_the_model_is_left_in_evaluation_mode_with_the_same_weights(images: Tensor) -> None:
     model = ResNet18(1, 5, width=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    features = extractor(model.train(), ["stem"])
+    features = Extractor(model.train(), ["stem"])
     with torch.no_grad():
         features(images)
     assert not any(module.training for module in [*model.modules(), *features.modules()])
@@ -92,25 +93,28 @@ def test_the_model_is_left_in_evaluation_mode_with_the_same_weights(images: Tens
     assert {parameter.data_ptr() for parameter in features.parameters()} <= own
 
 
-def test_names_are_listed_in_order_and_modes_stay(images: Tensor) -> None:
-    model = ResNet18(1, 5, width=4).train()
-    model.stem.eval()
-    names = layer_names(model)
-    assert names.index("stem") < names.index("stem.0") < names.index("stages.0.0.add") < names.index("head")
-    assert model.training
-    assert not model.stem[1].training
-    assert model.stages.training
+def test_layers_of_torchvision_have_the_names_of_torchvision_and_those_inside_them() -> None:
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = torchvision.models.swin_t(weights=None, num_classes=3).eval()
+    inputs = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    names = ["features.1.0.stochastic_depth_1", "features.1.0.add", "features.1"]
+    with torch.no_grad():
+        found = Extractor(model, names)(inputs)
+        expected = create_feature_extractor(model, names[:2], suppress_diff_warning=True)(inputs)
+        assert Extractor(model, ["features.1.0.mlp.0"])(inputs)["features.1.0.mlp.0"].shape[-1] == 4 * 96
+    assert all(found[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("model", [ResNet18(1, 5, width=4), SmallCNN(1, 5, width=4)], ids=["traced", "listened to"])
 def test_a_name_that_there_is_not_is_told_with_the_nearest_and_those_that_there_are(model: nn.Module) -> None:
     with pytest.raises(UserError, match=r"tensors: the model has no layer 'stagse'; did you mean 'stages'") as error:
-        extractor(model, ["head", "stagse"], key="tensors")
+        Extractor(model, ["head", "stagse"], key="tensors")
     assert "stages.2" in str(error.value).partition("allowed: ")[2]
     assert "head" in str(error.value)
     assert len(str(error.value)) < 3000
     with pytest.raises(UserError, match="features: names no layer"):
-        extractor(model, [])
+        Extractor(model, [])
 
 
 class Sizes(nn.Module):
@@ -134,11 +138,11 @@ class Looking(Sizes):
 
 def test_what_is_no_tensor_or_does_not_run_is_told(images: Tensor) -> None:
     with pytest.raises(UserError, match="features: 'size' is a int, not a tensor"):
-        extractor(Sizes(), ["size"])(images)
+        Extractor(Sizes(), ["size"])(images)
     with pytest.raises(UserError, match="the model has no layer 'unused'"):
-        extractor(Sizes(), ["unused"])
+        Extractor(Sizes(), ["unused"])
     with pytest.raises(UserError, match="'unused' does not run"):
-        extractor(Looking(), ["unused"])(images)
+        Extractor(Looking(), ["unused"])(images)
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def test_a_module_with_a_generator_of_its_own_is_named_and_nothing_before_it_dif
     assert 0 < first["amount"]["differing"] <= first["amount"]["elements"] == 32 * 16
     assert 0 < first["amount"]["relative"] < 0.01 < 1
     assert first["amount"]["largest"] > 0
-    assert "middle.1 (Restless) gives another output" in found["cause"]["text"]
-    assert "generator of its own" in found["cause"]["text"]
+    assert "middle.1 (Restless) returns another output" in found["cause"]["text"]
+    assert "its own generator" in found["cause"]["text"]
     assert "deterministic=true" in found["cause"]["remedy"]
     assert found["differing"]["batch"]["differ"] == found["differing"]["generator before forward"]["differ"] == 0
     assert found["differing"]["loss"] == {"differ": 1, "of": 1}
@@ -78,7 +78,7 @@ def test_a_module_with_a_generator_of_its_own_is_named_and_nothing_before_it_dif
     [
         ("model.middle=backward", "gradient of activation", "middle.0", "the backward of middle.1 (RestlessBackward)"),
         ("model.fault=hook", "gradient", "stem.1.weight", "a hook on stem.1.weight"),
-        ("model.fault=weights", "start", "head.bias", "head (Linear) draws them from a generator of its own"),
+        ("model.fault=weights", "start", "head.bias", "head (Linear) draws them from its own generator"),
         ("optimizer={_target_: audit_faults.Perturbed, lr: 0.1}", "weight", "stem.1.weight", "the optimizer's step"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_transform_with_a_generator_of_its_own_is_named(
 ) -> None:
     found = audit(*QUICK, *words)
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert found["cause"]["text"].startswith(f"{who} gives another result each time it is called with the same sample")
+    assert found["cause"]["text"].startswith(f"{who} returns another result each time it is called with the same sample")
 
 
 @pytest.mark.parametrize("workers", ["0,2", "1,2"])
@@ -122,7 +122,7 @@ def test_an_augmentation_seeded_by_the_worker_is_named(audit: Callable[..., Any]
     words = ("transform.sample_train=[{_target_: audit_faults.ByWorker}]", "data.placement=disk")
     found = audit(*QUICK, *words, f"vary=data.num_workers:{workers}")
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    expected = "ByWorker (transform.sample_train.0) gives another result in another worker process"
+    expected = "ByWorker (transform.sample_train.0) returns another result in another worker process"
     assert found["cause"]["text"] == expected
     assert "get_worker_info" in found["cause"]["remedy"]
     assert audit(*QUICK, *words, "vary=data.num_workers:0,0")["same"], "it repeats in one process"

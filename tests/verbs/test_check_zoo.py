@@ -19,7 +19,7 @@ import check_photo_zoo
 import check_zoo
 
 from runner.verbs.check import run as check_run
-from runner.verbs.check.run import CHECKS
+from runner.verbs.check.table import CHECKS
 
 HEALTHY = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_zoo.shapes}", "data.split.val=0.2"),
@@ -104,7 +104,7 @@ def test_nothing_is_found_where_nothing_is_wrong(check: Callable[..., Any], word
         (
             ("init=prior_bias", "data.dataset={_target_: check_zoo.shapes, fault: common class}"),
             "initial-loss",
-            "the shares",
+            "the class shares",
         ),
         (
             (
@@ -112,7 +112,7 @@ def test_nothing_is_found_where_nothing_is_wrong(check: Callable[..., Any], word
                 "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}",
             ),
             "normalization",
-            "as the trained weights of the model want them",
+            "as the pretrained weights of the model expect",
         ),
     ],
     ids=["dropout of any make", "bias of the class shares", "statistics of trained weights"],
@@ -180,5 +180,5 @@ def test_a_run_is_compared_with_baselines(check: Callable[..., Any], run: Callab
         found[name] = check(*with_run)
     assert found["good"]["beats-baselines"]["status"] in ("pass", "warn")
     assert found["bad"]["beats-baselines"]["status"] == "fail"
-    assert "commonest class" in found["bad"]["beats-baselines"]["evidence"]
+    assert "most frequent class" in found["bad"]["beats-baselines"]["evidence"]
     assert found["bad"]["initial-loss"]["status"] == "skip", "the weights are not those of a start"

@@ -19,7 +19,7 @@ from runner.build.run import Training, build_training
 from runner.config.resolve import checked
 from runner.config.schema.inspect import Inspect
 from runner.verbs._table import VERBS
-from runner.verbs.inspect.watch import pass_through
+from runner.verbs.inspect.observed_pass import pass_through
 
 DATA = (
     "threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8",

@@ -24,7 +24,7 @@ from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.loop import Limits
-from runner.engine.nonfinite import Guard
+from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
 from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.state import FiniteMean, RunningMean, Position, TrainState
@@ -152,7 +152,7 @@ def build_training(
     schedule = build_schedule(config, limits, timeline, total_steps, mode)
     schedule = with_swa_rate(schedule, config, timeline, limits, total_steps)
     scaled = precision.scaler is not None
-    guard = Guard(model, optimizer, config.on_nonfinite, scaled)
+    guard = NonFiniteGuard(model, optimizer, config.on_nonfinite, scaled)
     if guard.waits and device.type != "cpu":
         warnings.append(
             f"every step waits for the {device.type} device, as {type(optimizer).__name__} without a fused kernel has to be "

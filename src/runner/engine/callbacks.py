@@ -116,7 +116,7 @@ class Log:
     Args:
         every_steps: optimizer steps between readings; in between nothing waits for the device.
         sinks: called with (split, metrics, global_step, epoch), the epoch counted from 1.
-        gauges: further figures of a training line, given its samples a second; must not wait for the device.
+        hardware_metrics: further figures of a training line, given its samples a second; must not wait for the device.
         warn: told in a sentence when the loss jumps.
     """
 
@@ -124,14 +124,14 @@ class Log:
         self,
         every_steps: int,
         sinks: Sequence[Callable[[str, dict[str, float], int, int], None]],
-        gauges: Callable[[float], dict[str, float]] = lambda rate: {},
+        hardware_metrics: Callable[[float], dict[str, float]] = lambda rate: {},
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._warn = warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
         self.every_steps = every_steps
         self.sinks = list(sinks)
-        self.gauges = gauges
+        self.hardware_metrics = hardware_metrics
         self._since = time.perf_counter()
         self._samples = 0
         self._waited_s = self._paused_s = 0.0
@@ -157,7 +157,7 @@ class Log:
         self._begin(loop, now)
         metrics = {"loss": loss}
         loop.collect("on_log", metrics)
-        self._send(loop, "train", metrics | speed | self.gauges(rate))
+        self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))
         loop.state.meter.reset()
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:

@@ -13,7 +13,7 @@ Policy = Literal["raise", "skip", "rollback"]
 _ROOM = 1024  # flags on the device before they have to be read
 
 
-class Guard:
+class NonFiniteGuard:
     """Keeps an optimizer from taking a step with gradients that are not finite.
 
     A fused optimizer is told by a flag on the device, which its kernel obeys, so nothing waits. Muon and RMSprop have no such
@@ -73,7 +73,7 @@ class Guard:
         return not self.by_kernel and self._before is None
 
     @property
-    def left_out(self) -> Tensor | None:
+    def skipped(self) -> Tensor | None:
         """A flag on the device, above 0 if the step under way is left out and training goes on; None where none ever is."""
         return self._found if self.policy == "skip" else None
 
@@ -112,11 +112,11 @@ class Guard:
         """Undo the step that was taken if the flag is up, where no kernel obeys it."""
         if not self._before:
             return
-        left_out = self._found > 0
+        skipped = self._found > 0
         for key, tensor in self._changed_by_a_step():
             kept = self._before.get(key)
             # Moments that the first step made begin as zeros.
-            torch.where(left_out, torch.zeros_like(tensor) if kept is None else kept, tensor, out=tensor)
+            torch.where(skipped, torch.zeros_like(tensor) if kept is None else kept, tensor, out=tensor)
         self._before = {}
 
     def _changed_by_a_step(self) -> Iterator[tuple[tuple[Tensor, str], Tensor]]:

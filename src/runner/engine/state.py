@@ -112,13 +112,13 @@ class FiniteMean(RunningMean):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._left_out = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
         """Count the mean `loss` of `samples` samples, if it is finite."""
         loss = loss.detach()
         finite = loss.isfinite()
-        self._left_out.add_(~finite, alpha=samples)
+        self._skipped.add_(~finite, alpha=samples)
         super().add(torch.where(finite, loss, torch.zeros_like(loss)), samples)
 
     def read(self) -> float:
@@ -129,7 +129,7 @@ class FiniteMean(RunningMean):
     def reset(self) -> None:
         """Start anew."""
         super().reset()
-        self._left_out.zero_()
+        self._skipped.zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Sum and count of the finite losses."""
@@ -137,8 +137,8 @@ class FiniteMean(RunningMean):
         return super().state_dict()
 
     def _settle(self) -> None:
-        self._samples -= int(self._left_out)
-        self._left_out.zero_()
+        self._samples -= int(self._skipped)
+        self._skipped.zero_()
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from runner.engine.clipping import AdaptiveClip, clip_gradients
-from runner.engine.nonfinite import Guard
+from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.state import TrainState
 
 
@@ -53,7 +53,7 @@ class StepConfig:
     clip_value: float | None = None
     clip_adaptive: AdaptiveClip | None = None
     compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    guard: Guard | None = None
+    guard: NonFiniteGuard | None = None
     optimizer_step: Callable[[], object] | None = None
 
 
@@ -63,7 +63,7 @@ def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float
     The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
     then finite check, unscale, clip, optimizer step, scaler update, averaging; counters and the next learning rate are the
     loop's.
-    Nothing here waits for the device, unless `Guard.waits` says that the optimizer makes it.
+    Nothing here waits for the device, unless `NonFiniteGuard.waits` says that the optimizer makes it.
 
     Args:
         state: what training changes.
@@ -120,7 +120,7 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
         if guard is not None:
             guard.undo()
         if state.averaged is not None:
-            state.averaged.update(state.position.global_step + 1, guard.left_out if guard is not None else None)
+            state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
     if guard is not None:
         guard.stepped()
     # As zero_grad(set_to_none=True) does, without its bookkeeping.

@@ -85,22 +85,22 @@ class AveragedModel:
         """Whether there is an average yet that differs from the weights by design."""
         return self.kind == "ema" or self.updates > 0
 
-    def update(self, step: int, left_out: Tensor | None = None) -> None:
+    def update(self, step: int, skipped: Tensor | None = None) -> None:
         """Take the weights into account after an optimizer step.
 
         Args:
             step: its number, from 1.
-            left_out: above 0 if it was left out on the device, and nothing is to be done; None if it was not.
+            skipped: above 0 if it was left out on the device, and nothing is to be done; None if it was not.
         """
         if step <= self.start or (step - self.start) % self.every:
             return
         if self.kind == "swa":
             self._calibrated = not self.norms()
-        if self._counted is None or left_out is None:
+        if self._counted is None or skipped is None:
             torch._foreach_lerp_(self._average, self._current, self._share(self._updates))
             self._updates += 1
             return
-        taken = left_out <= 0
+        taken = skipped <= 0
         share = self._share(self._counted) * taken
         shares = [share.to(tensor.dtype) for tensor in self._average]
         torch._foreach_lerp_(self._average, self._current, shares)

@@ -9,138 +9,61 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from runner.config.errors import UserError, nearest
+from runner.instrument.observer import Observer
 
 _MOST_LISTED = 60
 
 
-def extractor(model: nn.Module, names: Sequence[str], key: str = "features") -> nn.Module:
-    """A module that gives intermediate features: images (B, C, H, W) -> dict of name -> tensor, in the order of `names`.
+class Extractor(nn.Module):
+    """Intermediate features of a model: images (B, C, H, W) -> dict of name -> tensor, in the order of `names`.
 
-    A name is that of a module, such as `stages.2`, whose output is given, or that of an operation in a forward method, such
-    as `stages.2.0.add` or `mean`, as torchvision's feature extraction calls them (`layer_names` lists both). A model that
-    `torch.fx` cannot trace, as its forward looks at values or sizes, has names of modules alone; of a module that it calls
-    several times, the last output is given.
+    A name is that of a module, such as `stages.2`, whose output is returned, or that of an operation in a forward method,
+    such as `stages.2.0.add` or `mean`, as `torchvision.models.feature_extraction` calls them. A
+    model that `torch.fx` cannot trace, as its forward depends on values or sizes, has names of modules alone; of a module
+    that it calls several times, the last output is returned.
 
-    The module shares the weights of `model`, both are put into evaluation mode, and what comes after the last of the
-    features is not computed where the model can be traced. The tensors are copies: a later operation that works in place
-    does not show in them.
+    The model is put into evaluation mode. What comes after the last of the features is not computed where the model can be
+    traced. The tensors are copies: a later operation that works in place does not change them.
 
     Args:
-        model: the model.
+        model: the model, whose weights are shared.
         names: which features.
-        key: what the names are told as in messages.
+        key: the key of the config that names them, for messages.
 
     Raises:
         UserError: if there is no name, or the model has none of one; while computing, if a name stands for something
             that is no tensor or did not run.
     """
-    model.eval()
-    if not names:
-        raise UserError(f"{key}: names no layer\n    allowed: {_listed(_modules(model))}")
-    nodes = _nodes(model)
-    if nodes is None:
-        available = _modules(model)
-        _refuse_unknown(names, available, key)
-        return _Hooked(model, names, key)
-    _refuse_unknown(names, _with_modules(nodes), key)
-    return _Traced(model, {name: _node_of(name, nodes) for name in names}, key)
+
+    def __init__(self, model: nn.Module, names: Sequence[str], key: str = "features") -> None:
+        super().__init__()
+        self.model = model.eval()
+        self.eval()
+        if not names:
+            raise UserError(key, "names no layer", _join(_modules(model)))
+        self._names, self._key = tuple(dict.fromkeys(names)), key
+        self._found: dict[str, Tensor] = {}
+        self._run = listener(model, names, lambda name, tensor: self._found.update({name: tensor.clone()}), key, False)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Features of images (B, C, H, W)."""
+        self._found.clear()
+        self._run(images)
+        for name in self._names:
+            if name not in self._found:
+                raise UserError(self._key, f"'{name}' does not run when the model is evaluated", "other layers")
+        return {name: self._found.pop(name) for name in self._names}
 
 
-def layer_names(model: nn.Module) -> list[str]:
-    """Every name that `extractor` knows, in the order in which the model computes; its modes are left as they are."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        nodes = _nodes(model)
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    return _modules(model) if nodes is None else _with_modules(nodes)
-
-
-def listener(
-    model: nn.Module, names: Sequence[str], tell: Callable[[str, Tensor], object], key: str = "features"
-) -> Callable[[Tensor], Any]:
-    """A function that computes what `model` does and tells of intermediate tensors as soon as they are computed.
-
-    The tensors are the ones that are computed with, no copies, so that gradients can be asked of them.
-
-    Args:
-        model: the model; it runs in the modes that it is in when this is called.
-        names: as for `extractor`.
-        tell: called with each name and its tensor.
-        key: what the names are told as in messages.
-
-    Raises:
-        UserError: if the model has none of a name; while computing, if one stands for something that is no tensor.
-    """
-    traced = _trace(model)
-    if traced is None:
-        _refuse_unknown(names, _modules(model), key)
-        return _listening(model, names, tell, key)
-    graph, of_node = traced
-    nodes = list(of_node.values())
-    _refuse_unknown(names, _with_modules(nodes), key)
-    wanted: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
-        wanted.setdefault(_node_of(name, nodes), []).append(name)
-
-    class Telling(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            value = super().run_node(n)
-            for name in wanted.get(of_node.get(n, ""), ()):
-                tell(name, _tensor(value, name, key))
-            return value
-
-    telling = Telling(graph)
-    telling.extra_traceback = False  # which would put the operation in place of the message of an error
-    return telling.run
-
-
-def _listening(
-    model: nn.Module, names: Sequence[str], tell: Callable[[str, Tensor], object], key: str
-) -> Callable[[Tensor], Any]:
-    """A whole model whose modules are listened to while it runs."""
-
-    def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def told(module: nn.Module, args: Any, output: Any) -> None:
-            tell(name, _tensor(output, name, key))
-
-        return told
-
-    def forward(images: Tensor) -> Any:
-        hooks = [model.get_submodule(name).register_forward_hook(hook(name)) for name in dict.fromkeys(names)]
-        try:
-            return model(images)
-        finally:
-            for handle in hooks:
-                handle.remove()
-
-    return forward
-
-
-def _trace(model: nn.Module) -> tuple[fx.GraphModule, dict[fx.Node, str]] | None:
-    """The graph of a model in the modes that it is in, with the name of each operation; None if it cannot be traced."""
-    import torchvision.ops
-    from torchvision.models.feature_extraction import NodePathTracer
-
-    tracer = NodePathTracer(autowrap_modules=(math, torchvision.ops))
-    try:
-        graph = tracer.trace(model)
-    except Exception:  # forward is given something that stands for a tensor, and may object to it in any way
-        return None
-    return fx.GraphModule(model, graph), dict(tracer.node_to_qualname)
-
-
-class PerImage:
+class ExtractorPerImage:
     """Intermediate features with a row for each image.
 
     Args:
-        layers: gives features of images, see `extractor`.
-        key: what the names are told as in messages.
+        layers: returns features of images.
+        key: the key of the config that names them, for messages.
     """
 
-    def __init__(self, layers: nn.Module, key: str = "features") -> None:
+    def __init__(self, layers: Extractor, key: str = "features") -> None:
         self._layers, self._key = layers, key
         self._tried = False
 
@@ -148,126 +71,115 @@ class PerImage:
         """Features of images (B, C, H, W): name -> (B, ...).
 
         Raises:
-            UserError: if those of a layer are not by image along their first axis, such as windows, or tokens first. The
-                first batch is tried in another size too, since an axis may be as long as the batch by accident.
+            UserError: if the first axis of a feature is not the batch, as with windows, or tokens first. The first batch
+                is tried in another size too, since an axis may be as long as the batch by accident.
         """
         if not self._tried:
-            other = images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1)
-            self._checked(self._layers(other), len(other))
+            self._checked(images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1))
             self._tried = True
-        return self._checked(self._layers(images), len(images))
+        return self._checked(images)
 
-    def _checked(self, found: dict[str, Tensor], images: int) -> dict[str, Tensor]:
+    def _checked(self, images: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._layers(images)
         for name, tensor in found.items():
-            if tensor.ndim == 0 or len(tensor) != images:
+            if tensor.ndim == 0 or len(tensor) != len(images):
+                count = f"{len(images)} image{'s' * (len(images) != 1)}"
                 raise UserError(
-                    f"{self._key}: '{name}' gives {tuple(tensor.shape)} for {images} image{'s' * (images != 1)}, which is "
-                    "not a row an image\n    allowed: layers whose outputs have the batch as their first axis"
+                    self._key,
+                    f"'{name}' gives {tuple(tensor.shape)} for {count}, which is not a row an image",
+                    "layers whose outputs have the batch as their first axis",
                 )
         return found
 
 
-class _Traced(nn.Module):
-    """The graph of a model up to the features.
+def listener(
+    model: nn.Module,
+    names: Sequence[str],
+    tell: Callable[[str, Tensor], object],
+    key: str = "features",
+    whole: bool = True,
+) -> Callable[[Tensor], Any]:
+    """A function that computes what `model` does and reports intermediate tensors as soon as they are computed.
+
+    The tensors are the ones that are computed with, no copies, so that gradients can be asked of them.
 
     Args:
-        model: in evaluation mode.
-        nodes: name -> operation that it stands for; several names may mean the same one.
-        key: see `extractor`.
+        model: the model; it runs in the modes that it is in when this is called.
+        names: as for `Extractor`.
+        tell: called with each name and its tensor.
+        key: the key of the config that names them, for messages.
+        whole: whether to compute what follows the last of the features too; without it the result is of no use.
+
+    Raises:
+        UserError: if the model has none of a name; while computing, if one stands for something that is no tensor.
     """
+    import torchvision.ops
 
-    def __init__(self, model: nn.Module, nodes: dict[str, str], key: str) -> None:
-        from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+    # As torchvision traces, its own layers are single operations; the names inside them are there when they are not.
+    layers = [each for each in vars(torchvision.ops).values() if isinstance(each, type) and issubclass(each, nn.Module)]
+    for leaves in (layers, []):
+        traced = _trace(model, leaves)
+        available = _modules(model) if traced is None else _with_modules(traced[1].values())
+        if set(names) <= set(available):
+            break
+    for name in names:
+        if name not in available:
+            raise UserError(key, f"the model has no layer '{name}'", _join(available), nearest(name, available))
 
-        super().__init__()
-        # The graph in training mode is made as well, and never used.
-        train_nodes, _ = get_graph_node_names(model, suppress_diff_warning=True)
-        # Each operation once, and by its whole name: of two names for the same one, torchvision takes another for the second.
-        graph = create_feature_extractor(
-            model,
-            train_return_nodes={train_nodes[-1]: "unused"},
-            eval_return_nodes={node: node for node in nodes.values()},
-            suppress_diff_warning=True,
-        )
-        model.eval()
-        self.graph = _copying(graph.eval())
-        self._nodes, self._key = nodes, key
-        self.eval()
+    if traced is None:
 
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Features of images (B, C, H, W)."""
-        found = self.graph(images)
-        return {name: _tensor(found[node], name, self._key) for name, node in self._nodes.items()}
+        def forward(images: Tensor) -> Any:
+            with Observer(model, after=lambda name, _, __, output: tell(name, _tensor(output, name, key)), names=names):
+                return model(images)
 
+        return forward
+    graph, name_of_node = traced
+    module = fx.GraphModule(model, graph)
+    wanted: dict[fx.Node, list[str]] = {}
+    for name in dict.fromkeys(names):
+        # The operation of that name, or the last one inside the module of that name.
+        inside = [node for node, other in name_of_node.items() if other == name]
+        inside = inside or [node for node, other in name_of_node.items() if other.startswith(f"{name}.")]
+        wanted.setdefault(inside[-1], []).append(name)
+    if not whole:
+        output = next(node for node in graph.nodes if node.op == "output")
+        output.args = (tuple(wanted),)
+        graph.eliminate_dead_code()
 
-def _copying(graph_module: Any) -> Any:
-    """The module with each of its results copied as soon as it is computed."""
-    graph = graph_module.graph
-    output = next(node for node in graph.nodes if node.op == "output")
-    copies = {}
-    for name, node in output.args[0].items():
-        with graph.inserting_after(node):
-            copies[name] = graph.call_function(_copy, (node,))
-    output.args = (copies,)
-    graph_module.recompile()
-    return graph_module
+    class Reporter(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            for name in wanted.get(n, ()):
+                tell(name, _tensor(value, name, key))
+            return value
+
+    reporter = Reporter(module)
+    reporter.extra_traceback = False  # it would put the operation before the message of an error
+    return reporter.run
 
 
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def _trace(model: nn.Module, leaves: list[type[nn.Module]]) -> tuple[fx.Graph, dict[fx.Node, str]] | None:
+    """The graph of a model in the modes that it is in, with the name of each operation; None if it cannot be traced.
 
+    As `create_feature_extractor` traces, which cannot copy what later operations change in place, nor run in training.
+    """
+    import torchvision.ops
+    from torchvision.models.feature_extraction import NodePathTracer
 
-class _Hooked(nn.Module):
-    """A whole model whose modules are listened to while it runs."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str], key: str) -> None:
-        super().__init__()
-        self.model = model
-        self._names, self._key = tuple(dict.fromkeys(names)), key
-        self.eval()
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Features of images (B, C, H, W)."""
-        found: dict[str, Tensor] = {}
-
-        def keep(name: str, tensor: Tensor) -> None:
-            found[name] = tensor.clone()
-
-        _listening(self.model, self._names, keep, self._key)(images)
-        for name in self._names:
-            if name not in found:
-                raise UserError(
-                    f"{self._key}: '{name}' does not run when the model is evaluated\n    allowed: other layers"
-                )
-        return {name: found[name] for name in self._names}
+    tracer = NodePathTracer(autowrap_modules=(math, torchvision.ops), leaf_modules=leaves)
+    try:
+        graph = tracer.trace(model)
+    except Exception:  # forward receives a stand-in for a tensor, and may object to it in any way
+        return None
+    return graph, dict(tracer.node_to_qualname)
 
 
 def _tensor(value: Any, name: str, key: str) -> Tensor:
-    if isinstance(value, tuple) and value and isinstance(value[0], Tensor):  # as attention gives its weights beside
+    if isinstance(value, tuple) and value and isinstance(value[0], Tensor):  # attention also returns its weights
         return value[0]
     if not isinstance(value, Tensor):
-        raise UserError(f"{key}: '{name}' is a {type(value).__name__}, not a tensor\n    allowed: other layers")
+        raise UserError(key, f"'{name}' is a {type(value).__name__}, not a tensor", "other layers")
     return value
-
-
-def _nodes(model: nn.Module) -> list[str] | None:
-    """Names of the operations of a model in evaluation mode, in order; None if it cannot be traced."""
-    from torchvision.models.feature_extraction import get_graph_node_names
-
-    try:
-        _, nodes = get_graph_node_names(model, suppress_diff_warning=True)
-    except Exception:  # forward was given something that stands for a tensor, and may object to it in any way
-        return None
-    finally:
-        model.eval()
-    return list(nodes)
-
-
-def _node_of(name: str, nodes: Sequence[str]) -> str:
-    """The operation of that name, or the last one inside the module of that name."""
-    if name in nodes:
-        return name
-    return [node for node in nodes if node.startswith(f"{name}.")][-1]
 
 
 def _modules(model: nn.Module) -> list[str]:
@@ -283,18 +195,10 @@ def _with_modules(nodes: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _refuse_unknown(names: Sequence[str], available: Sequence[str], key: str) -> None:
-    for name in names:
-        if name not in available:
-            close = nearest(name, available)
-            hint = f"; did you mean '{close}'?" if close else ""
-            raise UserError(f"{key}: the model has no layer '{name}'{hint}\n    allowed: {_listed(available)}")
-
-
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     if len(names) <= _MOST_LISTED:
         return ", ".join(names)
-    # Of a large model the outer layers say more than the first sixty.
+    # Of a large model the outer layers are more useful than the first sixty.
     depth = max(d for d in range(1, 10) if d == 1 or sum(name.count(".") < d for name in names) <= _MOST_LISTED)
     outer = [name for name in names if name.count(".") < depth][:_MOST_LISTED]
     return f"{', '.join(outer)} and {len(names) - len(outer)} more inside them"

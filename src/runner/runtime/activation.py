@@ -118,8 +118,9 @@ def _twice(
     result = checkpoint(function, *args, use_reentrant=False, context_fn=shield.contexts, **kwargs)
     if [value._version for value in given] != versions:
         raise UserError(
-            f"activation_checkpointing: '{name}' changes its input in place, so it cannot be computed again\n"
-            "    allowed: inplace=false in its first layer, or patterns of other modules"
+            "activation_checkpointing",
+            f"'{name}' changes its input in place, so it cannot be computed again",
+            "inplace=false in its first layer, or patterns of other modules",
         )
     return result
 

@@ -306,8 +306,9 @@ class _Probe:
                 torch.autograd.grad(total, weights, allow_unused=True)
             except (CheckpointError, RuntimeError) as error:
                 raise UserError(
-                    f"{_KEY}: what is checkpointed cannot be computed again: {first_line(error)}\n"
-                    "    allowed: patterns that leave out what is not a function of its input, or false"
+                    _KEY,
+                    f"what is checkpointed cannot be computed again: {first_line(error)}",
+                    "patterns that leave out what is not a function of its input, or false",
                 ) from error
 
 

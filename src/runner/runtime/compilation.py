@@ -198,9 +198,7 @@ def compile_learner(
         UserError: without the compiler that the device needs.
     """
     if missing := missing_compiler(device):
-        raise UserError(
-            f"compile: {what if what == 'step' else 'true'} {missing}\n    allowed: install it, or compile=false"
-        )
+        raise UserError("compile", f"{what if what == 'step' else 'true'} {missing}", "install it, or compile=false")
     _configure(deterministic, mixed)
     compilation = Compilation(what, options, CompileMeter())
     if options.uses_cuda_graphs and device.type != "cuda":
@@ -259,8 +257,9 @@ def _told(compiled: Any) -> Any:
             unsupported = isinstance(error, exc.Unsupported)
             allowed = "compiler.fullgraph=false, " if unsupported else ""
             raise UserError(
-                f"{'compiler.fullgraph' if unsupported else 'compile'}: {in_one_line(str(error))}\n"
-                f"    allowed: {allowed}a change in the model, or compile=false"
+                f"{'compiler.fullgraph' if unsupported else 'compile'}",
+                f"{in_one_line(str(error))}",
+                f"{allowed}a change in the model, or compile=false",
             ) from error
 
     return call

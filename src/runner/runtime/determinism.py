@@ -57,7 +57,7 @@ def refusal(error: BaseException, caller: str = "") -> UserError | None:
     ways = "deterministic=warn, which goes on and says so, or a module that does without it"
     if op == _CUBLAS:
         ways = "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before the program starts, or deterministic=warn"
-    return UserError(f"deterministic: {op} has no deterministic form{_called_by(caller)}\n    allowed: {ways}")
+    return UserError("deterministic", f"{op} has no deterministic form{_called_by(caller)}", ways)
 
 
 def _called_by(caller: str) -> str:

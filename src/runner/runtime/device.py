@@ -42,21 +42,19 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     except RuntimeError:
         close = "cuda" if name == "gpu" else nearest(name, ["auto", "cpu", "cuda", "mps"])
         hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"device: cannot be '{name}'{hint}\n    allowed: auto, cpu, cuda, cuda:1, mps") from None
+        raise UserError("device", f"cannot be '{name}'{hint}", "auto, cpu, cuda, cuda:1, mps") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
             built = "torch finds no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
-            raise UserError(f"device: '{name}' is not there: {built}\n    allowed: device=auto or device=cpu")
+            raise UserError("device", f"'{name}' is not there: {built}", "device=auto or device=cpu")
         if (device.index or 0) >= count:
-            raise UserError(
-                f"device: '{name}' is not there: torch sees {count}\n    allowed: cuda:0 to cuda:{count - 1}"
-            )
+            raise UserError("device", f"'{name}' is not there: torch sees {count}", f"cuda:0 to cuda:{count - 1}")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(f"device: '{name}' is not there\n    allowed: device=auto or device=cpu")
+        raise UserError("device", f"'{name}' is not there", "device=auto or device=cpu")
     elif device.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"device: '{name}' is not supported\n    allowed: auto, cpu, cuda, cuda:1, mps")
+        raise UserError("device", f"'{name}' is not supported", "auto, cpu, cuda, cuda:1, mps")
     return device, "as set"
 
 
@@ -71,8 +69,9 @@ def prepare_repeating(deterministic: bool | Literal["warn"]) -> None:
     given = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
     if given not in _WORKSPACES and deterministic is True and torch.cuda.is_available():
         raise UserError(
-            f"deterministic: cuBLAS does not repeat with the {_WORKSPACE}={given} of the environment\n"
-            f"    allowed: {' or '.join(_WORKSPACES)}, or no such variable"
+            "deterministic",
+            f"cuBLAS does not repeat with the {_WORKSPACE}={given} of the environment",
+            f"{' or '.join(_WORKSPACES)}, or no such variable",
         )
 
 

@@ -12,33 +12,33 @@ import torch
 from runner.config.errors import UserError
 from runner.instrument.flops import Flops
 from runner.runtime.memory import peak_memory
-from runner.runtime.peak_flops import Ceiling, Kind, known_peak, peak
+from runner.runtime.peak_flops import Kind, PeakFlops, known_peak, peak
 
 _SECONDS_BETWEEN_LOOKS = 1.0  # asking the system for the memory of the process takes longer than a small step
 
 
 @dataclass
-class Gauges:
+class HardwareMetrics:
     """Peak memory, and how much of what the device could compute went into training.
 
     Attributes:
         device: where training runs.
         flops_of_sample: floating-point operations that training on one sample needs; None to leave utilisation out.
-        ceiling: what the device can do at most; None to leave utilisation out.
+        peak_flops: what the device can do at most; None to leave utilisation out.
     """
 
     device: torch.device
     flops_of_sample: float | None = None
-    ceiling: Ceiling | None = None
+    peak_flops: PeakFlops | None = None
     _peak_mib: float = field(default=0.0, init=False)
     _looked: float = field(default=float("-inf"), init=False)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """What utilisation is a share of, for people: (label, value, reason), or nothing."""
-        if self.flops_of_sample is None or self.ceiling is None:
+        if self.flops_of_sample is None or self.peak_flops is None:
             return []
-        peak, work = _in_words(self.ceiling.flops), _in_words(self.flops_of_sample)
-        return [("utilization", f"of {peak}/s, {work} a sample", self.ceiling.source)]
+        peak, work = _in_words(self.peak_flops.flops), _in_words(self.flops_of_sample)
+        return [("utilization", f"of {peak}/s, {work} a sample", self.peak_flops.source)]
 
     def __call__(self, samples_per_s: float) -> dict[str, float]:
         """The figures of a log line.
@@ -46,14 +46,14 @@ class Gauges:
         Returns:
             `peak_memory_mib`, of the process on the CPU, of tensors on CUDA; and `mfu`, the model FLOPs utilisation of
             Chowdhery et al. 2022: operations that the model needs, not those that checkpointing repeats, as a share of
-            the ceiling.
+            the peak.
         """
         now = time.monotonic()
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._peak_mib, self._looked = peak_memory(self.device).bytes / 2**20, now
         figures = {"peak_memory_mib": self._peak_mib}
-        if self.flops_of_sample is not None and self.ceiling is not None:
-            figures["mfu"] = samples_per_s * self.flops_of_sample / self.ceiling.flops
+        if self.flops_of_sample is not None and self.peak_flops is not None:
+            figures["mfu"] = samples_per_s * self.flops_of_sample / self.peak_flops.flops
         return figures
 
 
@@ -64,10 +64,10 @@ def _in_words(flops: float) -> str:
     return f"{flops / scale:.3g} {unit}FLOP"
 
 
-def choose_gauges(
+def choose_hardware_metrics(
     wanted: bool | Literal["auto"], device: torch.device, kind: Kind, count: Callable[[], Flops], warnings: list[str]
-) -> Gauges:
-    """The gauges that `log.utilization` asks for.
+) -> HardwareMetrics:
+    """The metrics that `log.utilization` asks for.
 
     Args:
         wanted: whether utilisation is; `auto` where the device's peak is known.
@@ -79,14 +79,14 @@ def choose_gauges(
     Raises:
         UserError: if utilisation is asked for and the operations cannot be counted.
     """
-    ceiling = known_peak(device, kind) if wanted == "auto" else peak(device, kind) if wanted else None
-    if ceiling is None:
-        return Gauges(device)
+    peak_flops = known_peak(device, kind) if wanted == "auto" else peak(device, kind) if wanted else None
+    if peak_flops is None:
+        return HardwareMetrics(device)
     try:
-        return Gauges(device, count().of_sample, ceiling)
+        return HardwareMetrics(device, count().of_sample, peak_flops)
     except RuntimeError as error:
         reason = f"the operations of this model cannot be counted: {str(error).strip().splitlines()[0]}"
         if wanted is True:
-            raise UserError(f"log.utilization: {reason}\n    allowed: log.utilization=false") from error
+            raise UserError("log.utilization", reason, "log.utilization=false") from error
         warnings.append(f"log.utilization=auto has no effect: {reason}")
-        return Gauges(device)
+        return HardwareMetrics(device)

@@ -45,7 +45,7 @@ _NO_BF16 = ("V100S", "V100-PCIE", "V100", "T4")
 
 
 @dataclass(frozen=True)
-class Ceiling:
+class PeakFlops:
     """The most operations a second.
 
     Attributes:
@@ -74,7 +74,7 @@ def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
     return "tf32" if rounded else "float32"
 
 
-def listed_peak(name: str, kind: Kind) -> Ceiling | None:
+def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
     """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG).
 
     Args:
@@ -92,21 +92,21 @@ def listed_peak(name: str, kind: Kind) -> Ceiling | None:
             kind = "float32"
         figure = {"bf16": half, "fp16": half, "tf32": tf32, "float32": single}[kind]
         assert figure is not None, "only tf32 can be missing"
-        return Ceiling(figure * 1e12, kind, False, f"data sheet of {name}, dense {kind}")
+        return PeakFlops(figure * 1e12, kind, False, f"data sheet of {name}, dense {kind}")
     return None
 
 
-def known_peak(device: torch.device, kind: Kind) -> Ceiling | None:
+def known_peak(device: torch.device, kind: Kind) -> PeakFlops | None:
     """The peak of a device according to its maker; None if it is not known."""
     return listed_peak(torch.cuda.get_device_name(device), kind) if device.type == "cuda" else None
 
 
-def peak(device: torch.device, kind: Kind) -> Ceiling:
+def peak(device: torch.device, kind: Kind) -> PeakFlops:
     """The peak of a device: its maker's figure, or else what large matrix products reach."""
     return known_peak(device, kind) or measured_peak(device, kind)
 
 
-def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> Ceiling:
+def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> PeakFlops:
     """What large square matrix products reach: the median of several, with as many threads as torch has.
 
     Random generators are left as they were. Waits for the device.
@@ -130,7 +130,7 @@ def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> Cei
     times = [_seconds(a, b, repeats) / repeats for _ in range(7)]
     reached = 2 * size**3 / statistics.median(times)
     where = f"{device} with threads={torch.get_num_threads()}" if device.type == "cpu" else str(device)
-    return Ceiling(reached, kind, True, f"measured: matrix products of {size}x{size} in {kind} on {where}")
+    return PeakFlops(reached, kind, True, f"measured: matrix products of {size}x{size} in {kind} on {where}")
 
 
 def _random(size: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

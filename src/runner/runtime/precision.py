@@ -73,8 +73,9 @@ def choose_precision(amp: bool | Literal["auto", "bf16", "fp16"], device: torch.
     scaler = torch.amp.GradScaler(device.type)
     if not _scales(scaler, device):
         raise UserError(
-            f"amp: fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}\n"
-            "    allowed: amp=bf16 or amp=false"
+            "amp",
+            f"fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}",
+            "amp=bf16 or amp=false",
         )
     return Precision(device, torch.float16, scaler, "fp16 mixed, scaled loss", reason, warnings)
 

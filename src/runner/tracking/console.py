@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from runner.config.errors import UserError
 from runner.config.secrets import mask_text
 from runner.tracking.appended import AppendedFile
-from runner.tracking.formats import GAUGES, aligned, clean, duration, encodable, in_order, metric
+from runner.tracking.formats import HARDWARE_METRICS, aligned, clean, duration, encodable, in_order, metric
 
 if TYPE_CHECKING:
     from runner.tracking.terminal import Terminal
@@ -162,7 +162,11 @@ class Console:
         self._due = perf_counter() + self._period
 
     def _draw(self, global_step: int, before: str) -> None:
-        shown = {name: value for name, value in self._train.items() if name not in GAUGES or _worth_a_look(name, value)}
+        shown = {
+            name: value
+            for name, value in self._train.items()
+            if name not in HARDWARE_METRICS or _worth_a_look(name, value)
+        }
         texts = [metric(name, shown[name]) for name in in_order(shown)]
         left = self._seconds_left(global_step)
         if left is not None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-GAUGES = ("data_wait", "peak_memory_mib", "mfu")
+HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
 """What log lines of training say about the machine, shown after everything else and drawn in no learning curve."""
 
 _LONGEST_CELL = 1000  # letters; every other cell of its column is padded to its length
@@ -54,7 +54,7 @@ def metric(name: str, value: float | None) -> str:
     """One metric with its name or unit: `loss 0.412`, `12.3k samples/s`, `712 MiB`, `data wait 3%`."""
     if name.endswith("_per_s"):
         return f"{compact(math.nan if value is None else value)} {label(name)}"
-    if name in GAUGES and value is not None:
+    if name in HARDWARE_METRICS and value is not None:
         return f"{name.replace('_', ' ')} {percent(value)}" if name in _SHARES else f"{value:,.0f} MiB"
     return f"{name} {number(value)}"
 
@@ -65,10 +65,10 @@ def percent(share: float) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of metrics as people read them: the loss, the others as they come, the learning rate, throughput, gauges."""
+    """Names of metrics as people read them: the loss, the others as they come, the learning rate, throughput, hardware metrics."""
 
     def rank(name: str) -> int:
-        if name in GAUGES:
+        if name in HARDWARE_METRICS:
             return 4
         return 0 if name == "loss" else 3 if name.endswith("_per_s") else 2 if name == "lr" else 1
 

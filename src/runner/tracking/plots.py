@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.tracking.files import write_atomically
-from runner.tracking.formats import GAUGES, compact, in_order, label
+from runner.tracking.formats import HARDWARE_METRICS, compact, in_order, label
 from runner.tracking.jsonl import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NOT_METRICS = {"global_step", "epoch", "split", *GAUGES}
+_NOT_METRICS = {"global_step", "epoch", "split", *HARDWARE_METRICS}
 _COLOURS = {"train": "#4477aa", "val": "#ee6677", "test": "#228833"}
 _MORE_COLOURS = ("#aa3377", "#ccbb44", "#66ccee", "#777777")
 _PANELS_A_ROW = 3
@@ -37,7 +37,7 @@ Curves = dict[str, dict[str, tuple[list[int], list[float]]]]
 def learning_curves(metrics_file: Path, target: Path) -> None:
     """Draw every metric of `metrics.jsonl` over the optimizer steps, the splits together, into a picture at `target`.
 
-    What the lines say about the machine (`GAUGES`) is left out.
+    What the lines say about the machine (`HARDWARE_METRICS`) is left out.
     The suffix of `target` decides the format (`.png`, `.svg`, `.pdf`). Missing values leave gaps.
 
     Raises:

@@ -14,7 +14,7 @@ from runner.verbs.audit.record import Difference, Entry, amount
 from runner.verbs.audit.stored import Compared, cause_of
 
 if TYPE_CHECKING:
-    from runner.verbs.audit.run import Found
+    from runner.verbs.audit.run import AuditResult
 
 _MOST_ROWS = 40
 
@@ -34,7 +34,7 @@ def counted(entries: Sequence[Entry], differing: Sequence[Difference]) -> dict[s
     return {phase: (unlike[phase], max(all_of[phase], unlike[phase])) for phase in dict.fromkeys([*all_of, *unlike])}
 
 
-def show_found(console: Console, found: Found) -> None:
+def show_result(console: Console, found: AuditResult) -> None:
     """Show what running two sides showed."""
     for note in found.notes:
         console.line(f"note: {note}")
@@ -75,7 +75,7 @@ def _rows(difference: Difference) -> list[list[str]]:
     ]
 
 
-def found_record(found: Found) -> dict[str, Any]:
+def result_record(found: AuditResult) -> dict[str, Any]:
     """The same for programs."""
     return {
         "same": found.difference is None,

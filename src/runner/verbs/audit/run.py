@@ -53,8 +53,8 @@ def run(composition: Composition) -> float:
         same, record = compared.same, report.stored_record(compared)
     else:
         found = _trained(composition, console)
-        report.show_found(console, found)
-        same, record = found.difference is None, report.found_record(found)
+        report.show_result(console, found)
+        same, record = found.difference is None, report.result_record(found)
     if as_json:
         print(json.dumps(finite(record)))
     if not same and composition.job_dir is None:
@@ -63,7 +63,7 @@ def run(composition: Composition) -> float:
 
 
 @dataclass
-class Found:
+class AuditResult:
     """What running the same steps on two sides showed.
 
     Attributes:
@@ -95,7 +95,7 @@ def settings_of(config: Audit, values: dict[str, Any]) -> dict[str, tuple[Any, A
     return found
 
 
-def _trained(composition: Composition, console: Console) -> Found:
+def _trained(composition: Composition, console: Console) -> AuditResult:
     config, values, start = resolve_config(composition, Audit)
     varied = settings_of(config, values)
     sides: list[Side] = []
@@ -111,8 +111,9 @@ def _trained(composition: Composition, console: Console) -> Found:
         return _compared(config, sides, varied)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            "data.batch_size: two trainings side by side need more memory than the device has\n"
-            "    allowed: a smaller data.batch_size, a smaller model, or device=cpu"
+            "data.batch_size",
+            "two trainings side by side need more memory than the device has",
+            "a smaller data.batch_size, a smaller model, or device=cpu",
         ) from error
     finally:
         for side in sides:
@@ -138,12 +139,12 @@ def _with(composition: Composition, values: dict[str, Any], settings: dict[str, 
     return config, values
 
 
-def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> Found:
+def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> AuditResult:
     """Lead both sides step by step until something differs."""
-    found = Found(varied=varied)
+    found = AuditResult(varied=varied)
     left = min(side.steps_left for side in sides)
     if left <= 0:
-        raise UserError("ckpt_path: there is nothing left to train\n    allowed: an earlier checkpoint, or more epochs")
+        raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
     steps = min(config.steps, left)
     if steps < config.steps:
         found.notes.append(f"{steps} steps in place of {config.steps}: the run ends there")

@@ -13,7 +13,7 @@ from torch import Tensor
 from runner.checkpoint import find
 from runner.config import stored
 from runner.config.errors import UserError
-from runner.tracking.formats import GAUGES
+from runner.tracking.formats import HARDWARE_METRICS
 from runner.verbs.audit.record import Difference, Entry, Recorder, differences
 
 # Parts of a checkpoint that have to be the same, in the order in which one follows from the other.
@@ -136,7 +136,7 @@ def _lines(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
 
 
 def _of_the_clock(name: str) -> bool:
-    return name in GAUGES or name.endswith("_per_s")
+    return name in HARDWARE_METRICS or name.endswith("_per_s")
 
 
 def _unlike(place: tuple[int, str], a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:

@@ -93,8 +93,9 @@ def _append(spools: dict[str, _Spool], scratch: Path, leaving: contextlib.ExitSt
     spool = spools[name]
     if spool.row != row:
         raise UserError(
-            f"features: {name} has rows of {row} in one batch and of {spool.row} in another\n"
-            "    allowed: layers whose outputs have one shape"
+            "features",
+            f"{name} has rows of {row} in one batch and of {spool.row} in another",
+            "layers whose outputs have one shape",
         )
     spool.file.write(tensor.numpy().data)
     spool.rows += len(tensor)

@@ -23,13 +23,13 @@ from runner.verbs._checkpoint import unique_names
 from runner.verbs.inspect import pictures, tables
 from runner.verbs.inspect.errors import mistakes_in
 from runner.verbs.inspect.layers import Anatomy, anatomy, outer_maps
+from runner.verbs.inspect.observed_pass import Passed, pass_through
 from runner.verbs.inspect.page import Table
 from runner.verbs.inspect.statistics import Summary, summarize
-from runner.verbs.inspect.watch import Passed, pass_through
 
 
 @dataclass
-class Found:
+class Inspection:
     """What was found so far, and what several parts need, made when first asked for.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found:
         lines: said first.
         parts: tables, and pictures as (file, title), in order.
         record: for JSON.
-        left_out: what could not be shown, and why.
+        skipped: what could not be shown, and why.
     """
 
     config: Inspect
@@ -48,7 +48,7 @@ class Found:
     lines: list[str] = field(default_factory=list)
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     @cached_property
     def flops(self) -> Flops:
@@ -96,11 +96,11 @@ def split_of(config: Inspect, training: Training) -> SplitData:
     split = training.splits.eval_split(config.split)
     if split is None:
         there = [name for name in ("train", "val", "test") if training.splits.eval_split(name) is not None]
-        raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(there)}")
+        raise UserError("split", f"this data has no '{config.split}' split", f"{', '.join(there)}")
     return split
 
 
-def layers(found: Found) -> None:
+def layers(found: Inspection) -> None:
     """Every module: what it is, what it gives, what it costs."""
     totals = tables.totals_of(found.anatomy, found.flops)
     found.lines += tables.totals_lines(totals)
@@ -109,10 +109,10 @@ def layers(found: Found) -> None:
     found.record["layers"] = [tables.layer_record(layer) for layer in found.anatomy.layers]
 
 
-def weights(found: Found) -> None:
+def weights(found: Inspection) -> None:
     """The weights in numbers and histograms."""
     if not found.weights:
-        found.left_out.append("weights: the model has none")
+        found.skipped.append("weights: the model has none")
         return
     found.record["weights"] = tables.as_record(found.weights)
     found.parts.append(tables.weights_table(found.weights))
@@ -121,7 +121,7 @@ def weights(found: Found) -> None:
     found.add_picture("weights.png", title)
 
 
-def activations(found: Found) -> None:
+def activations(found: Inspection) -> None:
     """What modules give for a batch of training, and which units give nothing."""
     passed, size = found.passed, len(found.batch.images)
     found.record["activations"] = tables.as_record(passed.activations)
@@ -135,7 +135,7 @@ def activations(found: Found) -> None:
         found.add_picture("activations.png", title)
 
 
-def gradients(found: Found) -> None:
+def gradients(found: Inspection) -> None:
     """What a batch of training changes: gradients by the weights and by the outputs."""
     passed = found.passed
     found.record |= {
@@ -156,7 +156,7 @@ def gradients(found: Found) -> None:
             found.add_picture(name, title)
 
 
-def inputs(found: Found) -> None:
+def inputs(found: Inspection) -> None:
     """Samples of training as the model is given them, augmented."""
     count = found.config.samples
     images, targets = found.batch.images[:count], found.batch.targets[:count]
@@ -164,38 +164,38 @@ def inputs(found: Found) -> None:
     found.add_picture("inputs.png", title)
 
 
-def filters(found: Found) -> None:
+def filters(found: Inspection) -> None:
     """The kernels that see the image."""
     title = pictures.draw_filters(found.training.model, found.training.splits, found.folder / "filters.png")
     if title:
         found.add_picture("filters.png", title)
     else:
-        found.left_out.append("filters: no layer has weights that lie over the image")
+        found.skipped.append("filters: no layer has weights that lie over the image")
 
 
-def features(found: Found) -> None:
+def features(found: Inspection) -> None:
     """What layers make of a few images."""
     names = found.config.tensors or outer_maps(found.anatomy.layers)
     if not names:
-        found.left_out.append("features: no layer gives maps; tensors=[...] names others")
+        found.skipped.append("features: no layer gives maps; tensors=[...] names others")
         return
     images, targets = found.samples()
     model, splits = found.training.model, found.training.splits
     drawn = pictures.draw_maps(model, images, targets, names, splits, found.folder)
     found.parts += drawn
     if not drawn:
-        found.left_out.append(f"features: nothing of {', '.join(names)} can be seen as maps")
+        found.skipped.append(f"features: nothing of {', '.join(names)} can be seen as maps")
 
 
-def errors(found: Found) -> None:
+def errors(found: Inspection) -> None:
     """Where the model is wrong."""
     config, training = found.config, found.training
     classes = unique_names(training.splits.classes)
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
-            raise UserError("what: errors are those of classes, and this task has none\n    allowed: the other parts")
-        found.left_out.append("errors: the task has no classes")
+            raise UserError("what", "errors are those of classes, and this task has none", "the other parts")
+        found.skipped.append("errors: the task has no classes")
         return
     mistakes = mistakes_in(training, split_of(config, training), outputs, config.limit.eval_batches, config.samples)
     found.record["errors"] = {
@@ -222,7 +222,7 @@ def errors(found: Found) -> None:
         found.add_picture("errors.png", shown)
 
 
-PARTS: dict[str, Callable[[Found], None]] = {
+PARTS: dict[str, Callable[[Inspection], None]] = {
     "layers": layers,
     "weights": weights,
     "activations": activations,

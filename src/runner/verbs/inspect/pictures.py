@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner.data.build import DataModule
 from runner.instrument.no_trace import evaluating
-from runner.models.features import extractor
+from runner.models.features import Extractor
 from runner.tracking.formats import compact, percent
 from runner.tracking.image_grid import (
     MOST_PANELS,
@@ -122,7 +122,7 @@ def draw_maps(
     """Draw what layers make of a few images; gives files and titles. What is no map, nor tokens of a grid, is left out."""
     images, targets = images[:_ROWS], targets[:_ROWS]
     with evaluating(model):
-        found = extractor(model, names, "tensors")(images)
+        found = Extractor(model, names, "tensors")(images)
     pixels, words = pixels_of(images, splits), words_of(targets, splits.classes)
     written: list[tuple[Path, str]] = []
     taken: set[str] = set()

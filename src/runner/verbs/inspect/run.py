@@ -22,7 +22,7 @@ from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.state import Position
 from runner.instrument.no_trace import evaluating
-from runner.models.features import PerImage, extractor
+from runner.models.features import Extractor, ExtractorPerImage
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
@@ -38,7 +38,7 @@ from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
 from runner.verbs.inspect.page import Table, page
-from runner.verbs.inspect.parts import PARTS, Found, split_of
+from runner.verbs.inspect.parts import PARTS, Inspection, split_of
 
 _MOST_ROWS = 60
 
@@ -103,7 +103,7 @@ def _looked_at(
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
     folder = _folder(config, found, composition)
-    seen = Found(config, training, folder)
+    seen = Inspection(config, training, folder)
     for name in PARTS:
         if name in parts:
             PARTS[name](seen)
@@ -112,11 +112,11 @@ def _looked_at(
         console.line(line)
     for table in tables:
         _show(console, table)
-    for note in seen.left_out:
+    for note in seen.skipped:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
     told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
-    lines = [told, *seen.lines, *seen.left_out]
+    lines = [told, *seen.lines, *seen.skipped]
     pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
     record["files"] = [path.name for path in pictures] + ["report.html"]
@@ -152,7 +152,7 @@ def _written_features(
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)
-    features = PerImage(extractor(training.model, config.features))
+    features = ExtractorPerImage(Extractor(training.model, config.features))
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
         path = output_folder(str(output.parent), None, "", "") / output.name

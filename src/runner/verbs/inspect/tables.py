@@ -9,9 +9,9 @@ from typing import Any
 from runner.instrument.flops import Flops
 from runner.tracking.formats import compact, number, percent
 from runner.verbs.inspect.layers import Anatomy, Layer, shape_text
+from runner.verbs.inspect.observed_pass import Passed
 from runner.verbs.inspect.page import Table
 from runner.verbs.inspect.statistics import Summary
-from runner.verbs.inspect.watch import Passed
 
 _MIB = 2**20
 

@@ -13,7 +13,7 @@ from runner.config.cores import cores
 from runner.config.schema.profile import Profile
 from runner.instrument.flops import Flops
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
-from runner.runtime.peak_flops import Ceiling, kind_of, peak
+from runner.runtime.peak_flops import PeakFlops, kind_of, peak
 from runner.runtime.stopwatch import OTHER
 from runner.tracking.console import Console
 from runner.tracking.formats import compact, percent
@@ -81,7 +81,7 @@ def _flops(training: Training) -> tuple[Flops | None, str]:
         return None, str(error).strip().splitlines()[0]
 
 
-def _compute(flops: Flops | None, reason: str, ceiling: Ceiling, utilization: float | None) -> dict[str, Any]:
+def _compute(flops: Flops | None, reason: str, ceiling: PeakFlops, utilization: float | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ceiling_flops_per_s": ceiling.flops,
         "ceiling_source": ceiling.source,
