@@ -56,6 +56,44 @@ def test_engine_knows_no_config_and_no_hydra() -> None:
         assert "config" not in imported_rooms(path)
 
 
+def imported_files(path: Path) -> set[Path]:
+    """Files of the package that a file imports anywhere in its code, for types only too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [name for alias in node.names for name in (f"{node.module}.{alias.name}", node.module)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            place = SOURCE.parent.joinpath(*name.split("."))
+            found |= {file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()}
+    return {file for file in found if file.is_relative_to(SOURCE) and file != path}
+
+
+def circles(imports: dict[Path, set[Path]]) -> set[str]:
+    """Files that import themselves by way of others, relative to the package."""
+    found = set()
+    for start in imports:
+        reached, ahead = set(), [start]
+        while ahead:
+            new = imports[ahead.pop()] - reached
+            reached |= new
+            ahead += new
+        if start in reached:
+            found.add(str(start.relative_to(SOURCE)))
+    return found
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    # A package's __init__ that gathers its modules is no circle.
+    files = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
+    # Each of these has one circle left.
+    files = [path for path in files if path.relative_to(SOURCE).parts[0] not in ("build", "verbs")]
+    assert not circles({path: imported_files(path) & set(files) for path in files})
+
+
 def test_no_file_is_long() -> None:
     long = [path.name for path in SOURCE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
     assert not long

@@ -71,7 +71,10 @@ def test_settings_without_effect_on_data_in_memory(keys: dict[str, Any], said: l
         ({"num_workers": 1, "prefetch": 4, "persistent_workers": False}, []),
         ({"num_workers": 0, "prefetch": 4}, ["data.prefetch=4 has no effect: no worker process reads"]),
         ({"num_workers": 0, "persistent_workers": False}, ["data.persistent_workers=false has no effect: no worker"]),
-        ({"num_workers": 0, "pin_memory": True}, ["data.pin_memory=true has no effect: it is for copies to a CUDA device"]),
+        (
+            {"num_workers": 0, "pin_memory": True},
+            ["data.pin_memory=true has no effect: it is for copies to a CUDA device"],
+        ),
     ],
     ids=str,
 )

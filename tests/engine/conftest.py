@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.data.loaders import Batch, MemoryLoader
 from runner.engine.evaluation import evaluate
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig
 from runner.optim.schedules import Constant

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.engine.freezing import Freezing, Frozen, UnfreezeCallback
-from runner.engine.state import Position
+from runner.engine.callbacks import UnfreezeCallback
+from runner.engine.freezing import Freezing, Frozen
+from runner.engine.position import Position
 from runner.engine.weight_average import AveragedModel
 
 

@@ -202,7 +202,7 @@ def greedy(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_that_does_not_fit_is_a_sentence_that_says_what_to_set(run: Callable[..., Any]) -> None:
     found = run("train", "threads=1", "logger=none", *RUN)
     assert found.status == 2
-    assert "data.batch_size: memory does not suffice for batches of 8: CUDA out of memory" in found.err
+    assert "data.batch_size: there is not enough memory for batches of 8: CUDA out of memory" in found.err
     assert "or on_oom=split" in found.err
     assert "Traceback" not in found.err
 
@@ -211,7 +211,7 @@ def test_a_batch_that_does_not_fit_is_a_sentence_that_says_what_to_set(run: Call
 def test_an_evaluation_that_does_not_fit_names_its_own_key(run: Callable[..., Any]) -> None:
     found = run("train", "threads=1", "logger=none", *RUN, "model.most=99", "model.evaluated=2")
     assert found.status == 2
-    assert "evaluate.batch_size: memory does not suffice for batches of 512: CUDA out of memory" in found.err
+    assert "evaluate.batch_size: there is not enough memory for batches of 512: CUDA out of memory" in found.err
 
 
 @pytest.mark.usefixtures("greedy")
@@ -220,14 +220,14 @@ def test_a_run_goes_on_in_pieces_says_so_and_a_resume_repeats_it(
 ) -> None:
     words = (*RUN, "on_oom=split", "model.since=2")
     whole = train(*words)
-    assert "from step 3 on each one is trained on in 2 pieces" in whole.out
+    assert "from step 3 on each batch is trained in 2 micro-batches" in whole.out
     bomb = ("+callbacks.bomb._target_=my_greedy.Bomb", "+callbacks.bomb.step=5")
     stopped = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *words, *bomb)
     assert stopped.status == 75
     # The resumed process has memory enough, and goes on in pieces all the same.
     rest = train(f"ckpt_path={stopped.directory}")
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert "in 2 pieces" in rest.out
+    assert "in 2 micro-batches" in rest.out
 
 
 @pytest.mark.usefixtures("greedy")

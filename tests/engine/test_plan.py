@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.engine.loop import Limits
-from runner.engine.plan import EpochPlan
+from runner.engine.plan import EpochPlan, Limits
 
 plans = st.builds(
     EpochPlan,

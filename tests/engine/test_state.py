@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.engine.state import Best, RunningMean, load_optimizer, load_weights
+from runner.engine.position import Best
+from runner.engine.state import RunningMean, load_optimizer, load_weights
 
 
 def test_the_better_of_two_evaluations_is_told_by_the_mode() -> None:

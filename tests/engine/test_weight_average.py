@@ -75,7 +75,7 @@ def test_swa_is_the_mean_of_the_weights_at_its_steps() -> None:
 @pytest.mark.parametrize("kind", ["ema", "swa"])
 def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) -> None:
     model, other = network(), network()
-    on_device = AveragedModel(kind, model, list(model.parameters()), 0.7, leaves_out=True)
+    on_device = AveragedModel(kind, model, list(model.parameters()), 0.7, can_skip=True)
     on_host = AveragedModel(kind, other, list(other.parameters()), 0.7)
     walk(model, on_device, range(1, STEPS + 1), frozenset({1, 5, 6}))
     for step in range(1, STEPS + 1):
@@ -85,10 +85,10 @@ def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) 
     assert all(torch.equal(a, b) for a, b in zip(averages(on_device, model), averages(on_host, other), strict=True))
 
 
-@pytest.mark.parametrize("leaves_out", [False, True])
-def test_an_update_never_waits_for_the_device(waits: Any, leaves_out: bool) -> None:
+@pytest.mark.parametrize("can_skip", [False, True])
+def test_an_update_never_waits_for_the_device(waits: Any, can_skip: bool) -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), 0.9, leaves_out=leaves_out)
+    averaged = AveragedModel("ema", model, list(model.parameters()), 0.9, can_skip=can_skip)
     with waits:
         walk(model, averaged, range(1, 4))
     assert waits.found == []
@@ -151,18 +151,18 @@ def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ema", "swa"])
-@pytest.mark.parametrize("leaves_out", [False, True])
-def test_a_restored_average_continues_bit_for_bit(kind: Any, leaves_out: bool) -> None:
+@pytest.mark.parametrize("can_skip", [False, True])
+def test_a_restored_average_continues_bit_for_bit(kind: Any, can_skip: bool) -> None:
     whole = network()
-    expected = AveragedModel(kind, whole, list(whole.parameters()), 0.7, leaves_out=leaves_out)
+    expected = AveragedModel(kind, whole, list(whole.parameters()), 0.7, can_skip=can_skip)
     walk(whole, expected, range(1, 9))
 
     first = network()
-    averaged = AveragedModel(kind, first, list(first.parameters()), 0.7, leaves_out=leaves_out)
+    averaged = AveragedModel(kind, first, list(first.parameters()), 0.7, can_skip=can_skip)
     walk(first, averaged, range(1, 5))
     second = network(seed=3)
     second.load_state_dict(first.state_dict())
-    restored = AveragedModel(kind, second, list(second.parameters()), 0.7, leaves_out=leaves_out)
+    restored = AveragedModel(kind, second, list(second.parameters()), 0.7, can_skip=can_skip)
     restored.load_state_dict(averaged.state_dict())
     walk(second, restored, range(5, 9))
     assert restored.updates == expected.updates

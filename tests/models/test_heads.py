@@ -132,7 +132,7 @@ def test_what_has_no_weights_may_come_after_the_head() -> None:
         (lambda net, x: net.early(net.early(x)), "its last layer early is used 2 times"),
         (
             lambda net, x: x[:, :2].detach() + net.late(x).sum(),
-            "its last layer late has 5 outputs, and the model gives",
+            "its last layer late has 5 outputs, and the model returns",
         ),
         (lambda net, x: net.late(x) + F.pad(x, (0, 1)), "its last layer late does not decide the outputs alone"),
         (lambda net, x: F.linear(net.early(x), net.late.weight), "its last layer early has 4 outputs"),

@@ -82,16 +82,16 @@ def test_what_is_set_is_kept(options: dict[str, Any], arguments: dict[str, bool]
 @pytest.mark.parametrize(
     ("parameters", "sparse", "options", "words"),
     [
-        (SMALL, False, {"differentiable": True}, "not differentiable, which optimizer.differentiable=true asks for"),
-        (SMALL, True, {}, "fused kernels take no sparse gradients"),
-        (COMPLEX, False, {}, "real floating-point weights alone"),
+        (SMALL, False, {"differentiable": True}, "not differentiable, which optimizer.differentiable=true requires"),
+        (SMALL, True, {}, "fused kernels do not support sparse gradients"),
+        (COMPLEX, False, {}, "real floating-point weights"),
     ],
 )
 def test_fused_where_it_cannot_be_had_is_a_sentence(
     parameters: list[Any], sparse: bool, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(
-        UserError, match=rf"^optimizer.fused: true cannot be had: .*{words}.*\n.*allowed: null or false"
+        UserError, match=rf"^optimizer.fused: true is not supported: .*{words}.*\n.*allowed: null or false"
     ):
         choose("AdamW", parameters, sparse, fused=True, **options)
     if not options:
@@ -106,7 +106,7 @@ def test_a_kernel_that_the_device_lacks_is_found_out_by_trying(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "_fused_adamw_", refuses)
     assert choose("AdamW").reason == "auto: not on this device, and foreach is no faster on the CPU"
-    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: not on this device\n"):
+    with pytest.raises(UserError, match=r"optimizer.fused: true is not supported: not on this device\n"):
         choose("AdamW", fused=True)
 
 
@@ -133,7 +133,7 @@ EXTRAS = {"lr_base_batch_size": 64, "no_decay": "auto", "lr_mult": {"head": 2.0}
 def test_the_trial_leaves_out_the_keys_that_are_no_arguments(extras: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"^optimizer: AdamW cannot take a step: If capturable=True"):
         choose("AdamW", fused=False, capturable=True, **extras)
-    with pytest.raises(UserError, match=r"^optimizer.fused: true cannot be had: "):
+    with pytest.raises(UserError, match=r"^optimizer.fused: true is not supported: "):
         choose("AdamW", [nn.Parameter(torch.zeros(3, device="meta"))], fused=True, **extras)
 
 
@@ -144,7 +144,7 @@ def test_a_step_that_fails_in_any_way_is_no_success(error: type[Exception], monk
 
     monkeypatch.setattr(torch, "_fused_adamw_", refuses)
     assert "not with these weights" in choose("AdamW").reason
-    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: .*not with these weights"):
+    with pytest.raises(UserError, match=r"optimizer.fused: true is not supported: .*not with these weights"):
         choose("AdamW", fused=True)
 
 
@@ -159,7 +159,7 @@ def test_a_class_that_refuses_only_a_kind_of_kernels_is_no_success_of_that_kind(
         made(self, *args, fused=fused, **options)
 
     monkeypatch.setattr(torch.optim.AdamW, "__init__", picky)
-    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: fused is not for these weights"):
+    with pytest.raises(UserError, match=r"optimizer.fused: true is not supported: fused is not for these weights"):
         choose("AdamW", fused=True)
     assert choose("AdamW", fused=False, lr=-1.0).arguments["fused"] is False, "told when the optimizer itself is made"
 
@@ -224,7 +224,7 @@ def test_fused_sgd_with_dampening_is_not_had_as_a_first_step_may_be_left_out() -
     weights = [torch.zeros(2, requires_grad=True)]
     assert choose_kernels(node | {"dampening": 0.0}, weights).arguments["fused"]
     assert not choose_kernels(node, weights).arguments["fused"]
-    with pytest.raises(UserError, match=r"optimizer.fused: true cannot be had: fused SGD with dampening"):
+    with pytest.raises(UserError, match=r"optimizer.fused: true is not supported: fused SGD with dampening"):
         choose_kernels(node | {"fused": True}, weights)
 
 

@@ -138,7 +138,7 @@ def test_a_logger_whose_file_became_something_else_reports_it_and_can_be_closed(
     for path in tmp_path.glob("metrics*"):
         path.unlink()
         path.mkdir()
-    with pytest.raises(UserError, match="a file stands where a folder is needed, or the reverse"):
+    with pytest.raises(UserError, match="a file exists where a folder is needed, or the reverse"):
         _log(logger, at)
     logger.flush()
     logger.close()

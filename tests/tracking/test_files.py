@@ -87,7 +87,7 @@ def test_a_disk_error_is_a_sentence_with_the_path_and_the_reason(tmp_path, monke
 
 def test_a_file_where_a_folder_is_needed_is_a_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
+    with pytest.raises(UserError, match="a file exists where a folder is needed"):
         write_atomically(tmp_path / "file" / "a.bin", b"x")
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 import check_held_out
@@ -19,7 +16,6 @@ import check_photo_zoo
 import check_photos
 from check_zoo import Case
 
-from runner.verbs.check import run as check_run
 from runner.verbs.check.table import CHECKS
 
 BASE = (
@@ -30,32 +26,9 @@ BASE = (
 
 
 @pytest.fixture
-def check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """The checks by name. Words are put into one composition, as Hydra takes most of the time of a call."""
-
-    def call(*words: str) -> dict[str, dict[str, Any]]:
-        composition = compose("json=true", "budget_s=300", *BASE, verb="check")
-        for word in words:
-            key, _, text = word.partition("=")
-            *sections, last = key.split(".")
-            place, value = composition.values, yaml.safe_load(text)
-            for section in sections:
-                place = place[section]
-            before = place.get(last)
-            merged = isinstance(value, dict) and isinstance(before, dict)
-            if merged and value.get("_target_", before.get("_target_")) == before.get("_target_"):
-                value = {**before, **value}
-            place[last] = value
-        out = io.StringIO()
-        with (
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(io.StringIO()),
-            contextlib.suppress(SystemExit),
-        ):
-            check_run.run(composition)
-        return {each["name"]: each for each in json.loads(out.getvalue())["checks"]}
-
-    return call
+def check(composed_check: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """The checks by name, of a healthy training and further words."""
+    return functools.partial(composed_check, BASE)
 
 
 @pytest.mark.parametrize("case", check_photo_zoo.CASES, ids=lambda case: f"{case.fault} {case.check}".replace(" ", "-"))

@@ -128,7 +128,7 @@ class MemoryLoader:
         # Only what uses no stateful generator may run before it is requested.
         if self._images.device != self._device and (self._prepare is None or self._prepare.per_sample):
             batches = prefetch_to_cuda(batches, self._device)
-        return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
+        return mixed(batches, self._mix, epoch)
 
     def _gathered(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         size = self.batch_size
@@ -155,12 +155,13 @@ class MemoryLoader:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return _moved(tensor, self._device)
 
-    def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
-        for batch in batches:
-            yield Batch(*mix_batch(*batch, epoch), batch.indices)
-
     def close(self) -> None:
         """Nothing to end."""
+
+
+def mixed(batches: Iterator[Batch], mix_batch: Mix | None, epoch: int) -> Iterator[Batch]:
+    """Batches whose samples are blended; the batches themselves where `mix_batch` is None."""
+    return batches if mix_batch is None else (Batch(*mix_batch(*batch, epoch), batch.indices) for batch in batches)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from runner.data import worker_failures
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cuda_prefetch import prefetch_to_cuda
 from runner.data.indices import Indices
-from runner.data.loaders import Batch, Mix, Prepare
+from runner.data.loaders import Batch, Mix, Prepare, mixed
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import EpochOrder
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
@@ -163,7 +163,7 @@ class WorkerLoader:
             batches = prefetch_to_cuda(batches, self._device)
         if not early:
             batches = self._prepared(batches, epoch)
-        return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
+        return mixed(batches, self._mix, epoch)
 
     def _copied(self, request: _Request) -> Iterator[Batch]:
         self._slices.request = request
@@ -179,10 +179,6 @@ class WorkerLoader:
     def _prepared(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         for images, targets, places in batches:
             yield Batch(images if self._prepare is None else self._prepare(images, places, epoch), targets, places)
-
-    def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
-        for batch in batches:
-            yield Batch(*mix_batch(*batch, epoch), batch.indices)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():

@@ -1,12 +1,16 @@
-"""Ways that training ends before it is done."""
+"""Exceptions that end training early; exit codes are those of `runner.config.errors`."""
 
 
 class Diverged(Exception):
     """The training loss or the weights are no longer finite."""
 
+    exit_code = 3
+    prefix = "diverged: "
+    hint = "; lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
+
 
 class NotFinite(Exception):
-    """A step was left out because its loss or gradients are not finite, and training goes on from an earlier state.
+    """A step was skipped because its loss or gradients are not finite; training goes back to an earlier state.
 
     Attributes:
         step: number of the optimizer step, from 1.
@@ -20,10 +24,15 @@ class NotFinite(Exception):
 class BadMetric(Exception):
     """A callback reports a metric that cannot be logged."""
 
+    exit_code = 2
+
 
 class Preempted(Exception):
-    """The run was asked to stop by a signal; its state has been saved."""
+    """A signal asked the run to stop; its state has been saved."""
+
+    exit_code = 75
+    prefix = "stopped by "
 
 
 class Interrupted(Exception):
-    """The run was asked to stop while it evaluated."""
+    """The run was asked to stop during an evaluation."""

@@ -1,43 +1,17 @@
-"""Evaluation: a split through the model in inference mode, with nothing about training changed by it."""
+"""Evaluation of a split in inference mode, which changes nothing about training."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from runner.engine.errors import Interrupted
-from runner.engine.step import Batch
+from runner.engine.protocols import Batch, Metric, Source
 from runner.instrument.no_trace import evaluating
-
-
-class Metric(Protocol):
-    """The part of a torchmetrics metric that is used."""
-
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Take a batch into account."""
-
-    def compute(self) -> Tensor:
-        """The value over all batches, a scalar unless it is used for tables."""
-
-
-class Source(Protocol):
-    """A loader, see `runner.data.loaders.Loader`."""
-
-    @property
-    def samples(self) -> int:
-        """Samples of an epoch."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch."""
-
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
-        """Batches of an epoch."""
 
 
 def evaluate(
@@ -53,20 +27,21 @@ def evaluate(
     """Evaluate a split.
 
     Args:
-        model: the model; its modes and buffers are left as they are, and so are buffers of the loss.
+        model: the model; its modes and buffers do not change, nor do buffers of the loss.
         source: the split.
-        targets_of: targets of the data set -> targets of the loss and the metrics.
+        targets_of: converts targets of the data set to targets of the loss and the metrics.
         loss: (logits, targets) -> scalar mean over the samples.
-        metrics: fresh metrics by name, on the model's device; afterwards they hold the whole split.
-        autocast: gives the context that the forward pass runs in.
+        metrics: fresh metrics by name, on the model's device; afterwards they contain the whole split.
+        autocast: context manager for the forward pass.
         limit: batches to use; None for all.
-        interrupted: asked before every batch; True ends the evaluation.
+        interrupted: called before every batch; True ends the evaluation.
 
     Returns:
         `loss` and every metric with a scalar value, as floats.
 
     Raises:
-        Interrupted: if `interrupted` said so.
+        Interrupted: if `interrupted` returned True.
+        ValueError: if the split is empty.
     """
     batches = math.ceil(source.samples / source.batch_size)
     if limit is not None:
@@ -86,7 +61,7 @@ def evaluate(
             wide = value.double() if value.device.type != "mps" else value.float()
             total = wide * size if total is None else total + wide * size
             samples += size
-            # A copy, as a metric may keep it, and the output of a CUDA graph lies where the next one will.
+            # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
             for metric in metrics.values():
                 metric.update(outputs, targets)

@@ -1,29 +1,26 @@
-"""Weights that are left alone for a while, or for good, and modules that stay in evaluation mode."""
+"""Which weights are trained when, and which modules stay in evaluation mode."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from runner.engine.loop import Loop
-    from runner.engine.state import Position
+from runner.engine.position import Position
 
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """A part of a model that is not trained.
+    """A part of a model that is not trained, for a while or permanently.
 
     Attributes:
-        name: for people.
+        name: for messages.
         parameters: its weights.
-        modules: what is in evaluation mode meanwhile, such as BatchNorm, whose statistics then stay.
-        steps: optimizer steps that this holds for.
-        epochs: the same in epochs; with neither, it holds for good.
+        modules: modules kept in evaluation mode meanwhile, such as BatchNorm, whose statistics then do not change.
+        steps: optimizer steps until it is trained.
+        epochs: the same in epochs; with neither, it is frozen permanently.
     """
 
     name: str
@@ -38,21 +35,21 @@ class Frozen:
         return self.steps is None and self.epochs is None
 
     def holds(self, position: Position) -> bool:
-        """Whether the step after this position leaves the part alone."""
+        """Whether the part is frozen in the step after this position."""
         if self.steps is not None:
             return position.global_step < self.steps
         return self.epochs is None or position.epoch < self.epochs
 
 
 class Freezing:
-    """What of a model is trained, which is a function of the position alone, so that a resumed run agrees.
+    """Decides what is trained from the position alone, so that a resumed run agrees.
 
-    Modules that are in evaluation mode when this is made stay in it, as their constructor wanted it; unless the whole
-    model is, as models that were loaded for use often are.
+    Modules that are in evaluation mode at construction stay in it, as their constructor chose it. If the whole model is in
+    evaluation mode, as loaded models often are, all of it is trained.
 
     Args:
-        model: what is trained.
-        parts: what is not, or not yet; of weights in several parts the one that holds longest decides.
+        model: the model.
+        parts: its frozen parts; a weight in several parts is frozen until the last of them is trained.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Frozen] = ()) -> None:
@@ -62,22 +59,21 @@ class Freezing:
         self._held: list[Frozen] = []
 
     def train(self, position: Position) -> None:
-        """Put the model into training mode for the step after a position, but for what is frozen there."""
+        """Put the model into training mode for the step after a position, except for what is frozen there."""
         self._train_all_but([part for part in self.parts if part.holds(position)])
 
     @contextlib.contextmanager
     def as_at(self, position: Position | None) -> Iterator[None]:
-        """The model in training mode as for the step after a position; afterwards it is as before.
+        """The model in training mode as after a position; restored afterwards.
 
         Args:
-            position: where; None for where all that is frozen for a while is trained.
+            position: None for the time when only permanently frozen parts are left.
         """
         held = self._held
         modes = [(module, module.training) for module in self._model.modules()]
         needed = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         try:
-            frozen = [part for part in self.parts if (part.holds(position) if position else part.permanent)]
-            self._train_all_but(frozen)
+            self._train_all_but([part for part in self.parts if (part.holds(position) if position else part.permanent)])
             yield
         finally:
             for parameter, needs in needed:
@@ -86,43 +82,19 @@ class Freezing:
                 module.training = mode
             self._held = held
 
-    def _train_all_but(self, held: list[Frozen]) -> None:
-        self._held = held
-        frozen = {parameter for part in self._held for parameter in part.parameters}
-        for part in self.parts:
-            for parameter in part.parameters:
-                parameter.requires_grad_(parameter not in frozen)
-        self._model.train()
-        for module in self._evaluating:
-            module.training = False
-        for part in self._held:
-            for module in part.modules:
-                module.training = False
-
     def follow(self, position: Position) -> list[Frozen]:
-        """Let go of what is trained from a later position on; gives these parts."""
+        """Train the parts that are no longer frozen at a later position, and return them."""
         freed = [part for part in self._held if not part.holds(position)]
         if freed:
             self.train(position)
         return freed
 
-
-class UnfreezeCallback:
-    """Trains weights from the moment on until which they are frozen.
-
-    Args:
-        tell: shows a line.
-    """
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-
-    def on_step(self, loop: Loop) -> None:
-        """Look at the position of the next step."""
-        for part in loop.state.freezing.follow(loop.state.position):
-            if loop.finished:
-                return
-            count = sum(parameter.numel() for parameter in part.parameters)
-            self._tell(
-                f"step {loop.state.position.global_step}: {part.name} is trained from here on, {count:,} parameters"
-            )
+    def _train_all_but(self, held: list[Frozen]) -> None:
+        self._held = held
+        frozen = {parameter for part in held for parameter in part.parameters}
+        for part in self.parts:
+            for parameter in part.parameters:
+                parameter.requires_grad_(parameter not in frozen)
+        self._model.train()
+        for module in (*self._evaluating, *(module for part in held for module in part.modules)):
+            module.training = False

@@ -1,4 +1,4 @@
-"""Batches that do not fit into the memory of the device, trained on in pieces."""
+"""Trains on a batch in micro-batches if it does not fit into memory."""
 
 from __future__ import annotations
 
@@ -12,56 +12,57 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import Batch, StepConfig, backward, update_weights
+from runner.engine.step import StepConfig, backward, batch_loss, update_weights
 from runner.instrument.no_trace import SavedBuffers
 
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
 
-# How torch says on the CPU that memory is short; on other devices the error has a class of its own.
-_ON_CPU = re.compile(r"can't allocate memory|not enough memory")
+# On the CPU torch raises a plain RuntimeError with one of these messages.
+_CPU_MESSAGE = re.compile(r"can't allocate memory|not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of a device, or of the CPU, does not suffice."""
+    """Whether an error says that a device, or the CPU, is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _ON_CPU.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _CPU_MESSAGE.search(str(error)) is not None
 
 
 class OOMRetryStep:
-    """A step as `train_step` is one, which trains on each batch in 2, 4, 8, ... pieces once memory has run out.
+    """A replacement of `train_step` that divides each batch into 2, 4, 8, ... micro-batches once memory has run out.
 
-    Each piece counts with its share of the samples, so the gradient is that of the whole batch to rounding. How many pieces
-    there are stands in the state's position from then on, so a resumed run goes on with as many; a smaller batch, such as
-    the last of an epoch, is divided into fewer of the same size. What a failed attempt has changed is put back before the
-    next one: gradients, buffers, generators, and the loss that is logged. A layer that looks at several samples at once,
-    BatchNorm above all, sees one piece at a time.
+    Each micro-batch is weighted with its share of the samples, so the gradient equals that of the whole batch up to
+    rounding. The state's position stores their number, so a resumed run continues with as many; a smaller batch, such as the
+    last of an epoch, is divided into fewer of the same size. Before a retry, everything that the failed attempt changed is
+    restored: gradients, buffers, generators, and the logged loss. Layers that combine samples, above all BatchNorm, see one
+    micro-batch at a time.
 
     Args:
-        batch_size: samples of a batch, but for smaller ones.
+        batch_size: samples per batch, except for smaller ones.
     """
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
         self._window: list[tuple[Batch, float, int]] = []
         self._losses: list[Tensor] = []
-        self._before: _Before | None = None
+        self._before: _Snapshot | None = None
 
     def __call__(
         self, state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool
     ) -> None:
-        """Train on one batch; at the end of an accumulation window, update the weights.
+        """Train on one batch, see `train_step`.
 
         Raises:
             torch.OutOfMemoryError: if single samples do not fit either.
         """
         if not self._window:
-            self._before = _Before(state.model, parts.loss)
+            self._before = _Snapshot(state.model, parts.loss)
         self._window.append((batch, weight, samples))
         if not self._fits(state, parts, len(self._window) - 1):
-            self._split(state, parts)
+            self._retry(state, parts)
         if not update:
             return
         for loss, (_, _, count) in zip(self._losses, self._window, strict=True):
@@ -71,8 +72,8 @@ class OOMRetryStep:
         self._window, self._losses, self._before = [], [], None
         update_weights(state, parts)
 
-    def _split(self, state: TrainState, parts: StepConfig) -> None:
-        """Train on the batches of the window anew, in more pieces, until they fit."""
+    def _retry(self, state: TrainState, parts: StepConfig) -> None:
+        """Repeat the batches of the window in more and more micro-batches until they fit."""
         fits = False
         while not fits:
             state.position.pieces *= 2
@@ -81,25 +82,25 @@ class OOMRetryStep:
                 parameter.grad = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            assert self._before is not None, "a window began with its state being noted"
+            assert self._before is not None, "a window starts with a snapshot"
             self._before.restore()
             fits = self._fits(state, parts, 0)
 
     def _fits(self, state: TrainState, parts: StepConfig, first: int) -> bool:
-        """Train on the batches of the window from number `first` on; whether memory suffices."""
-        most = _samples_of_a_piece(self._batch_size, state.position.pieces)
+        """Train on the batches of the window from number `first` on; whether memory was sufficient."""
+        size = math.ceil(self._batch_size / state.position.pieces)
         try:
             for batch, weight, samples in self._window[first:]:
-                self._losses.append(_train(state, parts, batch, weight, samples, math.ceil(samples / most)))
+                self._losses.append(_train(state, parts, batch, weight, samples, math.ceil(samples / size)))
         except Exception as error:
-            if not is_out_of_memory(error) or most == 1:
+            if not is_out_of_memory(error) or size == 1:
                 raise
-            return False  # and what the error holds on to is freed
+            return False  # which also frees what the error refers to
         return True
 
 
 class ReportMicroBatches:
-    """Tells when batches have begun to be trained on in pieces.
+    """Warns when batches begin to be divided into micro-batches.
 
     Args:
         warn: called with a sentence.
@@ -110,30 +111,25 @@ class ReportMicroBatches:
         self._pieces = 1
 
     def on_start(self, loop: Loop) -> None:
-        """Take note of what the run begins with."""
+        """Report what a resumed run starts with."""
         self._pieces = 1
         self.on_step(loop)
 
     def on_step(self, loop: Loop) -> None:
-        """Tell if there are more pieces than before."""
+        """Report if there are more micro-batches than before."""
         position = loop.state.position
         if position.pieces != self._pieces:
             self._pieces = position.pieces
             size = loop.plan.batch_size
-            pieces = math.ceil(size / _samples_of_a_piece(size, position.pieces))
+            count = math.ceil(size / math.ceil(size / position.pieces))
             self._warn(
-                f"memory does not suffice for a batch of {size}: from step {position.global_step} on each one is "
-                f"trained on in {pieces} pieces (on_oom=split); BatchNorm sees one piece at a time"
+                f"not enough memory for a batch of {size}: from step {position.global_step} on each batch is trained in "
+                f"{count} micro-batches (on_oom=split); BatchNorm sees one micro-batch at a time"
             )
 
 
-def _samples_of_a_piece(batch_size: int, pieces: int) -> int:
-    """The most samples that a piece has."""
-    return math.ceil(batch_size / pieces)
-
-
-class _Before:
-    """Generators and buffers as they are at the beginning of a step."""
+class _Snapshot:
+    """Generators and buffers at the start of a step."""
 
     def __init__(self, model: nn.Module, loss: object) -> None:
         self._buffers = SavedBuffers(model, loss)
@@ -145,7 +141,6 @@ class _Before:
             self._accelerator = getattr(torch, self._device.type).get_rng_state()
 
     def restore(self) -> None:
-        """Put them back."""
         self._buffers.restore()
         random.setstate(self._python)
         np.random.set_state(self._numpy)
@@ -154,19 +149,15 @@ class _Before:
             getattr(torch, self._device.type).set_rng_state(self._accelerator)
 
 
-def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, pieces: int) -> Tensor:
-    """Add the gradients of a batch; gives its mean loss."""
+def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, count: int) -> Tensor:
+    """Accumulate the gradients of a batch in `count` micro-batches; returns its mean loss."""
     targets = parts.targets(batch.targets)
     total: Tensor | None = None
-    for images, some in zip(batch.images.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
-        with parts.autocast():
-            if parts.compiled_loss is not None:
-                loss = parts.compiled_loss(images, some)
-            else:
-                loss = parts.loss(state.model(images), some)
+    for images, some in zip(batch.images.tensor_split(count), targets.tensor_split(count), strict=True):
+        loss = batch_loss(state, parts, images, some)
         share = len(images) / samples
         backward(state, loss, weight * share)
-        counted = loss.detach() if pieces == 1 else loss.detach() * share
+        counted = loss.detach() if count == 1 else loss.detach() * share
         total = counted if total is None else total + counted
     assert total is not None, "a batch has samples"
     return total

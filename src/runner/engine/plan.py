@@ -1,4 +1,4 @@
-"""How an epoch divides into batches, and batches into optimizer steps."""
+"""How a run divides into epochs, batches and optimizer steps, and when it ends."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from runner.engine.state import Position
+from runner.engine.position import Position
 
 
 @dataclass(frozen=True)
@@ -18,11 +16,11 @@ class EpochPlan:
     """The batches of an epoch.
 
     Attributes:
-        samples: samples of an epoch.
-        batch_size: samples of a batch.
-        accumulate: batches of an optimizer step.
-        drop_last: leave out the last, smaller batch.
-        limit: batches to use of an epoch; None for all.
+        samples: samples per epoch.
+        batch_size: samples per batch.
+        accumulate: batches per optimizer step.
+        drop_last: skip the last batch if it is smaller.
+        limit: batches per epoch; None for all.
     """
 
     samples: int
@@ -33,38 +31,23 @@ class EpochPlan:
 
     @cached_property
     def batches(self) -> int:
-        """Batches of an epoch."""
+        """Batches per epoch."""
         count = self.samples // self.batch_size if self.drop_last else math.ceil(self.samples / self.batch_size)
         return count if self.limit is None else min(count, self.limit)
 
     @cached_property
     def steps(self) -> int:
-        """Optimizer steps of an epoch; the last one may accumulate fewer batches."""
+        """Optimizer steps per epoch; the last one may accumulate fewer batches."""
         return math.ceil(self.batches / self.accumulate)
 
     def size(self, batch: int) -> int:
-        """Samples of batch number `batch`."""
+        """Samples in batch number `batch`."""
         return min(self.batch_size, self.samples - batch * self.batch_size)
 
-    def ends_window(self, batch: int) -> bool:
-        """Whether the optimizer steps after this batch."""
-        return (batch + 1) % self.accumulate == 0 or batch + 1 == self.batches
-
-    def parts(self, start: int) -> Iterator[tuple[int, float, bool]]:
-        """Size, weight and whether the optimizer steps after it, for every batch of an epoch from number `start` on."""
-        if self.accumulate > 1:
-            for batch in range(start, self.batches):
-                yield self.size(batch), self.weight(batch), self.ends_window(batch)
-            return
-        # A batch is a window of its own: nothing to compute for each.
-        yield from itertools.repeat((self.batch_size, 1.0, True), max(0, self.batches - 1 - start))
-        if start < self.batches:
-            yield self.size(self.batches - 1), 1.0, True
-
     def weight(self, batch: int) -> float:
-        """Share of this batch's samples in its accumulation window: what its mean loss is multiplied by.
+        """This batch's share of the samples in its accumulation window, the factor of its mean loss.
 
-        So the gradient of a window is that of the mean over all its samples, also in a last window with fewer batches
+        The gradient of a window is then that of the mean over all its samples, even if the last window has fewer batches
         or a smaller batch.
         """
         first = batch - batch % self.accumulate
@@ -72,14 +55,29 @@ class EpochPlan:
         total = (last - first) * self.batch_size + self.size(last)
         return self.size(batch) / total
 
+    def ends_window(self, batch: int) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return (batch + 1) % self.accumulate == 0 or batch + 1 == self.batches
+
+    def parts(self, start: int) -> Iterator[tuple[int, float, bool]]:
+        """(size, weight, ends_window) of each batch of an epoch from number `start` on."""
+        if self.accumulate > 1:
+            for batch in range(start, self.batches):
+                yield self.size(batch), self.weight(batch), self.ends_window(batch)
+            return
+        # Without accumulation there is nothing to compute per batch.
+        yield from itertools.repeat((self.batch_size, 1.0, True), max(0, self.batches - 1 - start))
+        if start < self.batches:
+            yield self.size(self.batches - 1), 1.0, True
+
 
 @dataclass(frozen=True)
 class Timeline:
-    """Converts between optimizer steps and epochs in a run whose epochs may have had other numbers of steps before.
+    """Converts between optimizer steps and epochs in a run whose number of steps per epoch may have changed.
 
     Attributes:
-        steps: optimizer steps of an epoch from the last turn on.
-        turns: (step, epoch) pairs at which epochs of another number of steps began, in order.
+        steps: optimizer steps per epoch since the last change.
+        turns: (step, epoch) pairs at which the number of steps per epoch changed, in order.
     """
 
     steps: int
@@ -87,7 +85,7 @@ class Timeline:
 
     @classmethod
     def of(cls, start: Position, plan: EpochPlan) -> Timeline:
-        """The timeline of a run that goes on from `start` with epochs as `plan` has them."""
+        """The timeline of a run that continues from `start` with the epochs of `plan`."""
         turns = [(step, epoch) for step, epoch in start.turns]
         step, epoch = turns[-1] if turns else (0, 0)
         began = start.global_step - math.ceil(start.batch / plan.accumulate)
@@ -96,7 +94,7 @@ class Timeline:
         return cls(plan.steps, tuple(turns))
 
     def scaled(self, step: float) -> float:
-        """The step that `step` would be if all epochs before it had had `steps` steps."""
+        """The number that `step` would have if all earlier epochs had had `steps` steps."""
         here = (0, 0)
         for turn in self.turns:
             if step < turn[0]:
@@ -106,10 +104,50 @@ class Timeline:
         return here[1] * self.steps + (step - here[0])
 
     def step(self, epoch: float) -> float:
-        """The step after which `epoch` epochs have passed; not whole where these end inside a step."""
+        """The step after which `epoch` epochs have passed; a fraction if they end within a step."""
         here = (0, 0)
         for turn in self.turns:
             if epoch < turn[1]:
                 return here[0] + (epoch - here[1]) * (turn[0] - here[0]) / (turn[1] - here[1])
             here = turn
         return here[0] + (epoch - here[1]) * self.steps
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When training ends and when the validation split is evaluated; None means never.
+
+    Attributes:
+        epochs: epochs in total.
+        max_steps: optimizer steps in total.
+        evaluate_every_epochs: epochs between evaluations.
+        evaluate_every_steps: optimizer steps between evaluations.
+    """
+
+    epochs: int | None
+    max_steps: int | None
+    evaluate_every_epochs: int | None = 1
+    evaluate_every_steps: int | None = None
+
+    def epochs_decide(self, timeline: Timeline) -> bool:
+        """Whether the number of epochs ends the run, so that shares of the run are shares of its epochs."""
+        return self.epochs is not None and (self.max_steps is None or timeline.step(self.epochs) <= self.max_steps)
+
+    def total_steps(self, plan: EpochPlan, start: Position | None = None) -> int:
+        """Optimizer steps of the whole run.
+
+        Args:
+            plan: how the remaining epochs divide into steps.
+            start: where training starts; completed epochs count with the steps that they had.
+
+        Raises:
+            ValueError: if neither epochs nor steps are limited.
+        """
+        start = start or Position()
+        limits = [] if self.max_steps is None else [self.max_steps]
+        if self.epochs is not None:
+            before_epoch = start.global_step - math.ceil(start.batch / plan.accumulate)
+            limits.append(before_epoch + (self.epochs - start.epoch) * plan.steps)
+        if not limits:
+            raise ValueError("epochs or max_steps must be given")
+        return min(limits)

@@ -1,4 +1,4 @@
-"""The learning-rate range test (Smith 2017, arXiv:1506.01186): the loss while the rate grows from step to step."""
+"""The learning-rate range test (Smith 2017, arXiv:1506.01186): the loss while the rate increases at every step."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.engine.errors import Preempted
-from runner.engine.evaluation import Source
 from runner.engine.plan import EpochPlan
+from runner.engine.protocols import Source
 from runner.engine.state import RunningMean, TrainState
-from runner.engine.step import StepConfig, train_step
+from runner.engine.step import StepConfig, StepFunction, train_step
 from runner.instrument.no_trace import no_trace
 
-_KEPT = 0.8  # share of the running mean that is kept at a step: it lags by four steps
+_SMOOTHING = 0.8  # the running mean lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
-_LEAST_FALL = 0.05  # of the first smoothed loss, for there to be anything to suggest
-# What lies no higher above the lowest smoothed loss than these parts of the whole fall is level with it.
+_LEAST_FALL = 0.05  # share of the first smoothed loss; if it falls less, no rate is suggested
+# A loss is as good as the lowest if it exceeds it by no more than this share of the whole fall, also on a log scale.
 _VALLEY, _VALLEY_LOG = 0.1, 0.2
+
+_Window = list[tuple[Any, int, float, bool]]  # batch, size, weight, whether the step ends, see EpochPlan.parts
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What the steps showed.
+    """The result of a range test.
 
     Attributes:
         rates: the learning rate of each step.
         losses: mean training loss of the batches of each step, before its update.
         smoothed: running mean of the losses.
-        stopped: why it ended before the last rate; empty if it did not.
+        stopped: why the test ended before the last rate; empty if it did not.
     """
 
     rates: list[float]
@@ -43,14 +45,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Rates that a curve suggests.
+    """Suggested learning rates.
 
     Attributes:
-        edge: the last rate at which the smoothed loss is still about as low as it gets; above it, it rises.
-        fifth: a fifth of that.
-        lowest: where the smoothed loss is lowest.
-        tenth: a tenth of that.
-        steepest: where the smoothed loss falls fastest over the logarithm of the rate.
+        edge: the highest rate at which the smoothed loss is about as low as the lowest; above it, the loss rises.
+        fifth: a fifth of `edge`.
+        lowest: the rate of the lowest smoothed loss.
+        tenth: a tenth of `lowest`.
+        steepest: the rate at which the smoothed loss falls fastest over the logarithm of the rate.
     """
 
     edge: float
@@ -72,35 +74,35 @@ def range_test(
     parts: StepConfig,
     rates: Sequence[float],
     reference: float,
-    step: Callable[[TrainState, StepConfig, Any, float, int, bool], None] = train_step,
+    step: StepFunction = train_step,
     interrupted: Callable[[], str] = lambda: "",
 ) -> Curve:
-    """Train a step at each rate, until the loss diverges; everything is then put back, bit for bit.
+    """Train one step at each rate until the loss diverges, then restore everything bit for bit.
 
-    The steps are those of training: accumulation, clipping, loss scaling and all. An epoch that is shorter is followed by
-    the next one. The loss is read at every step, so each one waits for the device.
+    The steps are those of training, with accumulation, clipping and loss scaling, over as many epochs as needed. The loss is
+    read at every step, so each one waits for the device.
 
     Args:
         state: what training changes.
         source: the training split.
         plan: how its epochs divide into steps.
-        parts: what a step is made of.
+        parts: how a step is computed.
         rates: the rate of each step, for a parameter group whose `initial_lr` is `reference`; the other groups keep
             their ratios to it.
         reference: see `rates`.
         step: trains on a batch as `train_step` does.
-        interrupted: the name of the signal that asks to stop, or an empty string.
+        interrupted: returns the name of the signal that asks to stop, or an empty string.
 
     Raises:
         Preempted: when asked to stop.
     """
     losses: list[float] = []
     smoothed: list[float] = []
-    stopped = ""
+    mean, stopped = 0.0, ""
     windows = _windows(source, plan, len(rates))
     with unchanged(state, parts.loss):
         meter = state.meter = RunningMean(next(state.model.parameters()).device)
-        state.averaged = None  # weights on the way through all rates are worth no average
+        state.averaged = None  # averaging weights during a sweep of the rate is meaningless
         state.train()
         guard = parts.guard
         if guard is not None:
@@ -119,7 +121,9 @@ def range_test(
                     stopped = f"the loss is {loss} at a rate of {rate:.3g}"
                     break
                 losses.append(loss)
-                smoothed.append(_corrected(losses))
+                mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+                # Without the bias towards the initial 0 (Kingma & Ba 2015).
+                smoothed.append(mean / (1 - _SMOOTHING ** len(losses)))
                 if smoothed[-1] > _diverged(smoothed):
                     stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
                     break
@@ -133,10 +137,10 @@ def range_test(
 
 
 def suggest(curve: Curve) -> Suggestions:
-    """The rates that a curve suggests.
+    """Derive learning rates from a curve.
 
     Raises:
-        ValueError: if the loss hardly falls, so that there is nothing to go by; it says what it did.
+        ValueError: if the loss hardly falls; the message describes the curve.
     """
     smoothed = curve.smoothed
     if len(smoothed) < 2:
@@ -147,7 +151,7 @@ def suggest(curve: Curve) -> Suggestions:
             f"the loss hardly falls at any rate from {curve.rates[0]:.3g} to {curve.rates[-1]:.3g}: "
             f"from {smoothed[0]:.4g} to {smoothed[lowest]:.4g} at best{_because(curve)}"
         )
-    # Where the loss is level over many rates, noise decides where it is lowest, but not where it begins to rise.
+    # If the loss is level over many rates, noise decides where it is lowest, but not where it begins to rise.
     level = _level(smoothed)
     edge = curve.rates[max(place for place, loss in enumerate(smoothed) if loss <= level)]
     # The rates are evenly spaced on a logarithmic scale, so differences between steps are slopes.
@@ -158,14 +162,14 @@ def suggest(curve: Curve) -> Suggestions:
 
 
 def _level(smoothed: Sequence[float]) -> float:
-    """Up to where a loss is about as low as the lowest; by its logarithm as well, lest a high beginning hide a rise."""
+    """The loss that is about as low as the lowest; also by its logarithm, because a high first loss could hide a rise."""
     first, low = smoothed[0], min(smoothed)
     level = low + _VALLEY * (first - low)
     return min(level, low * (first / low) ** _VALLEY_LOG) if low > 0 else level
 
 
 def _diverged(smoothed: Sequence[float]) -> float:
-    """Above which a loss diverges; near or below zero a multiple of the lowest is still no more than noise."""
+    """The loss above which the test ends; a multiple of the lowest, except near or below zero, where that is noise."""
     first, low = smoothed[0], min(smoothed)
     return max(low + (_DIVERGED - 1) * abs(low), low + _VALLEY * (first - low))
 
@@ -174,40 +178,28 @@ def _because(curve: Curve) -> str:
     return f" ({curve.stopped})" if curve.stopped else ""
 
 
-def _corrected(values: Sequence[float]) -> float:
-    """The exponential running mean at the last value, without the bias towards where it began (Kingma & Ba 2015)."""
-    mean = 0.0
-    for value in values:
-        mean = _KEPT * mean + (1 - _KEPT) * value
-    return mean / (1 - _KEPT ** len(values))
-
-
-def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[list[tuple[Any, int, float, bool]]]:
-    """The batches of each step with their sizes, weights and whether they end it; epoch after epoch."""
+def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[_Window]:
+    """The batches of each step, epoch after epoch."""
     for epoch in itertools.count():
-        # No batch is asked for that is not used: workers would read it for nothing.
+        # Only request batches that are used: workers would read the others in vain.
         count = min(plan.steps, steps)
         batches = source.batches(epoch, 0, min(plan.batches, count * plan.accumulate))
         given = ((batch, *part) for batch, part in zip(batches, plan.parts(0), strict=False))
         for _ in range(count):
-            yield _until_update(given)
+            window: _Window = []
+            for item in given:
+                window.append(item)
+                if item[-1]:
+                    break
+            yield window
         steps -= count
         if steps == 0:
             return
 
 
-def _until_update(given: Iterator[tuple[Any, int, float, bool]]) -> list[tuple[Any, int, float, bool]]:
-    window = []
-    for item in given:
-        window.append(item)
-        if item[-1]:
-            break
-    return window
-
-
 @contextlib.contextmanager
 def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
-    """Put back all that training changes: weights, optimizer, loss scale, position, and what `no_trace` puts back."""
+    """Restore everything that training changes: weights, optimizer, loss scale, position, and what `no_trace` restores."""
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
     meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
     weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]

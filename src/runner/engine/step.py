@@ -5,45 +5,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from runner.engine.clipping import AdaptiveClip, clip_gradients
 from runner.engine.nonfinite import NonFiniteGuard
+from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-
-
-class Batch(Protocol):
-    """Samples on the device: see `runner.data.loaders.Batch`."""
-
-    @property
-    def images(self) -> Tensor:
-        """(B, C, H, W), augmented and normalised."""
-
-    @property
-    def targets(self) -> Tensor:
-        """(B, ...)."""
-
-    @property
-    def indices(self) -> Tensor:
-        """(B,) int64."""
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step is made of.
+    """How a step is computed.
 
     Attributes:
-        targets: targets of the data set -> targets of the loss.
+        targets: converts targets of the data set to targets of the loss.
         loss: (logits, targets) -> scalar mean over the samples.
-        autocast: gives the context that forward and loss run in.
-        clip_norm: largest norm of all gradients together; None for no limit.
+        autocast: context manager for forward pass and loss.
+        clip_norm: largest 2-norm of all gradients together; None for no limit.
         clip_value: largest absolute value of a gradient element; None for no limit.
         clip_adaptive: bounds of each unit's gradient; None for no limit.
-        compiled_loss: (images, targets) -> loss, in place of model and loss one after the other; None for these.
-        guard: keeps the optimizer from steps whose gradients are not finite; None lets it take them.
-        optimizer_step: what `optimizer.step` does, in less time; None for that itself.
+        compiled_loss: (images, targets) -> loss, replaces model and loss; None to call these.
+        guard: prevents steps with gradients that are not finite; None allows them.
+        optimizer_step: a faster equivalent of `optimizer.step`; None for that itself.
     """
 
     targets: Callable[[Tensor], Tensor]
@@ -57,17 +42,19 @@ class StepConfig:
     optimizer_step: Callable[[], object] | None = None
 
 
+StepFunction = Callable[[TrainState, StepConfig, Any, float, int, bool], None]
+"""The signature of `train_step`."""
+
+
 def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool) -> None:
     """Train on one batch; at the end of an accumulation window, update the weights.
 
-    The order is: fetch, move and augment, which the source of batches has done; autocast forward and loss, scale, backward;
-    then finite check, unscale, clip, optimizer step, scaler update, averaging; counters and the next learning rate are the
-    loop's.
-    Nothing here waits for the device, unless `NonFiniteGuard.waits` says that the optimizer makes it.
+    The source of batches has already fetched, moved and augmented the batch; counters and the next learning rate are the
+    loop's job. Nothing here waits for the device, unless `NonFiniteGuard.waits` says that the optimizer needs it.
 
     Args:
         state: what training changes.
-        parts: what the step is made of.
+        parts: how a step is computed.
         batch: samples on the device.
         weight: share of this batch in its window, see `EpochPlan.weight`.
         samples: size of the batch.
@@ -80,21 +67,24 @@ def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float
 
 
 def forward(state: TrainState, parts: StepConfig, batch: Batch, samples: int) -> Tensor:
-    """The mean loss of a batch, which is counted as well."""
-    targets = parts.targets(batch.targets)
-    with parts.autocast():
-        if parts.compiled_loss is not None:
-            loss = parts.compiled_loss(batch.images, targets)
-        else:
-            loss = parts.loss(state.model(batch.images), targets)
+    """The mean loss of a batch, which is also added to the running mean."""
+    loss = batch_loss(state, parts, batch.images, parts.targets(batch.targets))
     state.meter.add(loss, samples)
     if parts.guard is not None:
         parts.guard.watch_loss(loss)
     return loss
 
 
+def batch_loss(state: TrainState, parts: StepConfig, images: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss of images (B, C, H, W) and targets of the loss."""
+    with parts.autocast():
+        if parts.compiled_loss is not None:
+            return parts.compiled_loss(images, targets)
+        return parts.loss(state.model(images), targets)
+
+
 def backward(state: TrainState, loss: Tensor, weight: float) -> None:
-    """Add a batch's share to the gradients."""
+    """Accumulate a batch's share of the gradients."""
     if weight != 1.0:
         loss = loss * weight
     if state.scaler is not None:
@@ -103,7 +93,7 @@ def backward(state: TrainState, loss: Tensor, weight: float) -> None:
 
 
 def update_weights(state: TrainState, parts: StepConfig) -> None:
-    """Take an optimizer step with the gradients, and drop them."""
+    """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
     model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
     if guard is None or guard.allows_step():
         if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
@@ -123,7 +113,7 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
             state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
     if guard is not None:
         guard.stepped()
-    # As zero_grad(set_to_none=True) does, without its bookkeeping.
+    # Equals zero_grad(set_to_none=True) without its bookkeeping.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None

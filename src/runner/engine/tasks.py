@@ -1,6 +1,6 @@
-"""What is learned: how targets, outputs and metrics go together.
+"""Tasks: how targets, outputs and metrics relate.
 
-A task is any object with the attributes and methods of `Task`; write your own and name it with `task._target_`.
+A task is any object with the attributes and methods of `Task`; select a custom one with `task._target_`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,32 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from runner.engine.evaluation import Metric
+from runner.engine.protocols import Metric
 
 _ROUNDING = 1e-3  # of the sum of probabilities
 _SHOWN = 8  # numbers of a target in a message
 
 
 class Task(Protocol):
-    """The part of a run that knows what the numbers mean.
+    """Gives meaning to targets and outputs.
 
-    A method `wrong_target(targets, training)`, if it has one, is given targets (N, ...) of the data set, of the training
-    split or of another, before they are used. It returns the place of the first one that the task cannot take, and a clause
-    about it; or None.
+    An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
+    another, before they are used. It returns the index of the first invalid one and a clause about it, or None.
     """
 
     monitor: str
     mode: Literal["min", "max"]
 
     def outputs(self, classes: Sequence[str]) -> int:
-        """Number of outputs that a model needs."""
+        """Number of outputs of a model."""
         ...
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Targets as the loss and the metrics take them, from those of the data set."""
+        """Convert targets of the data set to those of the loss and the metrics."""
         ...
 
     def metric_names(self) -> list[str]:
-        """Names of the metrics that `metrics` builds."""
+        """Names of the metrics that `metrics` returns."""
         ...
 
     def metrics(self, device: torch.device) -> dict[str, Metric]:
@@ -45,12 +44,12 @@ class Task(Protocol):
         ...
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
-        """Fresh metrics with more than one value, for `eval`: `per_class` (C,) and `confusion` (C, C), or nothing."""
+        """Fresh metrics with several values, for `eval`: `per_class` (C,) and `confusion` (C, C), or nothing."""
         ...
 
 
 class Classification:
-    """One class a sample; logits of shape (B, C), targets int64 of shape (B,), or float (B, C) where samples are blended.
+    """One class per sample; logits (B, C), targets int64 (B,), or float (B, C) for blended samples.
 
     Args:
         num_classes: number of classes.
@@ -65,18 +64,18 @@ class Classification:
         self.num_classes = num_classes
 
     def outputs(self, classes: Sequence[str]) -> int:
-        """One logit a class."""
+        """One logit per class."""
         return self.num_classes
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Class numbers as int64; probabilities of the classes, float (B, C), as they are."""
+        """Class numbers as int64; float probabilities (B, C) unchanged."""
         return targets if targets.is_floating_point() and targets.ndim == 2 else targets.long()
 
     def wrong_target(self, targets: Tensor, training: bool) -> tuple[int, str] | None:
-        """The first target that is no class number, nor probabilities of the classes in training; None if all are right."""
+        """The first target that is not a class number, nor, in training, class probabilities; None if all are valid."""
         if targets.ndim == 2 and training and targets.is_floating_point() and targets.shape[1] == self.num_classes:
             fine = (targets >= 0).all(1) & ((targets.sum(1) - 1).abs() < _ROUNDING)
-            return _first_wrong(targets, ~fine, "which are no probabilities of the classes")
+            return _first_wrong(targets, ~fine, "which are not probabilities of the classes")
         if targets.ndim != 1:
             return 0, f"has {targets[0].numel()} values, and a class number is expected"
         if targets.is_floating_point() and (
@@ -88,19 +87,19 @@ class Classification:
         return _first_wrong(targets, outside, f"and there are {self.num_classes} classes, 0 to {last}")
 
     def metric_names(self) -> list[str]:
-        """Share of samples whose largest logit is the right one."""
+        """Share of samples whose largest logit is that of the target."""
         return ["accuracy"]
 
     def metrics(self, device: torch.device) -> dict[str, Metric]:
         """Accuracy over all samples."""
-        # torchmetrics takes a second to import, so it is loaded with the first evaluation. Its checks of the values of
-        # targets would wait for the device; the loss refuses classes that there are not.
+        # Importing torchmetrics takes a second, so the first evaluation does it. validate_args would wait for the device;
+        # the loss already refuses classes out of range.
         from torchmetrics.classification import MulticlassAccuracy
 
         return {"accuracy": MulticlassAccuracy(self.num_classes, average="micro", validate_args=False).to(device)}
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
-        """Accuracy of each class, and how often class i was taken for class j."""
+        """Accuracy of each class, and how often class i was predicted as class j."""
         from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
         return {
@@ -110,7 +109,7 @@ class Classification:
 
 
 class Regression:
-    """One number a sample; outputs and targets float32 of shape (B, 1)."""
+    """One number per sample; outputs and targets float32 (B, 1)."""
 
     monitor = "val/mae"
     mode: Literal["min", "max"] = "min"
@@ -124,7 +123,7 @@ class Regression:
         return targets.float().view(-1, 1)
 
     def wrong_target(self, targets: Tensor, training: bool) -> tuple[int, str] | None:
-        """The first target that is not one finite number; None if all are right."""
+        """The first target that is not one finite number; None if all are valid."""
         if targets[0].numel() != 1:
             return 0, f"has {targets[0].numel()} values, and one number is expected"
         flat = targets.flatten()
@@ -147,7 +146,7 @@ class Regression:
 
 
 def _first_wrong(targets: Tensor, wrong: Tensor, reason: str) -> tuple[int, str] | None:
-    """The place of the first target where `wrong`, (N,) of bool, holds, and a clause about it; None if there is none."""
+    """The index of the first target where `wrong` (N,) is True, and a clause about it; None if there is none."""
     if not bool(wrong.any()):
         return None
     place = int(wrong.nonzero()[0, 0])

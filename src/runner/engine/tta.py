@@ -1,12 +1,12 @@
-"""Test-time augmentation: a model that sees several views of each image, and averages what it says of them.
+"""Test-time augmentation: a model that averages its outputs over several views of each image.
 
-Views are made of normalised images on the device, by functions of the images alone: nothing is drawn.
+Views are made from normalised images on the device and draw nothing at random.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,29 +25,29 @@ def as_it_is(images: Tensor) -> Tensor:
 
 
 def mirrored(images: Tensor) -> Tensor:
-    """Left and right exchanged."""
+    """Flipped left to right."""
     return images.flip(-1)
 
 
 def upside_down(images: Tensor) -> Tensor:
-    """Top and bottom exchanged."""
+    """Flipped top to bottom."""
     return images.flip(-2)
 
 
 def rotated(images: Tensor, quarters: int) -> Tensor:
-    """Turned anticlockwise by quarters of a circle.
+    """Rotated anticlockwise by multiples of 90 degrees.
 
     Raises:
-        ValueError: for images that are not square, which would change their shape.
+        ValueError: for images that are not square, whose shape would change.
     """
     height, width = images.shape[-2:]
     if height != width:
-        raise ValueError(f"rotations are views of square images, and these have {height}x{width} pixels")
+        raise ValueError(f"rotations require square images, and these have {height}x{width} pixels")
     return torch.rot90(images, quarters, (-2, -1))
 
 
 def shifted(images: Tensor, down: int, right: int) -> Tensor:
-    """Moved by a sixteenth of the size, at least a pixel, in the directions that are not 0; the edge is repeated."""
+    """Moved by a sixteenth of the size, at least a pixel, in each direction that is not 0; the edge is repeated."""
     height, width = images.shape[-2:]
     rows, columns = down * max(1, round(_SHIFT * height)), right * max(1, round(_SHIFT * width))
     padded = F.pad(images, (abs(columns),) * 2 + (abs(rows),) * 2, mode="replicate")
@@ -56,7 +56,7 @@ def shifted(images: Tensor, down: int, right: int) -> Tensor:
 
 
 def cropped(images: Tensor, down: float, right: float) -> Tensor:
-    """A part of seven eighths of the edges, resized to the whole (bilinear); 0, 0 is the top left, 1, 1 the bottom right."""
+    """A crop of seven eighths of each edge, resized to full size (bilinear); 0, 0 is the top left, 1, 1 the bottom right."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(_CROP * size)) for size in (height, width))
     top, left = round(down * (height - rows)), round(right * (width - columns))
@@ -64,7 +64,7 @@ def cropped(images: Tensor, down: float, right: float) -> Tensor:
 
 
 def scaled(images: Tensor, scale: float) -> Tensor:
-    """Larger or smaller by a factor (bilinear), about the middle; around a smaller one its edge is repeated."""
+    """Scaled by a factor about the centre (bilinear); the edge of a smaller image is repeated around it."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(scale * size)) for size in (height, width))
     resized = _resized(images, rows, columns)
@@ -79,29 +79,27 @@ def _resized(images: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
 
 
-def _then(first: View, second: View, images: Tensor) -> Tensor:
-    return second(first(images))
+def _mirrored_crop(images: Tensor, down: float, right: float) -> Tensor:
+    return mirrored(cropped(images, down, right))
 
 
 _CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5))
-_FIVE: tuple[View, ...] = tuple(functools.partial(cropped, down=down, right=right) for down, right in _CORNERS)
+_FIVE = tuple(partial(cropped, down=down, right=right) for down, right in _CORNERS)
 VIEWS: dict[str, tuple[View, ...]] = {
     "flip": (mirrored,),
     "hflip": (mirrored,),
     "vflip": (upside_down,),
-    "rotations": tuple(functools.partial(rotated, quarters=quarters) for quarters in (1, 2, 3)),
-    "shifts": tuple(
-        functools.partial(shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))
-    ),
-    "scales": tuple(functools.partial(scaled, scale=scale) for scale in _SCALES),
+    "rotations": tuple(partial(rotated, quarters=quarters) for quarters in (1, 2, 3)),
+    "shifts": tuple(partial(shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))),
+    "scales": tuple(partial(scaled, scale=scale) for scale in _SCALES),
     "five_crop": _FIVE,
-    "ten_crop": (*_FIVE, *(functools.partial(_then, view, mirrored) for view in _FIVE)),
+    "ten_crop": (*_FIVE, *(partial(_mirrored_crop, down=down, right=right) for down, right in _CORNERS)),
 }
-"""The views that each name stands for, beside the image as it is."""
+"""The views that each name selects, in addition to the original image."""
 
 
 def views_named(names: Sequence[str]) -> list[View]:
-    """The image as it is and the views of each name, each once."""
+    """The original image and the views of each name, without duplicates."""
     return list(dict.fromkeys([as_it_is, *(view for name in names for view in VIEWS[name])]))
 
 
@@ -109,10 +107,9 @@ class TTAModel(nn.Module):
     """A model whose outputs are the mean over views of the images.
 
     Args:
-        model: gives outputs (B, C) of images (B, C, H, W).
-        views: each makes images of the same shape.
-        probabilities: average softmax probabilities and give their logarithms, whose softmax they are, in place of the
-            mean of the outputs.
+        model: returns outputs (B, C) for images (B, C, H, W).
+        views: each returns images of the same shape.
+        probabilities: average softmax probabilities instead of outputs, and return their logarithms, whose softmax they are.
     """
 
     def __init__(self, model: nn.Module, views: Sequence[View], probabilities: bool = False) -> None:
@@ -133,5 +130,5 @@ class TTAModel(nn.Module):
             total = outputs if total is None else total + outputs
         assert total is not None, "there is at least one view"
         mean = total / len(self.views)
-        # The smallest normal number stands for a class that every view rules out: a logarithm of 0 is not finite.
+        # The smallest normal number replaces a probability of 0, whose logarithm is not finite.
         return mean.clamp_min(torch.finfo(mean.dtype).tiny).log() if self.probabilities else mean

@@ -16,38 +16,41 @@ Kind = Literal["ema", "swa"]
 
 
 def prefix(kind: Kind | None) -> str:
-    """What the names of metrics of averaged weights begin with, such as `ema_` in `val/ema_accuracy`; empty without."""
+    """The prefix of metrics of averaged weights, such as `ema_` in `val/ema_accuracy`; empty for None."""
     return f"{kind}_" if kind else ""
 
 
 def loss_beside(metric: str) -> str:
-    """The loss of the validation split for the weights that a metric such as `val/ema_accuracy` is of."""
+    """The validation loss of the weights that a metric such as `val/ema_accuracy` belongs to."""
     found = next((start for start in ("ema_", "swa_") if metric.startswith(f"val/{start}")), "")
     return f"val/{found}loss"
 
 
+# torch.optim.swa_utils is not enough for two promises: the loop never waits (an update that depends on a step skipped on the
+# device), and nothing about training changes (its AveragedModel copies the whole model; its update_bn puts dropout and
+# frozen layers into training mode and draws random numbers).
 class AveragedModel:
-    """A running average of weights, kept beside them on their device.
+    """A running average of weights, stored beside them on their device.
 
     EMA: average <- d · average + (1 - d) · weights after every step. With warm-up d is min(decay, (1 + n) / (10 + n)) at
     update n, counted from 0, so that the first weights are soon forgotten. Buffers are those of the model.
 
-    SWA (Izmailov et al., arXiv:1803.05407): the mean of the weights as they are after every `every`-th step beyond `start`.
-    BatchNorm's statistics belong to other weights, so `recalibrate` computes them anew; until then a state says that they are
-    not those of the average.
+    SWA (Izmailov et al., arXiv:1803.05407): the mean of the weights after every `every`-th step beyond `start`. BatchNorm's
+    statistics belong to other weights, so `recalibrate` computes them again; until then a state records that they are not
+    those of the average.
 
-    An update is one vectorised operation and waits for nothing. Where steps may be left out on the device, how many were
-    counts there too, and such steps update nothing.
+    An update is one vectorised operation and never waits. If steps may be skipped on the device, updates are counted there
+    too, and skipped steps update nothing.
 
     Args:
         kind: `ema` or `swa`.
-        model: what is trained, on its device and in its memory layout.
-        parameters: those of its parameters that are averaged; the others are taken as they are.
+        model: the trained model, on its device and in its memory layout.
+        parameters: the parameters to average; the others keep their current values.
         decay: of EMA; not used by SWA.
         warmup: whether EMA's decay rises.
         start: optimizer steps before the first that counts.
         every: optimizer steps from one update to the next.
-        leaves_out: whether steps may be left out on the device.
+        can_skip: whether steps may be skipped on the device.
     """
 
     def __init__(
@@ -59,38 +62,38 @@ class AveragedModel:
         warmup: bool = True,
         start: int = 0,
         every: int = 1,
-        leaves_out: bool = False,
+        can_skip: bool = False,
     ) -> None:
         self.kind, self.decay, self.warmup, self.start, self.every = kind, decay, warmup, start, every
         self._model = model
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
         self._current = [parameter.detach() for parameter in parameters]
         self._average = [tensor.clone() for tensor in self._current]
-        self._statistics: dict[str, Tensor] = {}  # of BatchNorm, computed anew
-        self._updates = 0
+        self._statistics: dict[str, Tensor] = {}  # recalibrated ones, of BatchNorm
         self._calibrated = True  # whether BatchNorm's statistics are those of the average
+        self._updates = 0
         self._counted: Tensor | None = None
-        if leaves_out:
+        if can_skip:
             device = self._current[0].device
             wide = torch.float32 if device.type == "mps" else torch.float64
             self._counted = torch.zeros((), dtype=wide, device=device)
 
     @property
     def updates(self) -> int:
-        """How many updates there were; waits for the device where steps may be left out on it."""
+        """Number of updates; waits for the device if steps may be skipped on it."""
         return self._updates if self._counted is None else int(self._counted)
 
     @property
     def begun(self) -> bool:
-        """Whether there is an average yet that differs from the weights by design."""
+        """Whether there is an average yet that is meant to differ from the weights."""
         return self.kind == "ema" or self.updates > 0
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        """Take the weights into account after an optimizer step.
+        """Add the weights after an optimizer step to the average.
 
         Args:
             step: its number, from 1.
-            skipped: above 0 if it was left out on the device, and nothing is to be done; None if it was not.
+            skipped: above 0 if the device skipped the step, which then changes nothing; None if it cannot have.
         """
         if step <= self.start or (step - self.start) % self.every:
             return
@@ -100,14 +103,13 @@ class AveragedModel:
             torch._foreach_lerp_(self._average, self._current, self._share(self._updates))
             self._updates += 1
             return
-        taken = skipped <= 0
-        share = self._share(self._counted) * taken
-        shares = [share.to(tensor.dtype) for tensor in self._average]
-        torch._foreach_lerp_(self._average, self._current, shares)
-        self._counted += taken
+        counts = skipped <= 0
+        share = self._share(self._counted) * counts
+        torch._foreach_lerp_(self._average, self._current, [share.to(tensor.dtype) for tensor in self._average])
+        self._counted += counts
 
     def _share(self, updates: Any) -> Any:
-        """The share that the weights get in the average."""
+        """The share of the current weights in the average."""
         if self.kind == "swa":
             return 1 / (updates + 1)
         if not self.warmup:
@@ -117,8 +119,8 @@ class AveragedModel:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with averaged weights; afterwards weights and buffers are as before, bit for bit."""
-        kept = [tensor.clone() for tensor in self._current]
+        """The model with averaged weights; weights and buffers are restored bit for bit."""
+        saved = [tensor.clone() for tensor in self._current]
         try:
             with preserved_buffers(self._model):
                 with torch.no_grad():
@@ -129,10 +131,10 @@ class AveragedModel:
                 yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._current, kept)
+                torch._foreach_copy_(self._current, saved)
 
     def recalibrate(self, feed: Callable[[], None]) -> None:
-        """Compute BatchNorm's statistics anew for the averaged weights, which have to be applied.
+        """Compute BatchNorm's statistics for the averaged weights, which must be applied.
 
         Args:
             feed: sends training images through the model, without gradients; the statistics are the mean over its batches.
@@ -143,7 +145,7 @@ class AveragedModel:
         modes = [(module, module.training) for module in self._model.modules()]
         momenta = [module.momentum for module in norms]
         try:
-            self._model.eval()  # dropout would add noise that there is none of in evaluations
+            self._model.eval()  # evaluations have no noise from dropout either
             for norm in norms:
                 norm.train()
                 norm.reset_running_stats()
@@ -158,13 +160,12 @@ class AveragedModel:
         self._calibrated = True
 
     def norms(self) -> list[_BatchNorm]:
-        """Layers whose statistics move while training, as the model's modes are."""
-        # A layer in evaluation mode while training goes on is frozen, and its statistics with it.
+        """Layers whose statistics change in training; a layer in evaluation mode is frozen."""
         layers = [module for module in self._model.modules() if isinstance(module, _BatchNorm) and module.training]
         return [layer for layer in layers if layer.track_running_stats]
 
     def _norm_buffers(self) -> dict[str, Tensor]:
-        """BatchNorm's statistics by dotted name, where they are recalibrated."""
+        """BatchNorm's statistics by dotted name, for SWA."""
         if self.kind == "ema":
             return {}
         return {
@@ -175,7 +176,7 @@ class AveragedModel:
         }
 
     def weights(self) -> dict[str, Any]:
-        """A state dict of the model with the average in place of its weights; its tensors are not copied."""
+        """A state dict of the model with averaged weights; its tensors are not copied."""
         return {
             name: self._statistics.get(name, self._averaged(value))
             for name, value in self._model.state_dict(keep_vars=True).items()
@@ -188,25 +189,22 @@ class AveragedModel:
         return value.detach() if isinstance(value, Tensor) else value
 
     def state_dict(self) -> dict[str, Any]:
-        """Kind, number of updates, and the averaged weights under the names of the model's; None before the first.
-
-        `calibrated` is whether BatchNorm's statistics among them are those of the average.
-        """
+        """Kind, number of updates, averaged weights by name (None before the first), and whether BatchNorm is calibrated."""
         weights = self.weights() if self.begun else None
         return {"kind": self.kind, "updates": self.updates, "calibrated": self._calibrated, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a saved state; from one of another kind, or of none, begin with the weights as they are.
+        """Continue from a saved state; without one of this kind, start with the current weights.
 
         Raises:
-            ValueError: if names or shapes do not fit.
+            ValueError: if names or shapes do not match.
         """
         with torch.no_grad():
             torch._foreach_copy_(self._average, self._current)
         self._statistics, self._calibrated, updates = {}, True, 0
         if state is not None and state["kind"] == self.kind and state["weights"] is not None:
             saved, updates = state["weights"], int(state["updates"])
-            self._calibrated = bool(state.get("calibrated", True))  # older files do not say
+            self._calibrated = bool(state.get("calibrated", True))  # older files do not record it
             for name, value in self._model.state_dict(keep_vars=True).items():
                 place = self._places.get(id(value))
                 if place is None:

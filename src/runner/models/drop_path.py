@@ -1,4 +1,4 @@
-"""Stochastic depth: whole residual branches are left out at random while training."""
+"""Stochastic depth: training skips whole residual branches at random."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """Zeroes the branch of some samples of a batch, and scales up the others so that the expectation stays.
+    """Zeroes the branch of some samples of a batch, and scales up the others to keep the expectation.
 
-    After Huang et al., "Deep Networks with Stochastic Depth" (arXiv:1603.09382), a draw for each sample.
+    After Huang et al., "Deep Networks with Stochastic Depth" (arXiv:1603.09382), with a draw per sample.
 
     Args:
-        rate: probability of leaving a sample's branch out, from 0 to below 1.
+        rate: probability of skipping a sample's branch, from 0 to below 1.
     """
 
     def __init__(self, rate: float) -> None:
@@ -20,7 +20,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch: Tensor) -> Tensor:
-        """A branch (B, ...) with rows of zeros; as it is while evaluating or at rate 0, which draws nothing."""
+        """A branch (B, ...) with rows of zeros; unchanged, without a draw, in evaluation mode or at rate 0."""
         if not self.training or self.rate == 0.0:
             return branch
         kept = 1.0 - self.rate
@@ -33,5 +33,5 @@ class DropPath(nn.Module):
 
 
 def linear_rates(largest: float, depth: int) -> list[float]:
-    """The rate of each of `depth` blocks, rising linearly to that of the last one: block l of L has `largest` * l / L."""
+    """The rates of `depth` blocks, which rise linearly: block l of L has `largest` * l / L."""
     return [largest * block / depth for block in range(1, depth + 1)]

@@ -1,4 +1,4 @@
-"""The head of a classifier: found by what happens in a forward pass, and replaced."""
+"""Finds the head of a classifier in a forward pass, and replaces it."""
 
 from __future__ import annotations
 
@@ -9,45 +9,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.instrument.observer import Observer
+from runner.models.initial import draw_small_head
+
 
 class HeadNotFound(ValueError):
-    """A model has no last layer that could be told from the rest; the message says why, a clause."""
+    """A model has no identifiable last layer; the message is a clause that says why."""
 
 
 class MLPHead(nn.Sequential):
-    """A head with hidden layers; a class of its own, so that it is known again."""
+    """A head with hidden layers; a separate class, so that `find_head` recognises it."""
 
 
 class NoHead(nn.Identity):
-    """The place of a head that was taken away: the model gives its features."""
+    """Replaces a removed head: the model returns its features."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """Where the head of a model is.
+    """The head of a model.
 
     Attributes:
-        path: dotted name of the module that is the head.
-        last: dotted name of the layer that gives the logits; None where the head was taken away.
+        path: dotted name of the head's module.
+        last: dotted name of the layer that returns the logits; None if the head was removed.
     """
 
     path: str
     last: str | None
 
     def covers(self, name: str) -> bool:
-        """Whether a dotted name of a tensor or module lies in the head."""
+        """Whether a dotted name of a tensor or module belongs to the head."""
         return name == self.path or name.startswith(self.path + ".")
 
 
 def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
-    """Find the layer that gives a model's logits: the last one with weights that a forward pass comes to.
+    """Find the layer that returns a model's logits: the last one with weights that a forward pass reaches.
 
-    It has to be a Linear or a 1x1 convolution, used once, whose outputs alone decide the logits. That is tried: with its
-    outputs set to zero, all logits have to be equal.
+    It must be a Linear or a 1x1 convolution that is used once, and its outputs alone must decide the logits: with its outputs
+    set to zero, all logits are equal.
 
     Args:
         model: the model, in evaluation mode.
-        forward: sends one image through the model, and gives the logits (1, C).
+        forward: sends one image through the model, and returns the logits (1, C).
 
     Raises:
         HeadNotFound: if there is no such layer.
@@ -64,51 +67,29 @@ def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
         raise HeadNotFound(f"{type(model).__name__} is a single layer")
     if width is None:
         raise HeadNotFound(
-            f"its last layer with weights is {path} ({type(layer).__name__}), no Linear and no 1x1 convolution"
+            f"its last layer with weights is {path} ({type(layer).__name__}), neither Linear nor 1x1 convolution"
         )
-    with _zeroed(layer):
+    with layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)):
         logits = forward()
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] != width:
         shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise HeadNotFound(f"its last layer {path} has {width} outputs, and the model gives {shape} for one image")
+        raise HeadNotFound(f"its last layer {path} has {width} outputs, and the model returns {shape} for one image")
     if not bool((logits == logits[:, :1]).all()):
         raise HeadNotFound(f"its last layer {path} does not decide the outputs alone")
     return Head(path, path)
 
 
 def _last_started(model: nn.Module, forward: Callable[[], Any]) -> str:
-    """Dotted name of the module with weights of its own that starts last, and only once."""
+    """Dotted name of the module with its own weights that starts last; it must start only once."""
     started: list[str] = []
-
-    def note(path: str) -> Callable[..., None]:
-        return lambda module, inputs: started.append(path)
-
-    handles = [
-        module.register_forward_pre_hook(note(path)) for path, module in model.named_modules() if module._parameters
-    ]
-    try:
+    names = [path for path, module in model.named_modules() if module._parameters]
+    with Observer(model, before=lambda path, module, inputs: started.append(path), names=names):
         forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     if not started:
         raise HeadNotFound(f"no layer of {type(model).__name__} with weights is called")
     if started.count(started[-1]) > 1:
         raise HeadNotFound(f"its last layer {started[-1]} is used {started.count(started[-1])} times")
     return started[-1]
-
-
-class _zeroed:
-    """A layer whose outputs are zero meanwhile."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-
-    def __enter__(self) -> None:
-        self._handle = self._layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output))
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
 
 
 def _outputs(layer: nn.Module) -> int | None:
@@ -121,15 +102,15 @@ def _outputs(layer: nn.Module) -> int | None:
 
 
 def replace_head(model: nn.Module, head: Head, hidden: Sequence[int] | None, outputs: int) -> None:
-    """Put a fresh head into the place of the last layer.
+    """Replace the head.
 
-    The hidden layers start as He et al. (arXiv:1502.01852) have it, each followed by a ReLU. The last one starts small, so
-    that all classes are about equally likely at first and the first loss is ln(outputs).
+    Hidden layers are initialised after He et al. (arXiv:1502.01852), each followed by a ReLU; the last one starts small, see
+    `draw_small_head`.
 
     Args:
         model: the model.
-        head: where its head is, as `find_head` says.
-        hidden: widths of the hidden layers, empty for a single layer; None takes the head away.
+        head: its head, see `find_head`.
+        hidden: widths of the hidden layers, empty for a single layer; None removes the head.
         outputs: outputs of the new head.
     """
     old = model.get_submodule(head.path)
@@ -140,8 +121,8 @@ def replace_head(model: nn.Module, head: Head, hidden: Sequence[int] | None, out
 
 
 def _fresh(old: nn.Module, widths: Sequence[int]) -> nn.Module:
-    """Layers of the kind of `old`, on the same features."""
-    assert isinstance(old, nn.Linear | nn.Conv2d), "what find_head gives"
+    """New layers of the kind of `old`, for the same features."""
+    assert isinstance(old, nn.Linear | nn.Conv2d), "find_head returns these"
     inputs = old.in_features if isinstance(old, nn.Linear) else old.in_channels
     place: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     layers: list[nn.Module] = []
@@ -154,11 +135,12 @@ def _fresh(old: nn.Module, widths: Sequence[int]) -> nn.Module:
         else:
             layer = nn.Conv2d(inputs, width, kernel_size=1, bias=bias, **place)
         if is_last:
-            nn.init.normal_(layer.weight, std=0.01)
+            draw_small_head(layer)
+            layers.append(layer)
         else:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-        if layer.bias is not None:
-            nn.init.zeros_(layer.bias)
-        layers += [layer] if is_last else [layer, nn.ReLU(inplace=True)]
+            if layer.bias is not None:  # for the type checker: hidden layers have one
+                nn.init.zeros_(layer.bias)
+            layers += [layer, nn.ReLU(inplace=True)]
         inputs = width
     return layers[0] if len(layers) == 1 else MLPHead(*layers)

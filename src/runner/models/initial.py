@@ -1,7 +1,8 @@
-"""Schemes of initial weights for any model."""
+"""Initial weights for any model."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -16,13 +17,20 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 _ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 
 
+def draw_small_head(head: nn.Linear | nn.Conv2d) -> None:
+    """Draw small weights: all classes are about equally likely at first, so that the first loss is ln(num_classes)."""
+    nn.init.normal_(head.weight, std=0.01)
+    if head.bias is not None:
+        nn.init.zeros_(head.bias)
+
+
 def draw_weights(model: nn.Module, scheme: Scheme) -> None:
-    """Draw the weights of every linear layer, convolution and attention anew, and set their biases to zero.
+    """Draw the weights of every linear layer, convolution and attention, and set their biases to zero.
 
     `normal` and `trunc_normal` have a standard deviation of 0.02, the latter cut at two of them (as in Dosovitskiy et al.,
     arXiv:2010.11929); `xavier` is uniform (Glorot and Bengio, 2010); `kaiming` is normal, by the fan-in, for ReLU (He et
     al., arXiv:1502.01852); `orthogonal` makes the rows of each weight, seen as a matrix, orthonormal, or the columns where
-    there are fewer (Saxe et al., arXiv:1312.6120). The draws are those of torch's global generator.
+    there are fewer (Saxe et al., arXiv:1312.6120). Draws from torch's global generator.
 
     Raises:
         ValueError: if the model has no such layer.
@@ -38,12 +46,12 @@ def draw_weights(model: nn.Module, scheme: Scheme) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of each layer; the matrices of an attention one by one, a bias with the first of its weights."""
+    """Weight and bias of each layer; the matrices of an attention one by one, the bias with the first."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
             yield module.weight, module.bias
         elif isinstance(module, nn.MultiheadAttention):
-            joined: Tensor | None = module.in_proj_weight  # None where keys or values have a width of their own
+            joined: Tensor | None = module.in_proj_weight  # None if keys or values have another width
             weights = (
                 [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
                 if joined is None
@@ -68,30 +76,27 @@ def _draw(weight: Tensor, scheme: Scheme) -> None:
 
 
 def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
-    """Let every residual block start as its shortcut: the scale of the norm that ends its branch becomes zero.
+    """Let every residual block start as its shortcut: set the scale of the norm that ends its branch to zero.
 
     After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 5.1. The branches are found in a forward
-    pass: a norm whose output is added to features that fewer layers have been through.
+    pass: a norm whose output is added to features that have passed fewer layers.
 
     Args:
         model: the model, in evaluation mode.
         forward: sends one image through the model.
 
     Returns:
-        Dotted names of these norms.
+        Dotted names of the norms.
 
     Raises:
         ValueError: if no residual branch ends in a norm.
     """
     trace = _Trace()
     norms = [module for module in model.modules() if isinstance(module, _NORMS)]
-    handles = [module.register_forward_hook(trace.norm_ended) for module in norms]
-    try:
-        with trace:
-            forward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, trace:
+        for module in norms:
+            hooks.enter_context(module.register_forward_hook(trace.norm_ended))
+        forward()
     ends = {id(module) for module in trace.ends}
     found = [(name, module) for name, module in model.named_modules() if id(module) in ends]
     if not found:
@@ -102,17 +107,17 @@ def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
 
 
 class _Trace(TorchFunctionMode):
-    """Follows how many layers each tensor of a forward pass has been through, and looks at what is added to what."""
+    """Counts the layers that each tensor of a forward pass has passed, and records which norms end a residual branch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[nn.Module] = []
         self._depth: dict[int, int] = {}
         self._norm: dict[int, nn.Module] = {}
-        self._kept: list[Tensor] = []  # an identity is one tensor's only while that lives
+        self._kept: list[Tensor] = []  # an id is unique only while its tensor exists
 
     def norm_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Note which tensor a norm gives: a forward hook."""
+        """Record the output of a norm: a forward hook."""
         if isinstance(output, Tensor) and getattr(module, "weight", None) is not None:
             self._norm[id(output)] = module
 
@@ -120,8 +125,8 @@ class _Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         tensors = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
         if name in _ADDITIONS and len(tensors) == 2:
-            self._look(*tensors)
-            self._look(*reversed(tensors))
+            self._record_end(*tensors)
+            self._record_end(*reversed(tensors))
         depth = max((self._depth.get(id(tensor), 0) for tensor in tensors), default=0)
         if any(isinstance(tensor, nn.Parameter) and tensor.ndim > 1 for tensor in tensors):
             depth += 1
@@ -134,7 +139,7 @@ class _Trace(TorchFunctionMode):
                 self._norm.pop(id(output), None)
         return output
 
-    def _look(self, branch: Tensor, shortcut: Tensor) -> None:
+    def _record_end(self, branch: Tensor, shortcut: Tensor) -> None:
         norm = self._norm.get(id(branch))
         if norm is None or isinstance(shortcut, nn.Parameter) or branch.shape != shortcut.shape:
             return
@@ -146,11 +151,11 @@ def set_prior(layer: nn.Module, counts: Tensor) -> None:
     """Set a head's bias to the logarithm of each class's share, so that the first loss is the entropy of the classes.
 
     Args:
-        layer: the layer that gives the logits (B, C).
-        counts: training samples of each class, int64 of shape (C,); a class without any counts as one sample.
+        layer: the layer that returns the logits (B, C).
+        counts: training samples per class, int64 (C,); a class without samples counts as one.
 
     Raises:
-        ValueError: if the layer has no bias, or not one for each class.
+        ValueError: if the layer has no bias per class.
     """
     bias = getattr(layer, "bias", None)
     if bias is None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from runner.models.checks import at_least, share
+from runner.models.initial import draw_small_head
 
 
 class MLP(nn.Module):
@@ -47,16 +48,11 @@ class MLP(nn.Module):
             layers += [nn.Linear(inputs, outputs), nn.ReLU(inplace=True), nn.Dropout(dropout)]
         self.layers = nn.Sequential(*layers)
         self.head = nn.Linear(sizes[-1], num_classes)
-        self._initialise()
-
-    def _initialise(self) -> None:
         for module in self.layers:
             if isinstance(module, nn.Linear):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 nn.init.zeros_(module.bias)
-        # A small head makes all classes about equally likely at first, so that the first loss is ln(num_classes).
-        nn.init.normal_(self.head.weight, std=0.01)
-        nn.init.zeros_(self.head.bias)
+        draw_small_head(self.head)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W), both floating point."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from runner.models.checks import at_least, share
 from runner.models.drop_path import DropPath, linear_rates
+from runner.models.initial import draw_small_head
 
 
 class BasicBlock(nn.Module):
@@ -15,8 +16,8 @@ class BasicBlock(nn.Module):
     Args:
         inputs: channels of the incoming features.
         outputs: channels of the outgoing features.
-        stride: stride of the first convolution; the shortcut follows with a 1x1 convolution.
-        drop_path: probability of leaving out a sample's residual branch while training.
+        stride: stride of the first convolution, and of the shortcut's 1x1 convolution.
+        drop_path: probability of skipping a sample's residual branch in training.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, drop_path: float = 0.0) -> None:
@@ -47,9 +48,9 @@ class ResNet18(nn.Module):
         in_channels: channels of the images.
         num_classes: number of outputs.
         width: channels of the stem and of the first stage; they double in each of the three later ones.
-        dropout: probability of zeroing a feature before the head while training.
-        drop_path: probability of leaving out a sample's residual branch while training, in the last of the eight blocks;
-            it rises linearly from the first one.
+        dropout: probability of zeroing a feature before the head in training.
+        drop_path: probability of skipping a sample's residual branch in training, in the last of the eight blocks; it rises
+            linearly from the first one.
 
     Raises:
         ValueError: an argument is out of range.
@@ -81,15 +82,10 @@ class ResNet18(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(channels[-1], num_classes)
-        self._initialise()
-
-    def _initialise(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # A small head makes all classes about equally likely at first, so that the first loss is ln(num_classes).
-        nn.init.normal_(self.head.weight, std=0.01)
-        nn.init.zeros_(self.head.bias)
+        draw_small_head(self.head)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W), both floating point."""

@@ -1,10 +1,9 @@
-"""Any torchvision classification model by name, fitted to the data's channels and classes."""
+"""Any torchvision classification model by name, with the channels and classes of the data."""
 
 from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from runner.config.errors import UserError
 from runner.models.checks import at_least
+from runner.models.initial import draw_small_head
 
-# The auxiliary heads would make the output a tuple while training; said here, init_weights does not warn either.
+# Auxiliary heads would make the output a tuple in training; without init_weights torchvision warns.
 _PLAIN_OUTPUT: dict[str, dict[str, Any]] = {
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
@@ -29,24 +29,24 @@ def classifier(
     image_size: tuple[int, int] | None = None,
     fetch_weights: bool = True,
 ) -> nn.Module:
-    """Build a torchvision classification model that takes images (B, in_channels, H, W) and gives raw logits.
+    """Build a torchvision classification model for images (B, in_channels, H, W) that returns logits.
 
-    With weights, the last layer is replaced where `num_classes` differs from the classes they were trained on. Where
-    `in_channels` is not 3, the first convolution is replaced: from weights it gets the sum of the three colour kernels,
-    shared out over the channels, so that grey images look as they did in colour.
+    With weights, the last layer is replaced if `num_classes` differs from that of the weights. If `in_channels` is not 3, the
+    first convolution is replaced: with weights it gets the sum of the three colour kernels, divided by the number of
+    channels, so that grey images have the same features as in colour.
 
     Args:
         name: one of `torchvision.models.list_models(module=torchvision.models)`.
         num_classes: number of outputs.
         in_channels: channels of the images.
         weights: None (random), "DEFAULT" (the best ones) or a name such as "IMAGENET1K_V1".
-        image_size: (height, width) of the images, in pixels. If given, a model that cannot take this size is refused
-            here, and the `vit_*` models are built for it when they start from random weights.
-        fetch_weights: False builds the same model without its trained weights, for those of a checkpoint to be put into it.
+        image_size: (height, width) of the images, in pixels. If given, it is checked, and the `vit_*` models are built for
+            it if they start from random weights.
+        fetch_weights: False builds the same model without its trained weights, to load those of a checkpoint.
 
     Raises:
-        UserError: the name or the weights do not exist, the weights cannot be fetched, or the images are of a size
-            that the model cannot take.
+        UserError: the name or the weights do not exist, the weights cannot be fetched, or the model does not support the
+            image size.
         ValueError: a number is out of range.
     """
     from torchvision import models
@@ -55,7 +55,7 @@ def classifier(
     at_least("in_channels", in_channels)
     names = models.list_models(module=models)
     if name not in names:
-        raise UserError(_unknown("model.name", f"no torchvision classification model '{name}'", name, names))
+        raise _unknown("model.name", f"no torchvision classification model '{name}'", name, names)
     entry = _weights_entry(name, weights)
     options = dict(_PLAIN_OUTPUT.get(name, {}))
     if entry is None:
@@ -77,15 +77,15 @@ def classifier(
 
 
 def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict[str, Any]:
-    """The size in pixels and the statistics that trained weights want images to have, as torchvision has them.
+    """The image size in pixels and the normalisation that trained weights expect, from torchvision.
 
     Args:
-        name: name of the model.
-        weights: as for `classifier`.
-        **others: further arguments of `classifier`, which say nothing about this.
+        name: see `classifier`.
+        weights: see `classifier`.
+        **others: further arguments of `classifier`, which are ignored.
 
     Returns:
-        `image_size` and `normalize` for the section `data` of the config; nothing for random weights.
+        `image_size` and `normalize` for the section `data` of the config; empty for random weights.
 
     Raises:
         UserError: the weights do not exist.
@@ -108,15 +108,14 @@ def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict
 classifier.preferred_data = preferred_data  # type: ignore[attr-defined]
 
 
-def _unknown(key: str, what: str, word: str, choices: Iterable[str]) -> str:
-    pool = list(choices)
-    close = difflib.get_close_matches(word.lower(), pool, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(pool)}"
-    return f"{key}: {what}; {hint}"
+def _unknown(key: str, problem: str, word: str, choices: list[str]) -> UserError:
+    close = difflib.get_close_matches(word.lower(), choices, n=3, cutoff=0.5)
+    others = f", {', '.join(close[1:])}" if close[1:] else ""
+    return UserError(key, problem, f"such as {close[0]}{others}" if close else ", ".join(choices), *close[:1])
 
 
 def _weights_entry(name: str, weights: str | None) -> Any:
-    """The member of the model's weights enum that `weights` names, or None."""
+    """The selected member of the model's weights enum, or None."""
     if weights is None:
         return None
     from torchvision import models
@@ -127,7 +126,7 @@ def _weights_entry(name: str, weights: str | None) -> Any:
     for spelled, entry in members.items():
         if spelled.lower() == wanted.lower():
             return entry
-    raise UserError(_unknown("model.weights", f"{name} has no weights '{weights}'", wanted.upper(), [*members, "null"]))
+    raise _unknown("model.weights", f"{name} has no weights '{weights}'", wanted.upper(), [*members, "null"])
 
 
 def _with_weights(name: str, entry: Any) -> nn.Module:
@@ -136,19 +135,16 @@ def _with_weights(name: str, entry: Any) -> nn.Module:
     try:
         model: nn.Module = models.get_model(name, weights=entry)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        filename = Path(entry.url).name
-        folder = Path(torch.hub.get_dir()) / "checkpoints"
-        raise UserError(
-            f"model.weights: {entry} could not be loaded ({type(error).__name__}: {error}); "
-            f"download {entry.url} yourself and put it at {folder / filename}, or set model.weights=null"
-        ) from error
-    if name == "inception_v3":  # weights have the auxiliary head, which the builder of googlenet alone takes off itself
+        file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
+        problem = f"{entry} could not be loaded ({type(error).__name__}: {error})"
+        raise UserError("model.weights", problem, f"null, or download {entry.url} to {file} yourself") from error
+    if name == "inception_v3":  # only the builder of googlenet removes the auxiliary head of the weights itself
         model.aux_logits, model.AuxLogits = False, None  # type: ignore[assignment]
     return model
 
 
 def _shaped_like(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
-    """The model that trained weights are of, with random ones: it has what its builder takes from the weights' description."""
+    """The model of trained weights, with random ones; its builder takes some arguments from the weights' metadata."""
     from torchvision import models
 
     described = {"num_classes": len(entry.meta["categories"])}
@@ -161,7 +157,7 @@ def _shaped_like(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
 
 
 def _replace_head(model: nn.Module, num_classes: int) -> None:
-    """Give the model's last layer `num_classes` outputs, freshly initialised, unless it has them already."""
+    """Replace the model's last layer by a new one with `num_classes` outputs, unless it has them already."""
     for path, module in reversed(list(model.named_modules())):
         fresh: nn.Linear | nn.Conv2d
         if isinstance(module, nn.Linear):
@@ -174,16 +170,13 @@ def _replace_head(model: nn.Module, num_classes: int) -> None:
             fresh = nn.Conv2d(module.in_channels, num_classes, kernel_size=1, bias=module.bias is not None)
         else:
             continue
-        # A small head makes all classes about equally likely at first, so that the first loss is ln(num_classes).
-        nn.init.normal_(fresh.weight, std=0.01)
-        if fresh.bias is not None:
-            nn.init.zeros_(fresh.bias)
-        _set(model, path, fresh)
+        draw_small_head(fresh)
+        model.set_submodule(path, fresh)
         return
 
 
 def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
-    """Let the model's first convolution take `in_channels` channels in place of three."""
+    """Replace the model's first convolution by one with `in_channels` input channels."""
     path, stem = next((path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d))
     fresh = nn.Conv2d(
         in_channels,
@@ -197,13 +190,13 @@ def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
         fresh.weight.copy_(_stem_kernels(stem.weight, in_channels, pretrained))
         if stem.bias is not None and fresh.bias is not None:
             fresh.bias.copy_(stem.bias)
-    _set(model, path, fresh)
-    if getattr(model, "transform_input", False):  # googlenet and inception_v3 renormalise colours, which are gone
+    model.set_submodule(path, fresh)
+    if getattr(model, "transform_input", False):  # googlenet and inception_v3 renormalise three colours
         model.transform_input = False  # type: ignore[assignment]
 
 
 def _stem_kernels(colour: Tensor, in_channels: int, pretrained: bool) -> Tensor:
-    """Kernels (out, in_channels, k, k) from kernels (out, 3, k, k), so that the outputs keep their scale."""
+    """Kernels (out, in_channels, k, k) from kernels (out, 3, k, k) that keep the scale of the outputs."""
     if pretrained:
         return colour.sum(dim=1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
     shape = (colour.shape[0], in_channels, *colour.shape[2:])
@@ -211,16 +204,11 @@ def _stem_kernels(colour: Tensor, in_channels: int, pretrained: bool) -> Tensor:
     return torch.randn(shape) * scale
 
 
-def _set(model: nn.Module, path: str, module: nn.Module) -> None:
-    owner, _, attribute = path.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, module)
-
-
 def _try_size(model: nn.Module, name: str, in_channels: int, image_size: tuple[int, int]) -> None:
-    """Send an image through the model on the meta device, where only shapes are computed.
+    """Send two images through the model on the meta device, which only computes shapes.
 
-    In training mode, because some models refuse there what they accept while evaluating; two images, because
-    BatchNorm refuses one.
+    In training mode, because some models then refuse what they accept in evaluation mode; two images, because BatchNorm
+    refuses one.
     """
     shadow = {key: value.detach().to("meta") for key, value in (*model.named_parameters(), *model.named_buffers())}
     images = torch.empty(2, in_channels, *image_size, device="meta")
@@ -233,7 +221,5 @@ def _try_size(model: nn.Module, name: str, in_channels: int, image_size: tuple[i
 
 def _wrong_size(name: str, image_size: tuple[int, int] | None, error: Exception) -> UserError:
     pixels = "x".join(str(side) for side in image_size or ())
-    return UserError(
-        f"model.name: {name} cannot take images of {pixels} pixels ({error}); set data.image_size to a size that it "
-        f"takes (most of these models were made for 224), or choose a model for small images"
-    )
+    allowed = "another data.image_size (most of these models were made for 224), or a model for small images"
+    return UserError("model.name", f"{name} does not support images of {pixels} pixels ({error})", allowed)

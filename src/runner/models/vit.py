@@ -16,7 +16,7 @@ class Attention(nn.Module):
     Args:
         dim: width of a token.
         heads: number of heads; divides `dim`.
-        dropout: probability of zeroing an attention weight or an output while training.
+        dropout: probability of zeroing an attention weight or an output in training.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         self.project = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, N, dim) that have looked at all tokens (B, N, dim) of their image."""
+        """Tokens (B, N, dim) that have attended to all tokens (B, N, dim) of their image."""
         batch, count, dim = tokens.shape
         split = self.qkv(tokens).reshape(batch, count, 3, self.heads, dim // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
@@ -39,14 +39,14 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block with the normalisation first: attention, then a two-layer perceptron, each added to its input.
+    """Pre-norm transformer block: attention, then a two-layer perceptron, each added to its input.
 
     Args:
         dim: width of a token.
         heads: number of attention heads.
         mlp_ratio: width of the perceptron's hidden layer, as a multiple of `dim`.
-        dropout: probability of zeroing an activation while training.
-        drop_path: probability of leaving out a sample's branch while training, drawn for each of the two.
+        dropout: probability of zeroing an activation in training.
+        drop_path: probability of skipping a sample's branch in training, drawn for each of the two.
     """
 
     def __init__(self, dim: int, heads: int, mlp_ratio: float, dropout: float, drop_path: float = 0.0) -> None:
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Vision transformer with learned positions, averaged tokens in place of a class token, and a linear head.
+    """Vision transformer with learned positions, averaged tokens instead of a class token, and a linear head.
 
     After Dosovitskiy et al. (arXiv:2010.11929); averaging the tokens follows Beyer et al. (arXiv:2205.01580).
 
@@ -81,12 +81,11 @@ class ViT(nn.Module):
         depth: number of transformer blocks.
         heads: number of attention heads; divides `dim`.
         mlp_ratio: width of each perceptron's hidden layer, as a multiple of `dim`.
-        dropout: probability of zeroing an activation while training.
-        drop_path: probability of leaving out a sample's branch while training, in the last block; it rises linearly from
-            the first one.
+        dropout: probability of zeroing an activation in training.
+        drop_path: probability of skipping a sample's branch in training, in the last block; it rises linearly from the first.
 
     Raises:
-        ValueError: an argument is out of range, or does not divide what it has to divide.
+        ValueError: an argument is out of range, or does not divide what it must divide.
     """
 
     def __init__(
@@ -104,12 +103,9 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         height, width = image_size
-        at_least("in_channels", in_channels)
-        at_least("num_classes", num_classes)
-        at_least("patch_size", patch_size)
-        at_least("dim", dim)
-        at_least("depth", depth)
-        at_least("heads", heads)
+        sizes = {"in_channels": in_channels, "num_classes": num_classes, "patch_size": patch_size}
+        for name, value in {**sizes, "dim": dim, "depth": depth, "heads": heads}.items():
+            at_least(name, value)
         share("dropout", dropout)
         share("drop_path", drop_path)
         if int(dim * mlp_ratio) < 1:
@@ -128,9 +124,6 @@ class ViT(nn.Module):
         )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, num_classes)
-        self._initialise()
-
-    def _initialise(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""Parameter groups: which weights decay, and how fast each part of a model learns."""
+"""Parameter groups: weight decay and learning rate of each part of a model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runner.config.patterns import matching
 
 _NOT_MATRICES = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.EmbeddingBag)
 _MATRICES = (nn.Linear, nn.Bilinear, _ConvNd)
-# Parts of the names of parameters that say where a patch is, or that stand for a token of its own.
+# Substrings of the names of biases, positions, tokens and embeddings.
 _TABLES = ("bias", "pos", "token", "embed")
 
 
 @dataclass
 class Group:
-    """Parameters that are treated alike.
+    """Parameters with equal settings.
 
     Attributes:
-        name: for people, such as `layer 2, no decay`.
-        factor: what the optimizer's rate is multiplied by.
-        decays: whether weight decay acts on them.
+        name: for messages, such as `layer 2, no decay`.
+        factor: multiplier of the optimizer's rate.
+        decays: whether weight decay applies.
         parameters: by dotted name.
     """
 
@@ -35,7 +35,7 @@ class Group:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """What an optimizer is given: a parameter group with its `name`, and `lr_mult`, which its rate is still to get."""
+        """The parameter group of an optimizer, with `name`, and `lr_mult`, which is not yet applied to its rate."""
         decay = {} if self.decays else {"weight_decay": 0.0}
         return {"params": list(self.parameters.values()), "name": self.name, "lr_mult": self.factor} | decay
 
@@ -47,17 +47,17 @@ def parameter_groups(
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
 ) -> list[Group]:
-    """Divide the trainable parameters of a model; each is in exactly one group.
+    """Divide the trainable parameters of a model into groups.
 
-    The group with the model's last matrix comes after all others with matrices: optimizers that treat the head apart,
+    The group with the model's last matrix comes after all others with matrices: optimizers that treat the head separately,
     such as Muon, find it at the end, as they do without groups.
 
     Args:
-        model: what is trained.
-        no_decay: `auto` for biases, norms, embeddings and other tables of vectors; or patterns of names.
-        lr_mult: factor of the rate by pattern; of several that match a parameter the last one holds.
+        model: the model.
+        no_decay: `auto` for biases, norms, embeddings and other vectors; or patterns of names.
+        lr_mult: factor of the rate by pattern; if several patterns match, the last one wins.
         layer_decay: factor of the rate from each layer to the one before it; the last layer, the head, has 1.
-        blocks: names of the blocks that the model is built of, which are its layers; see `depths`.
+        blocks: names of the model's blocks, see `depths`.
 
     Raises:
         UserError: if a pattern matches no parameter.
@@ -94,11 +94,11 @@ def parameter_groups(
 
 
 def tables(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay is usually kept from: biases, norms, embeddings, positions, tokens.
+    """Names of the parameters that usually do not decay.
 
-    These are the parameters of norms and embeddings; those named after biases, positions, tokens or embeddings; and
-    all others with one dimension larger than 1 at most, such as a scale for each channel, that are not the weight of a
-    linear layer or a convolution.
+    These are the parameters of norms and embeddings; those named after biases, positions, tokens or embeddings; and all
+    others with at most one dimension larger than 1, such as a scale per channel, except weights of linear layers and
+    convolutions.
     """
     found = set()
     for prefix, module in model.named_modules():
@@ -115,13 +115,9 @@ def tables(model: nn.Module) -> set[str]:
 def depths(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, int]:
     """The layer of every parameter by name, counted from 0, in the order in which the model registers its modules.
 
-    With blocks (Bao et al., arXiv:2106.08254): layer 0 is what comes before the first one, then each block is a layer,
-    what lies between two belongs to the later one, and what follows the last one, the head, is the last layer. Without
-    them, each weight of a linear layer, a convolution or an embedding begins a layer.
-
-    Args:
-        model: the model.
-        blocks: dotted names of modules, in order.
+    With blocks (Bao et al., arXiv:2106.08254), given as dotted names of modules in order: layer 0 is what precedes the first
+    one, then each block is a layer, what lies between two belongs to the later one, and what follows the last one, the head,
+    is the last layer. Without blocks, each weight of a linear layer, a convolution or an embedding begins a layer.
     """
     found: dict[str, int] = {}
     if len(blocks) < 2:
@@ -130,9 +126,8 @@ def depths(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, int]:
             layer += parameter.ndim > 1
             found[name] = max(layer, 0)
         return found
-    passed = 0
-    inside = {name: index for index, block in enumerate(blocks, 1) for name in _below(block, model)}
     names = [name for name, _ in model.named_parameters()]
+    inside = {name: at for at, block in enumerate(blocks, 1) for name in names if name.startswith(f"{block}.")}
     ends = {
         index: max(place for place, name in enumerate(names) if inside.get(name) == index)
         for index in set(inside.values())
@@ -143,15 +138,11 @@ def depths(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, int]:
     return found
 
 
-def _below(block: str, model: nn.Module) -> Iterable[str]:
-    return (name for name, _ in model.named_parameters() if name.startswith(f"{block}."))
-
-
 def _matches(key: str, patterns: Iterable[str], named: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Every (pattern, name of a parameter) that go together: a pattern names parameters, or modules that hold them.
+    """Every matching (pattern, parameter name); a pattern matches parameters, or modules that contain them.
 
     Raises:
-        UserError: if one matches nothing.
+        UserError: if a pattern matches nothing.
     """
     pieces = [name.split(".") for name in named]
     known = [".".join(parts[:end]) for parts in pieces for end in range(1, len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""How an optimizer updates its tensors: fused into one kernel, many tensors a kernel (foreach), or one after the other."""
+"""How an optimizer updates its tensors: in one fused kernel, many tensors per kernel (foreach), or one by one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAMES = {"fused": "fused", "foreach": "foreach", "": "one tensor after the othe
 
 @dataclass(frozen=True)
 class Kernels:
-    """What was chosen.
+    """The chosen kernels.
 
     Attributes:
-        arguments: of the optimizer; empty where it has no such choice.
-        name: for people; empty where it has no such choice.
-        reason: why, a clause.
+        arguments: of the optimizer; empty if it has no choice.
+        name: for messages; empty if it has no choice.
+        reason: a clause.
     """
 
     arguments: dict[str, bool]
@@ -37,50 +37,46 @@ class Kernels:
 
 
 def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
-    """Settle `optimizer.fused` and `optimizer.foreach`, which null leaves open.
+    """Choose `optimizer.fused` and `optimizer.foreach` if they are null.
 
-    Open means fused where the class has it for this device and these parameters, else foreach where it pays, which is on
-    GPUs: on the CPU it is no faster, and slower for millions of weights (docs/toggles.md). A class from elsewhere
-    than `torch.optim` is left to its own defaults.
+    Fused kernels if the class has them for this device and these parameters, else foreach on GPUs: on the CPU foreach is no
+    faster, and slower for millions of weights (docs/toggles.md). Custom optimizers keep their own defaults.
 
     Args:
         node: section `optimizer` of the config.
-        parameters: what is trained.
-        sparse: whether the model has layers that give sparse gradients.
+        parameters: trained parameters.
+        sparse: whether the model has layers with sparse gradients.
 
     Raises:
-        UserError: if what is set cannot be had, or no step can be taken at all.
+        UserError: if a setting is not supported, or the optimizer cannot take a step at all.
     """
     target = resolve(str(node["_target_"]))
     arguments = _arguments(target)
     has = [kind for kind in KINDS if kind in arguments]
     for kind in KINDS:
         if node.get(kind) and kind not in has:
-            raise UserError(
-                f"optimizer.{kind}: {_name(target)} has no such kernels\n"
-                f"    allowed: null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
-            )
+            allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
+            raise UserError(f"optimizer.{kind}", f"{_name(target)} has no such kernels", allowed)
     if not _is_known(target):
         return Kernels({}, "", "")
     trial = _Trial(target, node, arguments, parameters, sparse)
     for kind in has:
         if node.get(kind):
             if obstacle := trial.obstacle(kind):
-                raise UserError(f"optimizer.{kind}: true cannot be had: {obstacle}\n    allowed: null or false")
+                raise UserError(f"optimizer.{kind}", f"true is not supported: {obstacle}", "null or false")
             return _chosen(kind, has, f"optimizer.{kind}=true")
-    chosen, reason = _by_itself(trial, node, has)
+    chosen, reason = _automatic(trial, node, has)
     if not chosen and not sparse and (failure := trial.obstacle("")):
-        raise UserError(
-            f"optimizer: {_name(target)} cannot take a step: {failure}\n    allowed: other arguments, or another optimizer"
-        )
+        problem = f"{_name(target)} cannot take a step: {failure}"
+        raise UserError("optimizer", problem, "other arguments, or another optimizer")
     return _chosen(chosen, has, reason) if has else Kernels({}, "", "")
 
 
 def start_momentum(optimizer: Optimizer) -> None:
-    """Give fused SGD momentum of zeros to start from, which is what its first step would make of the gradients.
+    """Initialise the momentum of fused SGD with zeros, which does not change its first step.
 
-    Left to itself it makes the buffers without writing to them, and leaves the rest to a kernel that does nothing when
-    gradients are not finite: the next step would then go on from whatever was in memory.
+    torch allocates the buffers without initialising them, and the kernel writes nothing if gradients are not finite: the next
+    step would then use whatever was in memory.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -91,10 +87,10 @@ def start_momentum(optimizer: Optimizer) -> None:
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[], object]:
-    """What `optimizer.step()` does without the bookkeeping around it, which shows in small steps.
+    """`optimizer.step()` without the bookkeeping around it, which costs time in small steps.
 
-    torch wraps the steps of its optimizers in a profiler's range and in calls of hooks; where none are registered and the
-    class is torch's own, the function inside can be called as it is. Where the step of an object was replaced, that is taken.
+    torch wraps the steps of its optimizers in a profiler range and in hooks; if none are registered and the class is torch's
+    own, the function inside can be called directly. A replaced `step` is kept.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or "step" in vars(optimizer):
         return optimizer.step
@@ -111,8 +107,8 @@ def plain_step(optimizer: Optimizer) -> Callable[[], object]:
     return step
 
 
-def _by_itself(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tuple[str, str]:
-    """The kind of kernels for what is left open, and why."""
+def _automatic(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tuple[str, str]:
+    """The kind of kernels if the settings are null, and the reason."""
     against = f"{_name(trial.target)} has no fused kernel"
     if "fused" in has:
         against = "optimizer.fused=false" if node.get("fused") is False else trial.obstacle("fused")
@@ -151,7 +147,7 @@ def _name(target: Any) -> str:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Finds out what an optimizer can do with the parameters, by updating a weight of one element in each way."""
+    """Tests what an optimizer can do with the parameters by updating a weight of one element."""
 
     target: Any
     node: Mapping[str, Any]
@@ -164,15 +160,17 @@ class _Trial:
         return self.parameters[0].device.type
 
     def obstacle(self, kind: str) -> str:
-        """Why a kind of kernels, or none for an empty string, cannot update these parameters; or an empty string."""
+        """Why kernels of a kind (empty for plain ones) cannot update these parameters; or an empty string."""
         if kind and self.node.get("differentiable"):
-            return f"{kind} kernels are not differentiable, which optimizer.differentiable=true asks for"
+            return f"{kind} kernels are not differentiable, which optimizer.differentiable=true requires"
         if kind == "fused" and self.sparse:
-            return "fused kernels take no sparse gradients, which a layer with sparse=true gives"
+            return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
         if kind == "fused" and not all(parameter.is_floating_point() for parameter in self.parameters):
-            return "fused kernels take real floating-point weights alone"
+            return "fused kernels only support real floating-point weights"
         if kind == "fused" and self.node.get("momentum") and self.node.get("dampening"):
-            return "fused SGD with dampening starts its momentum wrong if the first step is left out as not finite"
+            return (
+                "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
+            )
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters}
         failures = (self._failure(kind, device, dtype) for device, dtype in sorted(kinds, key=str))
         return next(filter(None, failures), "")
@@ -183,7 +181,7 @@ class _Trial:
         try:
             optimizer = self._optimizer(kind, weight)
         except Exception as error:
-            # Arguments that are wrong with any kernels are reported when the optimizer itself is built.
+            # Arguments that are wrong with any kernel are reported when the optimizer itself is built.
             return first_line(error) if kind and self._can_be_built(weight) else ""
         try:
             optimizer.step()
@@ -199,7 +197,7 @@ class _Trial:
         return True
 
     def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
-        if self.target is Muon:  # its AdamW has the choice
+        if self.target is Muon:  # only its AdamW has a choice
             return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
         node = without_extras("optimizer", self.node, signature_of(self.target))
         given = {name: value for name, value in node.items() if not name.startswith("_") and name not in KINDS}

@@ -1,8 +1,8 @@
 """Losses: the mean over the samples of a batch.
 
 No sample's contribution depends on the other samples of its batch (class weights are normalised over the classes, not
-over the batch), so that accumulating gradients over parts of a batch gives the gradient of the whole. Shapes must
-agree exactly: nothing is broadcast. Logits of 16 bits are taken to float32 first.
+over the batch), so that gradients accumulated over micro-batches equal the gradient of the whole. Shapes must match
+exactly: nothing is broadcast. Logits of 16 bits are converted to float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class _ClassLoss(nn.Module):
-    """What losses over class logits share: the check of shapes, and the class weights."""
+    """Base of losses over class logits: checks shapes, holds class weights."""
 
     weight: Tensor | None
 
@@ -30,10 +30,10 @@ class _ClassLoss(nn.Module):
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"num_classes must be at least 1, got {num_classes}")
         if num_classes == 1:
-            # The softmax of a single output is 1 whatever the model says, so nothing would be learned.
+            # The softmax of a single output is always 1, so nothing would be learned.
             raise ValueError("num_classes must be at least 2 to choose between, got 1; for one number use loss=mse")
         self.num_classes = num_classes
-        # Not persistent: it follows from the config and the data, and a checkpoint holds the model's tensors only.
+        # Not persistent: it follows from config and data, and a checkpoint only contains the model's tensors.
         self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)
 
     def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +41,7 @@ class _ClassLoss(nn.Module):
         shape, of_targets = logits.shape, targets.shape
         if len(shape) != 2 or shape[0] == 0 or shape[1] != (self.num_classes or shape[1]):
             _check_matrix(logits, self.num_classes)
-        # In this order, as the usual case runs at every step: classes, one for each sample.
+        # The usual case first, because this runs at every step: one class per sample.
         is_classes = len(of_targets) == 1 and of_targets[0] == shape[0] and targets.dtype is torch.int64
         if not is_classes and not (targets.is_floating_point() and of_targets == shape):
             raise ValueError(_mismatch(logits, targets, "classes int64 (B,) or probabilities float (B, C)"))
@@ -53,14 +53,14 @@ class _ClassLoss(nn.Module):
 class CrossEntropy(_ClassLoss):
     """Cross-entropy of softmax probabilities, for one class per sample or for soft targets.
 
-    Equals `torch.nn.functional.cross_entropy`, but for its weighting: sum(w_i * loss_i) / B.
+    Equals `torch.nn.functional.cross_entropy` except for its weighting: sum(w_i * loss_i) / B.
 
     Args:
         label_smoothing: share of each target that is spread evenly over all classes, from 0 to 1.
         class_weights: one weight per class, or "balanced" (inverse to the class's count in the training data);
             scaled to a mean of 1 over the classes.
         num_classes: number of classes, checked against the logits if given.
-        class_counts: training samples per class, int64 (C,); needed for "balanced".
+        class_counts: training samples per class, int64 (C,); required for "balanced".
 
     Raises:
         ValueError: an argument is out of range.
@@ -87,22 +87,22 @@ class CrossEntropy(_ClassLoss):
         logits, weight = self._checked(logits, targets)
         if targets.is_floating_point():
             targets = targets.to(logits.dtype)
-        if weight is None:  # the same number with one operation less
+        if weight is None:  # the same result with one operation less
             return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         summed = F.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=self.label_smoothing)
         return summed / logits.shape[0]
 
 
 class Focal(_ClassLoss):
-    """Cross-entropy with each class's term scaled by (1 - p)^gamma, so that what is already right counts less.
+    """Cross-entropy with each class's term scaled by (1 - p)^gamma, so that confident predictions count less.
 
     After Lin et al. (arXiv:1708.02002), over softmax probabilities; with gamma=0 it is the cross-entropy.
 
     Args:
-        gamma: how strongly confident predictions are discounted; not negative.
-        class_weights: as in `CrossEntropy`.
-        num_classes: number of classes, checked against the logits if given.
-        class_counts: training samples per class, int64 (C,); needed for "balanced".
+        gamma: strength of the scaling; not negative.
+        class_weights: see `CrossEntropy`.
+        num_classes: see `CrossEntropy`.
+        class_counts: see `CrossEntropy`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -139,7 +139,7 @@ class Focal(_ClassLoss):
 
 
 class BinaryCrossEntropy(nn.Module):
-    """Binary cross-entropy of each output for itself (one-vs-rest), averaged over the outputs.
+    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs.
 
     Args:
         num_classes: number of outputs, checked against the logits if given.
@@ -203,7 +203,7 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 def _dense(logits: Tensor, targets: Tensor) -> Tensor:
-    """Targets as a matrix of the logits' shape and type: classes become one-hot, a vector one column."""
+    """Targets with shape and type of the logits: classes become one-hot, a vector becomes one column."""
     if targets.shape == logits.shape and targets.is_floating_point():
         return targets.to(logits.dtype)
     known = targets.is_floating_point() or targets.dtype == torch.int64
@@ -218,7 +218,7 @@ def _dense(logits: Tensor, targets: Tensor) -> Tensor:
 def _class_weights(
     given: Sequence[float] | str | None, num_classes: int | None, class_counts: Tensor | None
 ) -> Tensor | None:
-    """Weights float32 (C,) with mean 1, or None where all classes count alike."""
+    """Weights float32 (C,) with mean 1, or None if all classes count equally."""
     if given is None:
         return None
     if isinstance(given, str):

@@ -19,20 +19,20 @@ _KINDS: dict[_Part, Callable[..., Optimizer]] = {"muon": torch.optim.Muon, "adam
 class Muon(Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` behind one list of parameter groups.
 
-    Muon (Jordan, https://kellerjordan.github.io/posts/muon/) is made for the weight matrices of hidden layers. It gets
-    the parameters of two dimensions except the last one in the order given, which is the head; AdamW gets the rest:
-    the head, biases, norms, positions and convolution kernels. Each incoming group becomes up to two, told apart by
-    the group's key "algorithm" ("muon" or "adamw"), each with an "initial_lr" of its own.
+    Muon (Jordan, https://kellerjordan.github.io/posts/muon/) is designed for the weight matrices of hidden layers. It gets
+    the two-dimensional parameters except the last one in the given order, which is the head; AdamW gets the rest: the head,
+    biases, norms, positions and convolution kernels. Each given group becomes up to two, distinguished by the key
+    "algorithm" ("muon" or "adamw"), each with its own "initial_lr".
 
     Args:
-        params: parameters, (name, parameter) pairs, or groups of either. A group's own "lr" is meant for Muon; AdamW's
-            is scaled in the same proportion. A group's own "weight_decay" holds for both.
+        params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
+            in the same proportion. A group's "weight_decay" applies to both.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW.
         momentum: momentum of Muon.
         nesterov: whether Muon's momentum is Nesterov's.
         ns_steps: Newton-Schulz iterations of Muon.
-        adjust_lr_fn: how Muon's rate follows a matrix's shape, as in `torch.optim.Muon`; None is "original".
+        adjust_lr_fn: how Muon's rate depends on a matrix's shape, see `torch.optim.Muon`; None is "original".
         weight_decay: decoupled weight decay of both.
         betas: decay rates of AdamW's two averages.
         eps: term added to AdamW's denominator.
@@ -103,7 +103,7 @@ class Muon(Optimizer):
             self._add_part("muon", {**param_group, "params": ours})
         if rest:
             self._add_part("adamw", {**param_group, "params": rest})
-        if self._parts:  # the constructor connects only the groups that it was given
+        if self._parts:  # the constructor connects its groups itself
             self._connect()
 
     def _add_part(self, algorithm: _Part, group: dict[str, Any]) -> None:
@@ -111,13 +111,13 @@ class Muon(Optimizer):
         if "lr" in group and algorithm == "adamw":
             reference = self._options["muon"]["lr"]
             group["lr"] = options["lr"] * (group["lr"] / reference if reference else 1.0)
-        group.pop("initial_lr", None)  # it was Muon's, and the two parts have different ones
+        group.pop("initial_lr", None)  # it belongs to Muon, and the two parts have different ones
         group = {**options, **group, "algorithm": algorithm}
         group["initial_lr"] = group["lr"]
         super().add_param_group(group)
 
     def _connect(self) -> None:
-        """Let the inner optimizers see these very groups and this very state, after either was replaced."""
+        """Share groups and state with the inner optimizers, after either was replaced."""
         for algorithm, kind in _KINDS.items():
             groups = [group for group in self.param_groups if group["algorithm"] == algorithm]
             if not groups:
@@ -135,7 +135,7 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Unpickled and deep-copied optimizers come without parts, and those of load_state_dict have new groups.
+        # Unpickled and deep-copied optimizers have no parts, and load_state_dict creates new groups.
         self._parts = self.__dict__.get("_parts", {})
         self._connect()
 
@@ -149,7 +149,7 @@ class Muon(Optimizer):
         """Update all parameters that have gradients.
 
         Args:
-            closure: computes the loss and the gradients anew, and returns the loss.
+            closure: computes the loss and the gradients again, and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -157,7 +157,7 @@ class Muon(Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
         for part in self._parts.values():
-            if found_inf is not None:  # a flag on the device, which the fused kernel of AdamW obeys
+            if found_inf is not None:  # a flag on the device; the fused kernel of AdamW obeys it
                 part.found_inf = found_inf  # type: ignore[attr-defined]
             part.step()
         return loss
@@ -168,6 +168,6 @@ def _listed(params: Any) -> list[Any]:
 
 
 def _tensor(item: Any) -> Tensor:
-    """The parameter itself, of a parameter or a (name, parameter) pair."""
+    """The parameter of a parameter or a (name, parameter) pair."""
     tensor: Tensor = item[1] if isinstance(item, tuple) else item
     return tensor

@@ -1,10 +1,10 @@
 """Learning-rate schedules as functions of the step.
 
-A schedule gives a factor for every optimizer step; the loop multiplies each parameter group's `initial_lr` with it. All
-but `Plateau` are pure: the factor follows from the step's number alone, so that resuming needs no state and no replay.
-A factor is never negative, and never above 1 with the arguments that these classes accept.
+A schedule returns a factor for every optimizer step; the loop multiplies each parameter group's `initial_lr` with it. All
+but `Plateau` are pure: the factor depends on the step's number alone, so that resuming needs no state and no replay. A
+factor is never negative, and never above 1 with the arguments that these classes accept.
 
-All take `warmup`: below 1 it is a share of all steps, from 1 on a number of steps. The factor rises linearly over the
+All accept `warmup`: below 1 it is a share of all steps, from 1 on a number of steps. The factor rises linearly over the
 warm-up, from a first value above 0 to 1 at the first step after it.
 """
 
@@ -23,40 +23,39 @@ def _same(step: float) -> float:
 
 @dataclass(frozen=True)
 class Clock:
-    """Where an optimizer step lies, in a run whose epochs may have had other numbers of steps before.
+    """Converts steps in a run whose number of steps per epoch may have changed.
 
     Attributes:
-        run: step -> the same on the scale of `total_steps`.
-        epochs: step -> the same on the scale of `steps_per_epoch`.
+        run: step -> step on the scale of `total_steps`.
+        epochs: step -> step on the scale of `steps_per_epoch`.
     """
 
     run: Callable[[float], float] = _same
     epochs: Callable[[float], float] = _same
 
 
-def _refuse_unless(fine: bool, message: str) -> None:
-    if not fine:
+def _require(condition: bool, message: str) -> None:
+    if not condition:
         raise ValueError(message)
 
 
+def _require_final(final: float) -> None:
+    _require(0 <= final <= 1, f"final must be from 0 to 1, got {final}")
+
+
 def _warmup_steps(warmup: float, total_steps: int) -> int:
-    """Number of warm-up steps that `warmup` stands for.
+    """Number of warm-up steps.
 
     Raises:
         ValueError: `warmup` is negative, not finite, or above 1 and not whole; or `total_steps` is not positive.
     """
-    _refuse_unless(total_steps >= 1, f"total_steps must be at least 1, got {total_steps}")
-    _refuse_unless(math.isfinite(warmup) and warmup >= 0, f"warmup must not be negative, got {warmup}")
+    _require(total_steps >= 1, f"total_steps must be at least 1, got {total_steps}")
+    _require(math.isfinite(warmup) and warmup >= 0, f"warmup must not be negative, got {warmup}")
     if warmup < 1:
         return round(warmup * total_steps)
     whole = float(warmup).is_integer()
-    _refuse_unless(whole, f"warmup must be a share below 1 or a whole number of steps, got {warmup}")
+    _require(whole, f"warmup must be a share below 1 or a whole number of steps, got {warmup}")
     return int(warmup)
-
-
-def _progress(step: float, start: float, end: float) -> float:
-    """How far `step` is from `start` to `end`, from 0 to 1, clamped."""
-    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
 
 
 def _half_cosine(progress: float) -> float:
@@ -71,7 +70,7 @@ class Schedule:
     Args:
         total_steps: optimizer steps of the whole run.
         warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
-        clock: where steps lie if epochs have become longer or shorter.
+        clock: converts steps if the number of steps per epoch has changed.
 
     Raises:
         ValueError: an argument is out of range.
@@ -83,7 +82,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         _warmup_steps(self.warmup, self.total_steps)
-        _refuse_unless(isinstance(self.clock, Clock), "clock comes from the run, and cannot be set")
+        _require(isinstance(self.clock, Clock), "clock comes from the run, and cannot be set")
 
     @cached_property
     def warmup_steps(self) -> int:
@@ -95,39 +94,37 @@ class Schedule:
         """Where the warm-up ends, on the scale of `total_steps`."""
         return self.warmup_steps if self.warmup < 1 else self.clock.run(self.warmup_steps)
 
-    def warming(self, step: int) -> float:
-        """Steps of the warm-up that are over at `step`: at least `warmup_steps` after it."""
-        return self.clock.run(step) if self.warmup < 1 else step
-
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
-        warm, done = self.warmup_steps, self.warming(step)
-        if done < warm:
-            return (done + 1) / (warm + 1)
-        return self.shape(self.clock.run(step))
+        done = self.clock.run(step) if self.warmup < 1 else step
+        return self.rise(done) if done < self.warmup_steps else self.shape(step)
 
-    def shape(self, step: float) -> float:
-        """Factor after the warm-up.
+    def rise(self, done: float) -> float:
+        """Factor after `done` steps of the warm-up."""
+        return (done + 1) / (self.warmup_steps + 1)
 
-        Args:
-            step: on the scale of `total_steps`; not whole for steps before a change of the number of steps of an epoch.
-        """
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
         return 1.0
 
+    def progress(self, step: int, start: float) -> float:
+        """The share of the way from `start`, on the scale of `total_steps`, to the end, from 0 to 1."""
+        return min(max((self.clock.run(step) - start) / max(self.total_steps - start, 1), 0.0), 1.0)
+
     def observe(self, metric: float) -> None:
-        """Take note of a metric after an evaluation: nothing to do, the factor depends on the step alone."""
+        """Receive a metric after an evaluation; the factor depends on the step alone."""
 
     def state_dict(self) -> dict[str, float]:
-        """What resuming needs besides the step: nothing."""
+        """Nothing: resuming needs the step alone."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` gave: nothing to do."""
+        """Restore nothing."""
 
 
 @dataclass(frozen=True)
 class Constant(Schedule):
-    """The full learning rate throughout, after the warm-up."""
+    """The full learning rate after the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -142,22 +139,21 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
+        _require_final(self.final)
 
-    def shape(self, step: float) -> float:
+    def shape(self, step: int) -> float:
         """Factor after the warm-up."""
-        progress = _progress(step, self.warmup_end, self.total_steps)
-        return self.final + (1 - self.final) * _half_cosine(progress)
+        return self.final + (1 - self.final) * _half_cosine(self.progress(step, self.warmup_end))
 
 
 @dataclass(frozen=True)
 class OneCycle(Schedule):
     """Half a cosine up from 1/`div` to 1, then half a cosine down to `final` (Smith and Topin, arXiv:1708.07120).
 
-    The learning rate alone is scheduled; the momentum stays as it is. The optimizer's `lr` is the peak.
+    Only the learning rate is scheduled, not the momentum. The optimizer's `lr` is the peak.
 
     Args:
-        warmup: share of the run, or number of steps, of the way up.
+        warmup: share of the run, or number of steps, of the rise.
         div: the first factor is 1/div; at least 1.
         final: factor at the end, from 0 to 1.
     """
@@ -168,17 +164,17 @@ class OneCycle(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_unless(math.isfinite(self.div) and self.div >= 1, f"div must be at least 1, got {self.div}")
-        _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
+        _require(math.isfinite(self.div) and self.div >= 1, f"div must be at least 1, got {self.div}")
+        _require_final(self.final)
 
-    def factor(self, step: int) -> float:
-        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
-        warm, done = self.warmup_steps, self.warming(step)
-        if done < warm:
-            low = 1 / self.div
-            return low + (1 - low) * (1 - _half_cosine(done / warm))
-        progress = _progress(self.clock.run(step), self.warmup_end, self.total_steps)
-        return self.final + (1 - self.final) * _half_cosine(progress)
+    def rise(self, done: float) -> float:
+        """Factor after `done` steps of the warm-up."""
+        low = 1 / self.div
+        return low + (1 - low) * (1 - _half_cosine(done / self.warmup_steps))
+
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
+        return self.final + (1 - self.final) * _half_cosine(self.progress(step, self.warmup_end))
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,7 @@ class Step(Schedule):
     """Multiplied by `gamma` every `every` epochs.
 
     Args:
-        steps_per_epoch: optimizer steps of one epoch.
+        steps_per_epoch: optimizer steps per epoch.
         every: epochs between two drops.
         gamma: factor of each drop, above 0 and at most 1.
     """
@@ -197,14 +193,12 @@ class Step(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_unless(self.steps_per_epoch >= 1, f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
-        _refuse_unless(self.every >= 1, f"every must be at least 1 epoch, got {self.every}")
-        _refuse_unless(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, got {self.gamma}")
+        _require(self.steps_per_epoch >= 1, f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
+        _require(self.every >= 1, f"every must be at least 1 epoch, got {self.every}")
+        _require(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, got {self.gamma}")
 
-    def factor(self, step: int) -> float:
-        """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
-        if self.warming(step) < self.warmup_steps:
-            return super().factor(step)
+    def shape(self, step: int) -> float:
+        """Factor after the warm-up."""
         return float(self.gamma ** (self.clock.epochs(step) // (self.every * self.steps_per_epoch)))
 
 
@@ -215,7 +209,7 @@ class WSD(Schedule):
     After Hu et al. (arXiv:2404.06395); the decay 1 - sqrt(progress) follows Hägele et al. (arXiv:2405.18392).
 
     Args:
-        decay: share of the run over which the rate falls; warm-up and decay share at most the whole run.
+        decay: share of the run over which the rate falls; must not overlap with the warm-up.
         curve: "linear", or "1-sqrt", which falls steeply first.
         final: factor at the end, from 0 to 1.
     """
@@ -226,19 +220,19 @@ class WSD(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse_unless(0 <= self.decay <= 1, f"decay must be a share from 0 to 1, got {self.decay}")
+        _require(0 <= self.decay <= 1, f"decay must be a share from 0 to 1, got {self.decay}")
         shares = self.decay + (self.warmup if self.warmup < 1 else 0)
-        _refuse_unless(shares <= 1, f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
-        _refuse_unless(self.curve in ("linear", "1-sqrt"), f"curve must be 'linear' or '1-sqrt', got '{self.curve}'")
-        _refuse_unless(0 <= self.final <= 1, f"final must be from 0 to 1, got {self.final}")
+        _require(shares <= 1, f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
+        _require(self.curve in ("linear", "1-sqrt"), f"curve must be 'linear' or '1-sqrt', got '{self.curve}'")
+        _require_final(self.final)
 
-    def shape(self, step: float) -> float:
+    def shape(self, step: int) -> float:
         """Factor after the warm-up."""
         if self.decay == 0:
             return 1.0
         start = self.total_steps - round(self.decay * self.total_steps)
-        # A warm-up counted in steps may reach into the decay of a short run, which then starts where it ends.
-        progress = _progress(step, max(start, self.warmup_end), self.total_steps)
+        # A warm-up counted in steps may reach into the decay of a short run, which then starts at its end.
+        progress = self.progress(step, max(start, self.warmup_end))
         fallen = progress if self.curve == "linear" else math.sqrt(progress)
         return self.final + (1 - self.final) * (1 - fallen)
 
@@ -246,19 +240,19 @@ class WSD(Schedule):
 class Plateau:
     """Multiplied by `factor` when the observed metric has stopped improving; linear warm-up before.
 
-    The counting is that of `torch.optim.lr_scheduler.ReduceLROnPlateau` with an absolute threshold: after `patience`
-    evaluations in a row without improvement, the next one without improvement drops the rate and starts the count
-    anew. A metric that is not finite counts as no improvement.
+    Counts as `torch.optim.lr_scheduler.ReduceLROnPlateau` with an absolute threshold does: after `patience` evaluations in a
+    row without improvement, the next one without improvement drops the rate and restarts the count. A metric that is not
+    finite counts as no improvement.
 
     Args:
         total_steps: optimizer steps of the whole run.
         mode: whether a smaller ("min") or a larger ("max") metric is better.
         factor: multiplier of each drop, above 0 and below 1.
-        patience: evaluations without improvement that are put up with.
-        min_factor: the factor never falls below this.
+        patience: number of evaluations without improvement that are tolerated.
+        min_factor: lower bound of the factor.
         threshold: smallest change of the metric that counts as improvement, in the metric's unit.
         warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
-        clock: where steps lie if epochs have become longer or shorter.
+        clock: converts steps if the number of steps per epoch has changed.
 
     Raises:
         ValueError: an argument is out of range.
@@ -276,17 +270,13 @@ class Plateau:
         clock: Clock | None = None,
     ) -> None:
         self._warming = Schedule(total_steps, warmup, clock=clock or Clock())
-        _refuse_unless(mode in ("min", "max"), f"mode must be 'min' or 'max', got {mode!r}")
-        _refuse_unless(0 < factor < 1, f"factor must be above 0 and below 1, got {factor}")
-        _refuse_unless(patience >= 0, f"patience must not be negative, got {patience}")
-        _refuse_unless(0 <= min_factor <= 1, f"min_factor must be from 0 to 1, got {min_factor}")
-        finite = math.isfinite(threshold) and threshold >= 0
-        _refuse_unless(finite, f"threshold must not be negative, got {threshold}")
+        _require(mode in ("min", "max"), f"mode must be 'min' or 'max', got {mode!r}")
+        _require(0 < factor < 1, f"factor must be above 0 and below 1, got {factor}")
+        _require(patience >= 0, f"patience must not be negative, got {patience}")
+        _require(0 <= min_factor <= 1, f"min_factor must be from 0 to 1, got {min_factor}")
+        _require(math.isfinite(threshold) and threshold >= 0, f"threshold must not be negative, got {threshold}")
         self._sign = 1.0 if mode == "max" else -1.0
-        self._drop = factor
-        self._patience = patience
-        self._min_factor = min_factor
-        self._threshold = threshold
+        self._drop, self._patience, self._min_factor, self._threshold = factor, patience, min_factor, threshold
         self._current = 1.0
         self._best = -math.inf  # of the metric times the sign, so that larger is better
         self._waited = 0
@@ -296,7 +286,7 @@ class Plateau:
         return self._warming.factor(step) * self._current
 
     def observe(self, metric: float) -> None:
-        """Take note of the metric after an evaluation."""
+        """Receive the metric after an evaluation."""
         score = self._sign * metric
         if math.isfinite(score) and (self._best == -math.inf or score > self._best + self._threshold):
             self._best = score
@@ -312,29 +302,28 @@ class Plateau:
         return {"factor": self._current, "best": self._sign * self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` gave; an empty state, which another schedule gave, starts afresh.
+        """Restore a saved state; an empty one, from another schedule, changes nothing.
 
         Raises:
-            ValueError: the state is that of something else.
+            ValueError: the state belongs to something else.
         """
         if not state:
             return
         expected = {"factor", "best", "waited"}
-        _refuse_unless(set(state) == expected, f"the state of Plateau has {sorted(expected)}, got {sorted(state)}")
-        self._current = float(state["factor"])
+        _require(set(state) == expected, f"the state of Plateau has {sorted(expected)}, got {sorted(state)}")
+        self._current, self._waited = float(state["factor"]), int(state["waited"])
         self._best = self._sign * float(state["best"])
-        self._waited = int(state["waited"])
 
 
 class Annealed:
     """Another schedule up to a step, then half a cosine to a constant factor, as SWA uses (Izmailov et al., arXiv:1803.05407).
 
     Args:
-        schedule: what is followed before.
-        start: the step, from 0, at which it is left.
-        steps: optimizer steps of the way to the constant factor.
+        schedule: the schedule before that step.
+        start: the step, from 0, at which the cosine begins.
+        steps: optimizer steps of the cosine.
         final: the constant factor, at least 0.
-        epochs: step -> the same on the scale of `steps`, if epochs have become longer or shorter.
+        epochs: step -> step on the scale of `steps`, if the number of steps per epoch has changed.
     """
 
     def __init__(
@@ -351,14 +340,14 @@ class Annealed:
         return self._final + (float(self._schedule.factor(self._start)) - self._final) * left
 
     def observe(self, metric: float) -> None:
-        """Hand a metric on to the schedule that is followed before."""
+        """Pass a metric on to the first schedule."""
         self._schedule.observe(metric)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the schedule that is followed before."""
+        """State of the first schedule."""
         state: dict[str, Any] = self._schedule.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore the first schedule."""
         self._schedule.load_state_dict(state)

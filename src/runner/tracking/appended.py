@@ -1,4 +1,4 @@
-"""Log files that survive being deleted, replaced or cut short by another program while a run writes them."""
+"""Log files that survive another program deleting, replacing or truncating them during a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 2**20
 
 
 def is_at(path: Path, descriptor: int) -> bool:
-    """Whether `path` still names the open file; a link in its place does not count."""
+    """Whether `path` still names the open file itself, not a link."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except OSError:
@@ -20,7 +20,7 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def content(descriptor: int) -> bytes:
-    """All bytes of an open file, which the system keeps for as long as it is open, whatever became of its name."""
+    """All bytes of an open file, which exist while it is open, even if its name is gone."""
     blocks, offset = [], 0
     while block := os.pread(descriptor, _BLOCK, offset):
         blocks.append(block)
@@ -29,16 +29,15 @@ def content(descriptor: int) -> bytes:
 
 
 class AppendedFile:
-    """A file that lines are added to. Each write reaches the operating system at once.
+    """A file that lines are appended to; each write reaches the operating system at once.
 
-    Before a write it looks whether the file is still there. One that was deleted or replaced is written again, with all
-    that it held, as the open file still has it. One that was cut short goes on after its last whole line. That is
-    reported once.
+    Before each write it checks the file. A file that was deleted or replaced is written again with everything that it
+    contained. A truncated file continues after its last complete line. Either is reported once.
 
     Args:
         path: the file; created if it does not exist.
         warn: called with a sentence.
-        header: the line that the file starts with; written again if it is cut off.
+        header: the first line of the file; written again if it is lost.
 
     Raises:
         UserError: the file cannot be opened.
@@ -48,7 +47,7 @@ class AppendedFile:
         self.path, self._warn, self._header, self._reported = path, warn, header, False
         self._size = 0
         self._descriptor = self._open()
-        # On a file system whose inode numbers change between two looks, no comparison means anything.
+        # Some network file systems give a file a new inode number at each look; a comparison is meaningless there.
         self._comparable = is_at(path, self._descriptor)
 
     def write(self, data: bytes) -> None:
@@ -65,7 +64,7 @@ class AppendedFile:
             self._size += len(data)
 
     def check(self) -> None:
-        """Write the file again if it is gone or was cut in the middle of a line.
+        """Restore the file if it is gone or was truncated within a line.
 
         Raises:
             UserError: it cannot be written.
@@ -75,22 +74,22 @@ class AppendedFile:
             return
         with writing(self.path):
             left = content(self._descriptor)
-        # The rest of a line that was cut in the middle is dropped: half a number reads like another number.
+        # An incomplete line is dropped: half a number reads like another number.
         whole = left[: left.rfind(b"\n") + 1]
         if not whole.startswith(self._header):
             whole = self._header + whole
         if gone or whole != left:
             write_atomically(self.path, whole)
-            # Only now, as what could not be written again is still to be flushed and closed by its owner.
+            # Not before: if writing fails, the owner still flushes and closes the old file.
             opened = self._open()
             self.close()
             self._descriptor = opened
         else:
             self._size = len(left)
         if gone:
-            self._report("was deleted or replaced during the run; it was written again, with all that was logged in it")
+            self._report("was deleted or replaced during the run; it was written again with all of its content")
         else:
-            self._report("was cut short by another program during the run; what was cut off is lost")
+            self._report("was cut short by another program during the run; the missing lines are lost")
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut.
@@ -113,5 +112,5 @@ class AppendedFile:
 
     def _report(self, what: str) -> None:
         if not self._reported:
-            self._reported = True  # first, as the report may be written to this very file
+            self._reported = True  # first, because the report may be written to this very file
             self._warn(f"{self.path} {what}")

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on, and its copy in `run.log`."""
+"""What the user sees during a run, and its copy in `run.log`."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ _RATE_WINDOW_S = 60.0
 class Console:
     """Shows a run on a terminal (colours, a live bar) or in a pipe or file (plain lines), and appends it to a log file.
 
-    Nothing here raises for the sake of display: a closed pipe, a narrow terminal, an encoding without the needed
-    characters or a full disk make it show less. There is no background thread: the bar moves from `advance`.
+    Display problems never raise: with a closed pipe, a narrow terminal, a limited encoding or a full disk it shows less.
+    There is no background thread: `advance` moves the bar.
+
+    Args:
+        log_file: gets every line, with the local time and without colours; None for no log.
+        progress: False disables the live bar; otherwise there is one if `stream` is a terminal.
+        stream: where to show; None for the current `sys.stdout`.
     """
 
     def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
-        """Show on `stream` and append to `log_file`.
-
-        Args:
-            log_file: gets every line, with the local time and without colours; None for none.
-            progress: False for no live bar; otherwise there is one when `stream` is a terminal.
-            stream: where to show; None for `sys.stdout` as it is now.
-        """
         self._stream = sys.stdout if stream is None else stream
         self._terminal = self._make_terminal()
         self._wants_bar = progress is not False
-        warn = weakref.WeakMethod(self.warn)  # or the file would keep the console alive, and never be closed
-        self._log = _open_log(log_file, lambda text: (tell := warn()) and tell(text))
+        warn = weakref.WeakMethod(self.warn)  # a strong reference would keep the console alive and the file open
+        self._log = _open_log(log_file, lambda text: (report := warn()) and report(text))
         if self._log is not None:
             weakref.finalize(self, self._log.close)
         self._silent = False
@@ -57,12 +55,12 @@ class Console:
         self._total_epochs = 0
         self._train: dict[str, float] = {}
         if log_file is not None and self._log is None:
-            self.warn(f"{log_file} cannot be written; the run goes on without it")
+            self.warn(f"{log_file} cannot be written; the run continues without it")
 
     # Text
 
     def header(self, title: str, rows: list[tuple[str, str, str]]) -> None:
-        """What runs, and each choice that was made: rows of (label, value, reason); the reason may be empty."""
+        """Show what runs and each choice that was made: rows of (label, value, reason); the reason may be empty."""
         title, rows = mask_text(title), [(label, mask_text(value), reason) for label, value, reason in rows]
         left = max((len(label) for label, _, _ in rows), default=0)
         middle = max((len(value) for _, value, reason in rows if reason), default=0)
@@ -74,7 +72,7 @@ class Console:
         self._emit(lines, lambda terminal: terminal.header(clean(title), padded))
 
     def line(self, text: str) -> None:
-        """Show `text`, one or several lines."""
+        """Show one or several lines."""
         self._text(text)
 
     def warn(self, text: str) -> None:
@@ -86,7 +84,7 @@ class Console:
         self._text(f"error: {text}", "bold red")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Show a table; `rows` hold as many cells as there are `columns`."""
+        """Show a table; each row has as many cells as there are columns."""
         rows = [[mask_text(cell) for cell in row] for row in rows]
         lines = [clean(title), *aligned(columns, rows)] if title else aligned(columns, rows)
         self._emit(lines, lambda terminal: terminal.table(clean(title), columns, rows))
@@ -94,39 +92,39 @@ class Console:
     # Progress
 
     def start(self, total_steps: int, total_epochs: int, first_step: int) -> None:
-        """Begin to show progress.
+        """Start to show progress.
 
         Args:
-            total_steps: optimizer steps at the end of the run; 0 if not known.
-            total_epochs: epochs at the end of the run; 0 if not known.
-            first_step: steps already done, larger than 0 in a resumed run.
+            total_steps: optimizer steps at the end of the run; 0 if unknown.
+            total_epochs: epochs at the end of the run; 0 if unknown.
+            first_step: completed steps, above 0 in a resumed run.
         """
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._marks.clear()
         self._train = {}
         self._running = True
         self._period = _BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S
-        # The clock starts with the first `advance`: the first step compiles and warms up, and says nothing of the rate.
+        # The clock starts with the first `advance`: the first step compiles and warms up, so it does not show the rate.
         self._due = 0.0
         if self._bar_on:
             self._draw(first_step, "starting")
 
     def advance(self, global_step: int, epoch: int) -> None:
-        """Note that `global_step` steps are done, in epoch `epoch` (shown as given). Cheap: called for every step."""
+        """Record that `global_step` steps are complete, in epoch `epoch` (from 1); cheap, because every step calls it."""
         if perf_counter() >= self._due:
             self._tick(global_step, epoch)
 
     def metrics(self, split: str, values: dict[str, float], global_step: int, epoch: int) -> None:
-        """Show metrics. Those of `train` live in the bar where there is one; those of other splits stay on a line.
+        """Show metrics, those of `train` in the bar if there is one, others on a line.
 
         Args:
             split: `train`, `val`, `test`, ...
             values: numbers by name; `lr`, `samples_per_s` and other names ending in `_per_s` are shown with their unit.
-            global_step: optimizer steps done.
-            epoch: shown as given.
+            global_step: completed optimizer steps.
+            epoch: from 1.
         """
         shown = [metric(name, values[name]) for name in in_order(values)]
-        line = "  ".join([*self._position(global_step, epoch), *_marked(split, shown)])
+        line = "  ".join([*self._position(global_step, epoch), *_with_split(split, shown)])
         if split != "train":
             self._emit([line], lambda terminal: terminal.text(line, "bold cyan"))
             return
@@ -140,12 +138,10 @@ class Console:
             self._emit([line], lambda terminal: terminal.text(line))
 
     def stop(self) -> None:
-        """Remove the bar and end progress; text can still be shown. May be called twice, or without `start`."""
+        """Remove the bar and end progress; may be called twice, or without `start`."""
         self._running = False
         self._due = float("inf")
         self._on_terminal(lambda terminal: terminal.stop())
-
-    # Inner workings
 
     @property
     def _bar_on(self) -> bool:
@@ -165,7 +161,7 @@ class Console:
         shown = {
             name: value
             for name, value in self._train.items()
-            if name not in HARDWARE_METRICS or _worth_a_look(name, value)
+            if name not in HARDWARE_METRICS or _is_notable(name, value)
         }
         texts = [metric(name, shown[name]) for name in in_order(shown)]
         left = self._seconds_left(global_step)
@@ -210,7 +206,7 @@ class Console:
             self._give_up()
 
     def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
-        """Whether nothing remains to be shown after `draw`."""
+        """Draw; whether nothing remains to be shown."""
         if self._terminal is None or self._silent:
             return self._silent
         try:
@@ -218,7 +214,7 @@ class Console:
         except OSError:
             self._give_up()
         except Exception:
-            # A terminal that cannot be drawn on is no reason to lose hours of training: plain lines from here on.
+            # A terminal that cannot be drawn on must not end training: plain lines from here on.
             self._leave_terminal()
             return False
         return True
@@ -226,7 +222,7 @@ class Console:
     def _give_up(self) -> None:
         self._silent = True
         self._leave_terminal()
-        # A later print of someone else's, or the interpreter's last flush, would still end the process with an error.
+        # A later print by other code, or the interpreter's last flush, would still end the process with an error.
         for descriptor, stream in ((1, sys.__stdout__), (2, sys.__stderr__)):
             if self._stream is stream:
                 with contextlib.suppress(OSError, ValueError):
@@ -235,7 +231,7 @@ class Console:
                     os.close(nowhere)
 
     def _leave_terminal(self) -> None:
-        """Give back what the bar had taken over (stdout, stderr), whatever state the terminal is in."""
+        """Restore stdout and stderr, which the bar redirects, whatever state the terminal is in."""
         terminal, self._terminal = self._terminal, None
         if terminal is not None:
             with contextlib.suppress(Exception):
@@ -260,24 +256,21 @@ class Console:
             self._log.write(text.encode("utf-8", "backslashreplace"))
         except (OSError, UserError):
             self._log = None
-            self.warn("run.log cannot be written any more; the run goes on without it")
+            self.warn("run.log cannot be written any more; the run continues without it")
 
 
-def _worth_a_look(gauge: str, value: float) -> bool:
-    """Whether the live bar, which has little room, shows a gauge: waiting that costs a tenth of the time."""
+def _is_notable(gauge: str, value: float) -> bool:
+    """Whether the live bar, which has little room, shows a gauge: if waiting costs a tenth of the time."""
     return gauge == "data_wait" and value >= 0.1
 
 
-def _marked(split: str, metrics: list[str]) -> list[str]:
+def _with_split(split: str, metrics: list[str]) -> list[str]:
     if split == "train":
         return [f"train {metrics[0]}", *metrics[1:]] if metrics else ["train"]
     return [f"[{split}]", *metrics]
 
 
 def _open_log(path: Path | None, warn: Callable[[str], None]) -> AppendedFile | None:
-    if path is None:
-        return None
-    try:
-        return AppendedFile(path, warn)
-    except UserError:
-        return None
+    with contextlib.suppress(UserError):
+        return None if path is None else AppendedFile(path, warn)
+    return None

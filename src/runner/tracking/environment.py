@@ -1,4 +1,8 @@
-"""What a run ran on: versions, hardware, variables, commit; nothing secret."""
+"""The environment of a run: versions, hardware, variables, commit; nothing secret.
+
+`torch.utils.collect_env` is no replacement: it asks pip, compilers and nvidia-smi, which takes about 5 s, and does not know
+the packages, the commit and the command line.
+"""
 
 from __future__ import annotations
 
@@ -56,20 +60,14 @@ _SEEDED = (
     "each sample, by (seed, epoch, sample), in any worker",
 )
 _NOT_SEEDED = (
-    "generators that code makes for itself without a seed (numpy.random.default_rng(), random.Random())",
+    "generators that code creates without a seed (numpy.random.default_rng(), random.Random())",
     "the system's (os.urandom, uuid, secrets) and the time",
 )
-_HASHES = "the order of sets of texts (PYTHONHASHSEED is not set)"
 _GIT_TIMEOUT_S = 5.0
 
 
 def environment() -> dict[str, Any]:
-    """What could make another run differ, as JSON-able data. Imports torch; never fails for want of a tool.
-
-    Returns:
-        Keys `runner`, `python`, `platform`, `hostname`, `cpu`, `memory_bytes`, `packages`, `torch`, `devices`,
-        `variables`, `git`, `command` and `repeating`. Secrets in it are masked.
-    """
+    """What could make another run differ, ready for JSON, secrets masked. Imports torch; missing tools are no error."""
     return {
         "runner": __version__,
         "python": platform.python_version(),
@@ -83,12 +81,12 @@ def environment() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "git": _git(),
         "command": mask_words(sys.orig_argv),
-        "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *([] if _hashes_fixed() else [_HASHES])]},
+        "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *_random_hashes()]},
     }
 
 
 def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
-    """The environment as (label, value) pairs to be shown as a table."""
+    """The environment as (label, value) rows of a table."""
     cpu, torch, git = env["cpu"], env["torch"], env["git"]
     table = [
         ("runner", env["runner"]),
@@ -118,7 +116,7 @@ def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def same_bits_need(env: dict[str, Any]) -> list[str]:
-    """What another machine must have in common with this one for the same bits, with the values here."""
+    """What another machine must share with this one for the same bits."""
     torch = env["torch"]
     needs = [f"torch {torch['version']}", f"{torch['threads']} threads", f"CPU with {torch['cpu_capability']}"]
     if env["devices"]:
@@ -127,8 +125,9 @@ def same_bits_need(env: dict[str, Any]) -> list[str]:
     return [*needs, "deterministic=true"] if env["devices"] else needs
 
 
-def _hashes_fixed() -> bool:
-    return os.environ.get("PYTHONHASHSEED", "random") != "random"
+def _random_hashes() -> list[str]:
+    random = os.environ.get("PYTHONHASHSEED", "random") == "random"
+    return ["the order of sets of strings (PYTHONHASHSEED is not set)"] if random else []
 
 
 def _cpu() -> dict[str, Any]:
@@ -150,7 +149,7 @@ def _memory() -> int | None:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that a run depends on, looked up once."""
+    """Installed versions of the packages that a run depends on, cached."""
     found = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -178,18 +177,15 @@ def _devices() -> list[dict[str, Any]]:
 
     if not torch.cuda.is_available():
         return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "memory_bytes": int(properties.total_memory),
-                "capability": f"{properties.major}.{properties.minor}",
-                "multiprocessors": int(properties.multi_processor_count),
-            }
-        )
-    return found
+    return [
+        {
+            "name": properties.name,
+            "memory_bytes": int(properties.total_memory),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": int(properties.multi_processor_count),
+        }
+        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
 
 
 def _git() -> dict[str, Any] | None:
@@ -201,7 +197,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def _git_output(*arguments: str) -> str | None:
-    # Without optional locks, looking at the status cannot get in the way of a commit made at the same time.
+    # Optional locks could block a commit that the user makes at the same time.
     command = ["git", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)

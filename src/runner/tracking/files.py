@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and write errors told as sentences."""
+"""Files that appear whole or not at all, and write errors as sentences."""
 
 from __future__ import annotations
 
@@ -14,34 +14,31 @@ from typing import Any
 
 from runner.config.errors import UserError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-# Some file systems cannot flush a folder; on those the rename is as durable as it gets.
+_ELSEWHERE = "choose another output directory"
+_FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the quota is used up"}
+_REASONS = {
+    errno.EFBIG: "it would exceed the largest file size (ulimit -f, or the file system)",
+    errno.EROFS: f"the file system is read-only; {_ELSEWHERE}",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), f"permission denied; {_ELSEWHERE}"),
+    **dict.fromkeys(
+        (errno.ENOTDIR, errno.EEXIST, errno.EISDIR), "a file exists where a folder is needed, or the reverse"
+    ),
+}
+# Some file systems cannot flush a folder; there the rename is as durable as it gets.
 _FOLDER_FLUSH_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
 def write_error(path: Path, error: OSError) -> UserError:
-    """The sentence for `error`, which was met while writing `path`."""
+    """The sentence for an error while writing `path`."""
     if error.errno in _FULL:
-        what = "no space left" if error.errno == errno.ENOSPC else "the quota is used up"
-        return UserError(f"{what} on the disk that holds {path}; free some space or choose another output directory")
-    if error.errno == errno.EFBIG:
-        return UserError(
-            f"cannot write {path}: it would be larger than files may be here (ulimit -f, or the file system)"
-        )
-    if error.errno == errno.EROFS:
-        return UserError(f"cannot write {path}: the file system is read-only; choose another output directory")
-    if error.errno in _REFUSED:
-        return UserError(f"cannot write {path}: permission denied; choose another output directory")
-    if error.errno in {errno.ENOTDIR, errno.EEXIST, errno.EISDIR}:
-        return UserError(f"cannot write {path}: a file stands where a folder is needed, or the reverse")
+        return UserError(f"{_FULL[error.errno]} on the disk that holds {path}; free some space or {_ELSEWHERE}")
     reason = (error.strerror or str(error) or type(error).__name__).lower()
-    return UserError(f"cannot write {path}: {reason}")
+    return UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}")
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an `OSError` raised inside the block into a `UserError` that names `path` and the reason."""
+    """Turn an `OSError` raised inside the block into a `UserError` with `path` and the reason."""
     try:
         yield
     except OSError as error:
@@ -55,7 +52,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     to `path`; then the folder is flushed, so that the rename itself survives a power cut.
 
     Raises:
-        UserError: the file cannot be written; the old content is untouched and the temporary file is gone.
+        UserError: the file cannot be written; the old content is untouched and the temporary file is removed.
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
     with writing(path):
@@ -73,27 +70,25 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write `obj` atomically as JSON, indented by two, keys in their order; NaN and the infinities become null.
+    """Write `obj` atomically as JSON, indented by two, keys in their order; NaN and infinities become null.
 
     Raises:
         UserError: the file cannot be written.
-        TypeError: `obj` holds something that JSON has no form for.
+        TypeError: `obj` contains something that JSON cannot represent.
     """
     text = json.dumps(finite(obj), indent=2, ensure_ascii=False, allow_nan=False)
     write_atomically(path, (text + "\n").encode())
 
 
 def finite(obj: Any) -> Any:
-    """A copy of nested mappings and sequences in which every NaN and infinity is None, as JSON knows neither."""
+    """A copy of nested mappings and sequences for JSON: NaN and infinities become None, paths text."""
     if isinstance(obj, float):
         return obj if math.isfinite(obj) else None
     if isinstance(obj, Mapping):
         return {key: finite(value) for key, value in obj.items()}
     if isinstance(obj, Sequence) and not isinstance(obj, str | bytes):
         return [finite(value) for value in obj]
-    if isinstance(obj, Path):
-        return str(obj)
-    return obj
+    return str(obj) if isinstance(obj, Path) else obj
 
 
 def _flush_folder(folder: Path) -> None:

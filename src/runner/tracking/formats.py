@@ -1,4 +1,4 @@
-"""How numbers, times and metrics read; shared by console, plots and sweep table."""
+"""Formats of numbers, times and metrics, shared by console, plots and sweep table."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
-"""What log lines of training say about the machine, shown after everything else and drawn in no learning curve."""
+"""Training metrics about the machine, shown last and not drawn as learning curves."""
 
-_LONGEST_CELL = 1000  # letters; every other cell of its column is padded to its length
+_LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
 _UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
@@ -31,7 +31,7 @@ def compact(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # 999.6 would round to "1000": three digits decide, not the value.
+        # By three digits, because 999.6 would round to "1000".
         if abs(value) >= 0.9995 * limit:
             scaled = value / limit
             return f"{scaled:.{2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0}f}{suffix}"
@@ -65,7 +65,7 @@ def percent(share: float) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of metrics as people read them: the loss, the others as they come, the learning rate, throughput, hardware metrics."""
+    """Names of metrics in reading order: the loss, others as they come, the learning rate, throughput, hardware."""
 
     def rank(name: str) -> int:
         if name in HARDWARE_METRICS:
@@ -88,12 +88,12 @@ def label(name: str) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` without colour codes and control characters other than line ends; tabs become spaces."""
+    """`text` without colour codes and control characters except line ends; tabs become spaces."""
     return _ESCAPES.sub("", text).translate(_CONTROLS)
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """`text` with a question mark for whatever `encoding` (ASCII if None or unknown) cannot express."""
+    """`text` with a question mark for each character that `encoding` (ASCII if None or unknown) lacks."""
     try:
         return text.encode(encoding or "ascii", "replace").decode(encoding or "ascii")
     except LookupError:
@@ -101,7 +101,7 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A plain table as lines: two spaces between columns, numbers to the right, dashes below the heads."""
+    """A plain table as lines: two spaces between columns, numbers aligned right, dashes below the headers."""
     cells = [[" ".join(clean(cell).split())[:_LONGEST_CELL] for cell in row] for row in rows]
     widths = [max(len(head), *(len(row[i]) for row in cells), 0) for i, head in enumerate(columns)]
     right = [bool(cells) and all(is_number(row[i]) for row in cells) for i in range(len(columns))]

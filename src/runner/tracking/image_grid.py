@@ -1,4 +1,4 @@
-"""Pictures of what a network is given, holds and computes, drawn without a display: images, filters, maps, histograms."""
+"""Pictures of images, filters, feature maps and histograms, drawn without a display; see `runner.tracking.plots`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Pixels = np.ndarray[Any, Any]
 """An image: float (H, W) grey or (H, W, 3) colour, values 0 to 1; or one map (H, W) of any values."""
 
 MOST_PANELS = 24
-"""Histograms in a picture."""
+"""Histograms per picture."""
 
 _TILE = 1.55  # inches
-_CAPTION_LETTERS = 20
+_CAPTION_LENGTH = 20
 _COLUMNS = 8
 _LOG_SCALE_FROM = 100  # elements in a bin
 _GREY = "#777777"
@@ -40,16 +40,7 @@ class Tile:
 
 
 def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
-    """Draw images side by side, each with its text, into a picture at `target`.
-
-    Args:
-        tiles: at least one.
-        target: where to write; the suffix decides the format.
-        title: shown above.
-
-    Raises:
-        UserError: `target` cannot be written.
-    """
+    """Draw one or more images with their text side by side."""
     columns = min(_COLUMNS, max(min(4, len(tiles)), math.ceil(math.sqrt(len(tiles)))))
     rows = math.ceil(len(tiles) / columns)
     text = max(len(tile.lines) for tile in tiles)
@@ -61,16 +52,8 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
         for number, line in enumerate(tile.lines):
             colour = tile.colours[number] if number < len(tile.colours) else "#222222"
             place = (0.5, -0.04 - 0.13 * number)
-            axes.annotate(
-                _fit(line, _CAPTION_LETTERS),
-                place,
-                xycoords="axes fraction",
-                ha="center",
-                va="top",
-                fontsize=7.5,
-                color=colour,
-                parse_math=False,
-            )
+            style: dict[str, Any] = {"ha": "center", "va": "top", "fontsize": 7.5, "parse_math": False}
+            axes.annotate(_fit(line, _CAPTION_LENGTH), place, xycoords="axes fraction", color=colour, **style)
     for axes in panels[len(tiles) :]:
         axes.set_axis_off()
     _title(figure, title, columns * _TILE)
@@ -78,31 +61,27 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
 
 
 def filter_grid(filters: Pixels, target: Path, title: str) -> None:
-    """Draw the kernels of a layer side by side into a picture at `target`.
+    """Draw the kernels of a layer side by side.
 
     Args:
-        filters: (N, h, w) of any values, drawn on a scale of colours around 0; or (N, h, w, 3), colours, each kernel scaled to
-            its own largest weight.
-        target: where to write; the suffix decides the format.
+        filters: (N, h, w), drawn on a colour scale around 0; or colours (N, h, w, 3), each kernel scaled to its largest weight.
+        target: file to write.
         title: shown above.
-
-    Raises:
-        UserError: `target` cannot be written.
     """
     count, height, width = filters.shape[:3]
     columns = math.ceil(math.sqrt(count * height / width))
     rows = math.ceil(count / columns)
     gap = max(1, round(0.12 * max(height, width)))
-    shape = (rows * (height + gap) - gap, columns * (width + gap) - gap)
     colour = filters.ndim == 4
-    mosaic = np.full((*shape, 3) if colour else shape, 1.0 if colour else np.nan)
-    for number, kernel in enumerate(filters):
-        top, left = (number // columns) * (height + gap), (number % columns) * (width + gap)
-        if colour:
-            kernel = 0.5 + 0.5 * kernel / max(float(np.abs(kernel).max()), 1e-12)
-        mosaic[top : top + height, left : left + width] = kernel
+    if colour:
+        filters = 0.5 + 0.5 * filters / np.abs(filters).max(axis=(1, 2, 3), keepdims=True).clip(1e-12)
+    # Not torchvision's make_grid: it draws no gap around a single image, and this room does not import torch.
+    tiles = np.full((rows * columns, height + gap, width + gap, *filters.shape[3:]), 1.0 if colour else np.nan)
+    tiles[:count, :height, :width] = filters
+    tiles = tiles.reshape(rows, columns, *tiles.shape[1:]).swapaxes(1, 2)
+    mosaic = tiles.reshape(rows * (height + gap), columns * (width + gap), *filters.shape[3:])[:-gap, :-gap]
     side = min(8.0, max(3.0, 0.45 * columns))
-    figure = new_figure(side + (0.0 if colour else 0.9), min(12.0, side * shape[0] / shape[1]) + 0.7)
+    figure = new_figure(side + (0.0 if colour else 0.9), min(12.0, side * mosaic.shape[0] / mosaic.shape[1]) + 0.7)
     axes = figure.subplots()
     axes.set_axis_off()
     if colour:
@@ -119,7 +98,7 @@ def filter_grid(filters: Pixels, target: Path, title: str) -> None:
 
 @dataclass(frozen=True)
 class Maps:
-    """An image, its text, and what a layer makes of it: (K, H, W)."""
+    """An image, its text, and its feature maps (K, H, W) in a layer."""
 
     pixels: Pixels
     caption: str
@@ -127,16 +106,13 @@ class Maps:
 
 
 def map_grid(rows: Sequence[Maps], channels: Sequence[int], target: Path, title: str) -> None:
-    """Draw feature maps of several images, an image a row, into a picture at `target`.
+    """Draw feature maps, one image per row.
 
     Args:
-        rows: at least one, with as many maps each as there are `channels`.
+        rows: one or more, each with a map per channel.
         channels: numbers of the channels, shown above the columns.
-        target: where to write; the suffix decides the format.
+        target: file to write.
         title: shown above.
-
-    Raises:
-        UserError: `target` cannot be written.
     """
     size = 1.15
     columns = 1 + len(channels)
@@ -175,17 +151,14 @@ class Histogram:
 
 
 def histograms(panels: Sequence[Histogram], quantity: str, target: Path, title: str, logarithmic: bool) -> None:
-    """Draw histograms side by side into a picture at `target`; of many, some at even intervals.
+    """Draw histograms side by side; of more than `MOST_PANELS`, a selection at even intervals.
 
     Args:
-        panels: at least one.
-        quantity: what the values are.
-        target: where to write; the suffix decides the format.
+        panels: one or more.
+        quantity: label of the values.
+        target: file to write.
         title: shown above.
-        logarithmic: whether counts are on a logarithmic axis, where there are many.
-
-    Raises:
-        UserError: `target` cannot be written.
+        logarithmic: whether large counts have a logarithmic axis.
     """
     from matplotlib.ticker import MaxNLocator, NullFormatter
 
@@ -251,7 +224,7 @@ def _title(figure: Any, title: str, width: float) -> None:
 
 
 def _fit(text: str, letters: int, keep_end: bool = False) -> str:
-    """A text in so many letters; what is left out is at its end, or at its start."""
+    """Shorten a text at its end, or at its start."""
     text = " ".join(text.split())
     if len(text) <= letters:
         return text

@@ -1,4 +1,4 @@
-"""Where metrics go: JSON lines (always), CSV, TensorBoard. A logger of one's own needs only the methods of `Logger`."""
+"""Where metrics go: JSON lines (always), CSV, TensorBoard. A custom logger only needs the methods of `Logger`."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _FIRST_COLUMNS = ["global_step", "epoch"]
 _LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers
 
 
-def _say_nothing(text: str) -> None:
-    """Report to nobody."""
+def _ignore(text: str) -> None:
+    """Report nothing."""
 
 
 class Logger(Protocol):
-    """Takes metrics; called on the main process only, in the order of steps."""
+    """Receives metrics, on the main process only, in the order of steps."""
 
     def open(self, directory: Path, resume_step: int | None) -> None:
-        """Begin to write into `directory`.
+        """Start to write into `directory`.
 
         Args:
             directory: the run directory; exists.
-            resume_step: for a run that continues in this directory, the `global_step` it continues from: what was
-                logged for later steps is taken back. Of this step itself, `metrics.jsonl` in `directory` has the lines
-                that count: the others will be logged again. None for a new run.
+            resume_step: the `global_step` from which a run continues in this directory; None for a new run. What was logged
+                for later steps is removed. Of this step itself, the lines that are in `metrics.jsonl` stay; the others
+                will be logged again.
         """
         ...
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
-        """Record the metrics of one split, e.g. `train` or `val`, after `global_step` optimizer steps."""
+        """Record the metrics of one split, such as `train` or `val`, after `global_step` optimizer steps."""
         ...
 
     def flush(self) -> None:
@@ -56,13 +56,15 @@ class Logger(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl`: one object a line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null.
+    """`metrics.jsonl`: one object per line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null.
 
     Each line reaches the operating system at once, so that killing the process loses none.
+
+    Args:
+        warn: called with a sentence if another program changed the file.
     """
 
-    def __init__(self, warn: Callable[[str], None] = _say_nothing) -> None:
-        """Report to `warn`, in a sentence, what happened to the file."""
+    def __init__(self, warn: Callable[[str], None] = _ignore) -> None:
         self._warn = warn
         self._file: AppendedFile | None = None
 
@@ -74,10 +76,11 @@ class JsonLines:
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
-        file = _opened(self._file)
+        if self._file is None:
+            raise _not_open()
         record = {"global_step": global_step, "epoch": epoch, "split": split}
         record.update({name: finite(float(value)) for name, value in metrics.items()})
-        file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def flush(self) -> None:
         """See `Logger.flush`."""
@@ -92,13 +95,15 @@ class JsonLines:
 
 
 class Csv:
-    """`metrics_<split>.csv`: a row for each call, a column for each metric.
+    """`metrics_<split>.csv`: a row per call, a column per metric.
 
-    A metric that first appears later adds a column: the file is then rewritten whole, the older rows empty there.
+    A new metric adds a column: the whole file is rewritten, and older rows are empty there.
+
+    Args:
+        warn: called with a sentence if another program changed a file.
     """
 
-    def __init__(self, warn: Callable[[str], None] = _say_nothing) -> None:
-        """Report to `warn`, in a sentence, what happened to a file."""
+    def __init__(self, warn: Callable[[str], None] = _ignore) -> None:
         self._warn = warn
         self._directory: Path | None = None
         self._columns: dict[Path, list[str]] = {}
@@ -112,7 +117,7 @@ class Csv:
         for path in sorted(directory.glob("metrics_*.csv")):
             with writing(path):
                 data = path.read_bytes()
-            # A row without its line end is one that a crash cut short.
+            # A row without a line end was truncated by a crash.
             whole = data[: data.rfind(b"\n") + 1].decode("utf-8", "replace")
             columns, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [[]]
             if columns[:2] != _FIRST_COLUMNS:
@@ -129,7 +134,7 @@ class Csv:
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
         if self._directory is None:
-            raise RuntimeError("log() came before open()")
+            raise _not_open()
         path = self._directory / _csv_name(split)
         values = {"global_step": str(global_step), "epoch": str(epoch)}
         values.update({name: repr(float(value)) for name, value in metrics.items()})
@@ -167,14 +172,17 @@ class Csv:
 class TensorBoard:
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
-    The file is made at the first `log`, as importing the library takes time. Records are written where they are logged: the
-    library's own writer hands them to a thread, which costs small steps more than the writing. A continued run marks the
-    step that it continues from, TensorBoard hides what an earlier attempt had logged from there on, and the values of that
-    step that still count are written again.
+    The file is created at the first `log`, because importing the library takes time. Records are written by the calling
+    thread: the library's writer hands them to another one, which costs small steps more than the writing. A resumed run
+    marks the step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of
+    that step that are still valid are written again.
+
+    Args:
+        flush_s: longest time between flushes in seconds, at least 1.
+        warn: called with a sentence if another program changed the file.
     """
 
-    def __init__(self, flush_s: int = 10, warn: Callable[[str], None] = _say_nothing) -> None:
-        """Flush at least every `flush_s` seconds (at least 1); report to `warn` what happened to the file."""
+    def __init__(self, flush_s: int = 10, warn: Callable[[str], None] = _ignore) -> None:
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
         self.flush_s, self._warn, self._reported = flush_s, warn, False
@@ -195,7 +203,7 @@ class TensorBoard:
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
         if self._directory is None:
-            raise RuntimeError("log() came before open()")
+            raise _not_open()
         with writing(self._directory):
             if self._events is None:
                 self._events = self._begin(self._directory)
@@ -227,7 +235,7 @@ class TensorBoard:
             events = _Events()
         except ImportError as error:
             raise UserError(
-                f"logger=tensorboard cannot be used ({error}): install the package tensorboard or set logger=none"
+                "logger", f"tensorboard cannot be used ({error})", "logger=none, or install the package tensorboard"
             ) from error
         events.begin(self._make(directory), self._first_step)
         for split, metrics in self._again:
@@ -237,12 +245,13 @@ class TensorBoard:
         return events
 
     def _begin_again(self, directory: Path, events: _Events) -> _Events:
-        """A new file with the records of one that was deleted or replaced; readers forget what they have of those."""
+        """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""
         with contextlib.suppress(OSError):
             events.file.flush()
         records = content(events.file.fileno())
-        made = self._make(directory)  # raises before the old file is closed, which `flush` may still be called for
-        _close(events.file)
+        made = self._make(directory)  # if it fails, the old file is still open for `flush`
+        with contextlib.suppress(OSError):  # `log` has already raised what could not be written
+            events.file.close()
         events.begin(made, 0 if self._first_step is None else self._first_step)
         events.file.write(records)
         self._flush(events)
@@ -253,8 +262,8 @@ class TensorBoard:
 
     def _make(self, directory: Path) -> IO[bytes]:
         directory.mkdir(exist_ok=True)
-        # The name says when and where, as the library's do. TensorBoard reads the files of a folder in the order of names,
-        # so this one has to come last, even where runs follow each other within a second or the clock was put back.
+        # Time and host, as in the library's names. TensorBoard reads the files of a folder in the order of their names, so
+        # this one must come last, even if runs follow each other within a second or the clock was set back.
         stamps = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*")]
         latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=-1)
         stamp = max(int(time.time()), latest + 1)
@@ -263,7 +272,7 @@ class TensorBoard:
 
 
 class _Events:
-    """Records of TensorBoard in a file; made with what the library has for them."""
+    """TensorBoard records in a file, made with parts of the library."""
 
     def __init__(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -274,14 +283,14 @@ class _Events:
         self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
 
     def begin(self, file: IO[bytes], first_step: int | None) -> None:
-        """Say which version the file has and, in a continued run, from which step on older files do not count."""
+        """Write the file version and, in a resumed run, the step from which older files are obsolete."""
         self.file, self._records = file, self._writer(file)
         self._put(file_version="brain.Event:2")
         if first_step is not None:
             self._put(step=first_step, session_log=self._session(status=self._session.START))
 
     def write(self, step: int, split: str, metrics: dict[str, float]) -> None:
-        """Add the metrics of a split, all in one record, as each one takes time."""
+        """Add the metrics of a split in one record, because each record takes time."""
         scalars = [self._summary.Value(tag=f"{name}/{split}", simple_value=value) for name, value in metrics.items()]
         self._put(step=step, summary=self._summary(value=scalars))
 
@@ -289,31 +298,21 @@ class _Events:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def _opened(file: AppendedFile | None) -> AppendedFile:
-    if file is None:
-        raise RuntimeError("log() came before open()")
-    return file
-
-
-def _close(file: IO[Any]) -> None:
-    # `log` has already raised for what could not be written; closing would only raise it again.
-    with contextlib.suppress(OSError):
-        file.close()
+def _not_open() -> RuntimeError:
+    return RuntimeError("log() came before open()")
 
 
 def _at(directory: Path, step: int | None) -> list[tuple[str, dict[str, float]]] | None:
-    """Split and metrics of each line of a step in `metrics.jsonl`; None without a step or where there is no such file."""
+    """Split and metrics of each line of a step in `metrics.jsonl`; None without a step or file."""
     path = directory / METRICS
     if step is None or not path.is_file():
         return None
-    lines = [record for record in read_records(path) if record.pop("global_step") == step]
-    return [
-        (str(record.pop("split", "")), {name: _number(value) for name, value in record.items()}) for record in lines
-    ]
+    records = [record for record in read_records(path) if record.pop("global_step") == step]
+    return [(str(record.pop("split", "")), {name: _number(record[name]) for name in record}) for record in records]
 
 
 def _number(value: Any) -> float:
-    """A number as it was before JSON, which stores NaN as null; NaN for what is no number."""
+    """A number as before JSON, which stores NaN as null; NaN for anything else."""
     return float(value) if isinstance(value, float | int) and abs(value) < _LARGEST else math.nan
 
 

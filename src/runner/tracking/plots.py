@@ -1,4 +1,7 @@
-"""Pictures of a run, drawn without a display: learning curves, confusion matrix, bars and range tests."""
+"""Pictures of a run, drawn without a display: learning curves, confusion matrix, bars and range tests.
+
+The suffix of `target` selects the format (`.png`, `.svg`, `.pdf`); a target that cannot be written raises `UserError`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner.tracking.files import write_atomically
 from runner.tracking.formats import HARDWARE_METRICS, compact, in_order, label
@@ -24,7 +27,7 @@ _COLOURS = {"train": "#4477aa", "val": "#ee6677", "test": "#228833"}
 _MORE_COLOURS = ("#aa3377", "#ccbb44", "#66ccee", "#777777")
 _PANELS_A_ROW = 3
 _MOST_PANELS = 24
-_LARGEST = 1e300  # beyond it an axis has no ticks, and whole numbers in a file are no floats
+_LARGEST = 1e300  # larger values leave an axis without ticks, and integers in a file may not fit a float
 _SMOOTHED_FROM = 200
 _LOG_SCALE_FROM = 50.0
 _NUMBERS_UP_TO = 25
@@ -35,13 +38,9 @@ Curves = dict[str, dict[str, tuple[list[int], list[float]]]]
 
 
 def learning_curves(metrics_file: Path, target: Path) -> None:
-    """Draw every metric of `metrics.jsonl` over the optimizer steps, the splits together, into a picture at `target`.
+    """Draw every metric of `metrics.jsonl` except `HARDWARE_METRICS` over the optimizer steps, one panel for all splits.
 
-    What the lines say about the machine (`HARDWARE_METRICS`) is left out.
-    The suffix of `target` decides the format (`.png`, `.svg`, `.pdf`). Missing values leave gaps.
-
-    Raises:
-        UserError: `target` cannot be written.
+    Missing values leave gaps.
     """
     curves = _curves(metrics_file)
     names = in_order(curves)[:_MOST_PANELS]
@@ -61,17 +60,16 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
 
 
 def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
-    """Draw a confusion matrix into a picture at `target`.
+    """Draw a confusion matrix.
 
     Args:
         matrix: counts, `matrix[true][predicted]`; square.
         classes: names in that order; empty for numbers.
-        target: where to write; the suffix decides the format.
+        target: file to write.
         title: shown above.
 
     Raises:
-        ValueError: the matrix is not square, or the number of names does not fit it.
-        UserError: `target` cannot be written.
+        ValueError: the matrix is not square, or the number of names does not match.
     """
     from matplotlib.colors import PowerNorm
 
@@ -86,7 +84,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     margin = 0.09 * max(len(name) for name in names)
     figure = new_figure(side + margin + 2.0, side + margin + 1.0)
     axes = figure.subplots()
-    # The root makes rare confusions visible beside a diagonal of nearly one.
+    # The square root makes rare confusions visible beside a diagonal of nearly one.
     norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
     image = axes.imshow(shares, cmap="Blues", norm=norm, interpolation="nearest")
     heading = min(18.0, 9.0 + 0.6 * side)
@@ -98,7 +96,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     ticks = list(range(0, count, every))
     size = min(10.0, 60.0 * side / len(ticks))
     shown = [names[tick] for tick in ticks]
-    # Names run upwards as soon as two neighbours would touch.
+    # Names are vertical if two neighbours would touch.
     upright = max(len(name) for name in shown) * 0.62 * size > 72.0 * side / len(ticks)
     axes.set_xticks(ticks, shown, fontsize=size, rotation=90 if upright else 0, parse_math=False)
     axes.set_yticks(ticks, shown, fontsize=size, parse_math=False)
@@ -122,18 +120,15 @@ def bars(
     target: Path,
     title: str,
 ) -> None:
-    """Draw a bar for each of several measurements, the spread on it, into a picture at `target`.
+    """Draw a bar with its spread for each measurement.
 
     Args:
-        names: what was measured, from top to bottom.
+        names: of the measurements, from top to bottom.
         values: (median, low, high) of each.
         reference: value that a dashed line marks.
-        quantity: what the values are, with their unit.
-        target: where to write; the suffix decides the format.
+        quantity: label of the values, with their unit.
+        target: file to write.
         title: shown above.
-
-    Raises:
-        UserError: `target` cannot be written.
     """
     figure = new_figure(8.0, 1.2 + 0.34 * len(names))
     axes = figure.subplots()
@@ -149,9 +144,7 @@ def bars(
     axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 5), useMathText=True)
     axes.set_xlabel(quantity)
     axes.set_title(title, parse_math=False)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain(axes, "x")
     save_picture(figure, target)
 
 
@@ -163,40 +156,41 @@ def rate_curve(
     target: Path,
     title: str,
 ) -> None:
-    """Draw the loss of a learning-rate range test over the rate into a picture at `target`.
+    """Draw the loss of a learning-rate range test over the rate.
 
     Args:
         rates: learning rate of each step, above 0.
         losses: training loss of each step.
         smoothed: running mean of the losses.
-        marks: rates to be marked, by what they are.
-        target: where to write; the suffix decides the format.
+        marks: rates to mark, by label.
+        target: file to write.
         title: shown above.
-
-    Raises:
-        UserError: `target` cannot be written.
     """
     figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
     axes.plot(rates, losses, color=_COLOURS["train"], alpha=0.35, linewidth=0.9, label="loss of a step")
     axes.plot(rates, smoothed, color=_COLOURS["train"], linewidth=1.8, label="running mean")
-    # Of different lengths and dashes, as marks may lie on each other.
+    # Different lengths and dashes, because marks may coincide.
     looks = itertools.cycle([(_MORE_COLOURS[0], "-.", 0.75), (_COLOURS["test"], "-", 0.9), (_COLOURS["val"], ":", 1.0)])
     for (name, rate), (colour, dashes, height) in zip(marks.items(), looks, strict=False):
         label = f"{name}: {rate:.2g}"
         axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=label)
-    # What the loss does once it diverges would press everything else onto one line.
+    # Limited, because a diverging loss would press everything else onto one line.
     low, high = min(losses), max(smoothed[0], min(smoothed))
     axes.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))
     axes.set_xscale("log")
     axes.set_xlabel("learning rate (optimizer.lr, log scale)")
     axes.set_ylabel("training loss")
     axes.set_title(title, parse_math=False)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain(axes)
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=9, loc="lower left")
     save_picture(figure, target)
+
+
+def _plain(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
+    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _curves(metrics_file: Path) -> Curves:
@@ -230,7 +224,7 @@ def _draw_metric(
     else:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useMathText=True)
     if name.endswith("_per_s"):
-        # From zero, so that a change of a percent does not look like a collapse.
+        # From zero, so that a change of one percent does not look like a collapse.
         axes.set_ylim(0.0, 1.1 * max([value for value in values if value > 0], default=1.0))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:g}k" if step >= 10_000 else f"{step:g}")
@@ -243,7 +237,7 @@ def _draw_metric(
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of a twenty-fifth of the curve, which does not lag; NaN is left out."""
+    """Mean over a centred window of a twenty-fifth of the curve, without NaN."""
     half = max(1, len(values) // 50)
     known = [math.isfinite(value) for value in values]
     sums = [0.0, *itertools.accumulate(value if ok else 0.0 for value, ok in zip(values, known, strict=True))]
@@ -281,17 +275,17 @@ def _colours(splits: Sequence[str]) -> dict[str, str]:
 
 def new_figure(width: float, height: float) -> Figure:
     """An empty figure, width and height in inches."""
-    # A figure of its own, not pyplot's: no display is looked for and the user's choice of backend stays.
+    # Not pyplot, which would look for a display and change the backend.
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=_DPI, layout="compressed")
 
 
 def save_picture(figure: Any, target: Path) -> None:
-    """Write a figure, whole or not at all, in the format that the name ends in; PNG if it has no ending."""
+    """Write a figure atomically, in the format of the suffix, or PNG without one."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Names of classes may be in any script; a box in place of a letter is better than no picture.
+        # Names of classes may be in any script; a box instead of a letter is better than no picture.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from", category=UserWarning)
         figure.savefig(
             buffer, format=target.suffix.lstrip(".") or "png", facecolor="white", bbox_inches="tight", pad_inches=0.15

@@ -1,4 +1,4 @@
-"""The directory of one run: claimed by one process only, with its files at fixed names."""
+"""The directory of one run, used by one process only, and its files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ import yaml
 from runner.config.errors import UserError
 from runner.config.reading import read_overrides, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
-
-if sys.platform != "win32":
-    import fcntl
 from runner.tracking.files import write_atomically, write_json, writing
 from runner.tracking.jsonl import copy_until, drop_after
 
+if sys.platform != "win32":
+    import fcntl
+
 
 def timestamp() -> str:
-    """The local time as it appears in names of directories: `2026-11-20_10-31-07`."""
+    """The local time in names of directories, such as `2026-11-20_10-31-07`."""
     return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def claim(parent: Path, stamp: str) -> Path:
-    """Create a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if others hold the name; return it.
+    """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken.
 
-    Making a directory either succeeds or fails as a whole, so that two processes, or two machines on one file system,
-    never get the same one.
+    Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one.
 
     Raises:
         UserError: the directory cannot be created.
@@ -45,7 +44,7 @@ def claim(parent: Path, stamp: str) -> Path:
         with writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
     except UserError as error:
-        raise UserError(f"output_root: {error}") from error
+        raise UserError("output_root", str(error)) from error
     for count in itertools.count():
         path = parent / (stamp if count == 0 else f"{stamp}_{count}")
         try:
@@ -53,15 +52,15 @@ def claim(parent: Path, stamp: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"output_root: cannot create {path}: {(error.strerror or str(error)).lower()}") from error
+            raise UserError("output_root", f"cannot create {path}: {(error.strerror or str(error)).lower()}") from error
         return path
     raise AssertionError("itertools.count() has no end")
 
 
 def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, list[str]]:
-    """The newest run in `runs` that was started with the same overrides, unless it has finished, and warnings.
+    """The newest run in `runs` with the same overrides, unless it has finished, and warnings.
 
-    Directories that cannot be read or used are skipped with a warning, as they may be somebody else's.
+    Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
     """
     overrides = mask_words(overrides)  # as they are stored
     same, warnings = [], []
@@ -89,28 +88,16 @@ def _skipped(folder: Path, reason: str) -> str:
 
 
 def _recency(folder: Path) -> tuple[datetime, list[int]]:
-    """Larger for a run that was started later; of runs of the same time for the one with larger numbers in its name."""
+    """Larger for a run that started later; with equal times, for the one with larger numbers in its name."""
     numbers = [int(part) for part in re.findall(r"\d{1,18}", folder.name)]
     return start_time(folder) or datetime.min.replace(tzinfo=UTC), numbers
 
 
 class RunDirectory:
-    """Where one run keeps everything.
-
-    Attributes:
-        path: the directory itself.
-        checkpoints: folder of checkpoints; created here.
-        plots: folder of pictures; created here.
-        tensorboard: folder of event files; created by the logger that needs it.
-        config_file: the resolved config, YAML.
-        overrides_file: what the command line said, a YAML list.
-        environment_file: versions and hardware, JSON.
-        log_file: what the console showed, with times.
-        metrics_file: one JSON object for each logged set of metrics.
-        summary_file: status and final numbers, JSON.
+    """The files of one run; creates the folders of checkpoints and plots.
 
     Raises:
-        UserError: the place cannot be written.
+        UserError: the directory cannot be written, or contains links or special files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,12 +105,12 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"
         self.tensorboard = path / "tensorboard"
-        self.config_file = path / "config.yaml"
-        self.overrides_file = path / "overrides.yaml"
+        self.config_file = path / "config.yaml"  # resolved
+        self.overrides_file = path / "overrides.yaml"  # of the command line
         self.environment_file = path / "environment.json"
-        self.log_file = path / "run.log"
+        self.log_file = path / "run.log"  # what the console showed, with times
         self.metrics_file = path / "metrics.jsonl"
-        self.summary_file = path / "summary.json"
+        self.summary_file = path / "summary.json"  # status and final metrics
         self._lock: int | None = None
         self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):
@@ -131,7 +118,7 @@ class RunDirectory:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def _refuse_special_files(self) -> None:
-        """Open no link, named pipe, socket or device in here: a directory may come from somebody else."""
+        """Refuse links, named pipes, sockets and devices, because a directory may come from someone else."""
         own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
         own |= {self.path / name for name in (".lock", "nonfinite", "skipped.jsonl")}
         for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
@@ -139,32 +126,30 @@ class RunDirectory:
                 mode = path.lstat().st_mode
             except OSError:
                 continue
-            if not stat.S_ISLNK(mode) and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                raise UserError(
-                    f"{path} is not a regular file\n"
-                    "    allowed: another directory, or this one once you have removed that file"
-                )
             if stat.S_ISLNK(mode):
+                problem = f"{path} is a link, and a run writes only into its own directory"
                 raise UserError(
-                    f"{path} is a link, and a run writes into no other place than its directory\n"
-                    "    allowed: another directory, or output_root=... to keep runs on another disk"
+                    str(path), problem, "another directory, or output_root=... to keep runs on another disk"
                 )
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                allowed = "another directory, or this one after you have removed the file"
+                raise UserError("", f"{path} is not a regular file", allowed)
 
     def write_config(self, yaml_text: str) -> None:
-        """Store the resolved config, already in YAML."""
+        """Store the resolved config."""
         write_atomically(self.config_file, yaml_text.encode())
 
     def write_overrides(self, overrides: list[str]) -> None:
-        """Store the command line's overrides, secrets masked, as a YAML list."""
+        """Store the overrides of the command line as a YAML list, secrets masked."""
         text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)
         write_atomically(self.overrides_file, text.encode())
 
     def write_environment(self, environment: dict[str, Any]) -> None:
-        """Store what `runner.tracking.environment.environment` found."""
+        """Store the result of `runner.tracking.environment.environment`."""
         write_json(self.environment_file, environment)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Store the status and the final numbers."""
+        """Store status and final metrics."""
         error = summary.get("error")
         write_json(self.summary_file, summary | ({"error": mask_text(error)} if error else {}))
 
@@ -173,22 +158,17 @@ class RunDirectory:
         return read_summary(self.path)
 
     def forget(self) -> None:
-        """Remove what a run that is started anew here will write again: its metrics and its log."""
+        """Remove metrics and log, which a run that starts again here will write again."""
         for path in (self.metrics_file, self.log_file, *self.path.glob("metrics_*.csv"), *self.tensorboard.glob("*")):
             with writing(path):
                 path.unlink(missing_ok=True)
 
     def truncate_metrics(self, global_step: int, repeated: Collection[str] = ()) -> None:
-        """Drop the metrics that a run continued here will write again.
-
-        Args:
-            global_step: the step to continue from; all metrics of later steps are dropped.
-            repeated: splits that are evaluated again at `global_step` itself.
-        """
+        """Remove the metrics after `global_step`, and those of `repeated` splits at it, which a resumed run writes again."""
         drop_after(self.metrics_file, global_step, repeated)
 
     def lock(self) -> None:
-        """Keep other processes from writing here until this one ends, however it ends.
+        """Prevent other processes from writing here until this one ends, however it ends.
 
         Raises:
             UserError: if another process has the directory.
@@ -199,7 +179,7 @@ class RunDirectory:
         with writing(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            # Unlike flock's, this lock is not inherited by loader workers, which may outlive a killed run.
+            # Unlike flock, lockf is not inherited by loader workers, which may outlive a killed run.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
@@ -214,7 +194,7 @@ class RunDirectory:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the temporary files that a killed process has left; the lock says that no other is at work."""
+        """Remove temporary files of a killed process; the lock excludes that another one uses them."""
         for folder in (self.path, self.plots, self.checkpoints):
             for leftover in folder.glob(".*.tmp"):
                 with contextlib.suppress(OSError):
@@ -227,14 +207,10 @@ class RunDirectory:
             self._lock = None
 
     def copy_metrics(self, source: Path, global_step: int) -> None:
-        """Take over the metrics of another run up to a step, where there are any.
-
-        Args:
-            source: directory of the other run.
-            global_step: last step to take.
+        """Copy the metrics of the run in `source`, if any, up to a step.
 
         Raises:
-            UserError: if they cannot be written.
+            UserError: they cannot be written.
         """
         other = source / self.metrics_file.name
         if other.is_file():

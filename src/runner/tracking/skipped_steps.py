@@ -1,4 +1,4 @@
-"""Tells of steps that were left out as their gradients were not finite, and keeps what led to them."""
+"""Reports steps that were skipped because their gradients were not finite, and stores their batches."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from runner.tracking.console import Console
 
 
 class SkippedSteps:
-    """Warns of each such step and writes its batch beside the run, as `nonfinite/step_0000000012.pt`.
+    """A callback that warns of skipped steps and writes their batches, as `nonfinite/step_0000000012.pt`.
 
     Args:
-        directory: of the run.
+        directory: run directory.
         console: where to warn.
     """
 
     def __init__(self, directory: Path, console: Console) -> None:
         self._folder, self._console = directory / "nonfinite", console
-        self._untold = 0
+        self._undiagnosed = 0
 
     def on_step_skipped(self, loop: Any, step: int, diagnosis: Any) -> None:
-        """Tell of a step; `diagnosis` is None for those of which only the number is told."""
+        """Report a step; `diagnosis` is None if its cause was not examined."""
         if diagnosis is None:
-            self._untold += 1
-            if (self._untold & (self._untold - 1)) == 0:  # 1, 2, 4, 8, ...
-                self._console.warn(
-                    f"step {step} was left out too, {self._untold} since the last one that was looked into"
-                )
+            self._undiagnosed += 1
+            if (self._undiagnosed & (self._undiagnosed - 1)) == 0:  # 1, 2, 4, 8, ...
+                self._console.warn(f"skipped step {step} ({self._undiagnosed} skipped since the last diagnosis)")
             return
         saved = self._save(step, diagnosis.batch) if diagnosis.batch else ""
-        self._console.warn(f"{diagnosis}; it was left out{saved}")
+        self._console.warn(f"{diagnosis}; skipped this step{saved}")
 
     def on_rollback(self, loop: Any, found: Any) -> None:
-        """Tell from where training goes on."""
+        """Report from which step training continues."""
         position = loop.state.position
-        self._console.warn(f"training goes on from step {position.global_step}, and leaves out step {found.step}")
+        self._console.warn(f"training continues from step {position.global_step} and will skip step {found.step}")
 
     def _save(self, step: int, batch: dict[str, Any]) -> str:
         import torch
@@ -44,6 +42,6 @@ class SkippedSteps:
         try:
             self._folder.mkdir(exist_ok=True)
             torch.save(batch, path)
-        except (OSError, RuntimeError) as error:  # what led to a failure must not be hidden by another one
+        except (OSError, RuntimeError) as error:  # must not hide the failure that led here
             return f"; its batch could not be written to {path}: {error}"
         return f"; its batch is in {path}"

@@ -1,4 +1,4 @@
-"""What became of the jobs of a sweep: one row a job, the best marked, the failed with their reason."""
+"""The results of a sweep: one row per job, the best marked, failures with their reason."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.tracking.formats import duration, number
 
 _FAILED = ("failed", "died")
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
-"""Keys that say which repetition of the same experiment a job is."""
+"""Keys that distinguish repetitions of the same experiment."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class JobRow:
         job: name of its folder, its number in the sweep.
         varied: the overrides that not every job of the sweep has.
         overrides: all its overrides.
-        status: `finished`, `failed`, `preempted`, or `died` when it ended without saying how.
-        metric: the monitored metric, e.g. `val/accuracy`, or None.
-        mode: `max` or `min`, or None.
-        value: the best value of the metric, or None.
-        step: the `global_step` of that value, or None.
+        status: `finished`, `failed`, `preempted`, or `died` if it was killed.
+        metric: the monitored metric, such as `val/accuracy`.
+        mode: `max` or `min`.
+        value: the best value of the metric.
+        step: the `global_step` of that value.
         best: whether no job of the sweep has a better value of this metric.
-        error: first line of the error, or None.
-        wall_s: seconds that the job took, or None.
+        error: first line of the error.
+        wall_s: duration of the job in seconds.
     """
 
     job: str
@@ -51,19 +51,19 @@ class JobRow:
 
     @property
     def failed(self) -> bool:
-        """Whether the job failed or died; a preempted one can be continued and does not count."""
+        """Whether the job failed or died; a preempted one can be resumed."""
         return self.status in _FAILED
 
 
 def summarise(sweep_dir: Path, jobs: list[list[str]] | None = None, *, write: bool = True) -> list[JobRow]:
-    """Read the jobs of a sweep that is over; write `sweep.json` beside them.
+    """Read the jobs of a finished sweep, and write `sweep.json` beside them.
 
-    A job that is still marked as running, or has left no summary, is taken to have died.
+    A job that is still marked as running, or has no summary, counts as died.
 
     Args:
-        sweep_dir: folder with one folder a job.
-        jobs: overrides of job 0, 1, ..., so that jobs which never made a folder are missed; None to take what is there.
-        write: False leaves the folder as it is.
+        sweep_dir: folder with one folder per job.
+        jobs: overrides of job 0, 1, ..., which include jobs that never created a folder; None reads the existing folders.
+        write: False does not write `sweep.json`.
 
     Raises:
         UserError: `sweep.json` cannot be written.
@@ -83,7 +83,7 @@ def summarise(sweep_dir: Path, jobs: list[list[str]] | None = None, *, write: bo
 
 
 def print_table(rows: list[JobRow], console: Console) -> bool:
-    """Show the jobs, then the error of each that failed; return whether any failed or died."""
+    """Show the jobs, then the errors; return whether any job failed or died."""
     metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
     head = metrics[0] if len(metrics) == 1 else "metric"
     cells = []
@@ -108,23 +108,23 @@ def print_table(rows: list[JobRow], console: Console) -> bool:
         console.table(f"spread of {spreads[0].metric}", columns, cells)
     for row in rows:
         if row.failed:
-            console.error(f"job {row.job} {row.status}: {row.error or 'it gave no reason'}")
+            console.error(f"job {row.job} {row.status}: {row.error or 'no reason given'}")
     return any(row.failed for row in rows)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric over jobs that differ in their seed or fold alone.
+    """Statistics of a metric over jobs that differ only in seed or fold.
 
     Attributes:
         metric: the monitored metric.
-        settings: what else is varied in the sweep, as these jobs have it.
-        over: keys that they differ in.
-        jobs: how many finished.
+        settings: the other varied overrides of these jobs.
+        over: keys in which they differ.
+        jobs: number of finished jobs.
         mean: of their best values.
-        deviation: the sample standard deviation of them.
-        low: the smallest.
-        high: the largest.
+        deviation: sample standard deviation.
+        low: smallest value.
+        high: largest value.
     """
 
     metric: str
@@ -138,7 +138,7 @@ class Spread:
 
 
 def spreads_of(rows: list[JobRow]) -> list[Spread]:
-    """Mean and spread over the jobs that differ in `REPEATS` alone, for each setting of what else is varied."""
+    """Statistics over the jobs that differ only in `REPEATS`, for each setting of the other varied keys."""
     together: dict[tuple[str, str], list[JobRow]] = {}
     for row in rows:
         if row.status == "finished" and row.value is not None and math.isfinite(row.value) and row.metric:
@@ -185,7 +185,7 @@ def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
     if summary is None:
         return replace(row, error="it left no summary.json")
     status = str(summary.get("status"))
-    error = _first_line(summary.get("error"))
+    error = next(iter(str(summary.get("error") or "").strip().splitlines()), None)
     if status not in {"finished", "failed", "preempted"}:
         status = "died"
         error = error or "it is still marked as running: it was killed"
@@ -199,13 +199,8 @@ def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number of a summary, or None for anything else that a file may hold."""
+    """A finite number of a summary, or None for anything else."""
     return value if isinstance(value, int | float) and abs(value) < 2**63 else None
-
-
-def _first_line(error: Any) -> str | None:
-    text = str(error or "").strip()
-    return text.splitlines()[0] if text else None
 
 
 def _mark_best(rows: list[JobRow]) -> list[JobRow]:
@@ -214,11 +209,8 @@ def _mark_best(rows: list[JobRow]) -> list[JobRow]:
         if row.value is None or not math.isfinite(row.value) or row.failed:
             continue
         leader = winners.get((row.metric, row.mode))
-        if leader is None or leader.value is None or _better(row.value, leader.value, row.mode):
+        sign = -1 if row.mode == "min" else 1
+        if leader is None or leader.value is None or sign * row.value > sign * leader.value:
             winners[row.metric, row.mode] = row
     best = {row.job for row in winners.values()}
     return [replace(row, best=row.job in best) for row in rows]
-
-
-def _better(value: float, other: float, mode: str | None) -> bool:
-    return value < other if mode == "min" else value > other

@@ -1,4 +1,4 @@
-"""Drawing on a terminal with rich; imported only where there is one."""
+"""Drawing on a terminal with rich; imported only if there is one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _NARROWEST_BAR = 6
 
 
 class _Rich(RichConsole):
-    """Rich, without two habits that do not suit a training run."""
+    """Rich, without two behaviours that do not suit a training run."""
 
     def on_broken_pipe(self) -> None:
-        # Rich would end the process; here the run goes on without a display.
+        # Rich would end the process; the run continues without a display.
         raise BrokenPipeError
 
     def show_cursor(self, show: bool = True) -> bool:
-        # A bar usually hides the cursor; a process that is killed could not bring it back.
+        # A live bar hides the cursor, and a killed process could not restore it.
         return False
 
 
 class Terminal:
-    """Text, tables and one live bar on a terminal; what is printed appears above the bar.
+    """Text, tables and one live bar on a terminal; printed text appears above the bar.
 
     Raises:
         OSError: the terminal or pipe is gone.
@@ -44,11 +44,11 @@ class Terminal:
         self._live: Live | None = None
 
     def text(self, text: str, style: str = "") -> None:
-        """Show `text`; the terminal itself wraps it, so that paths can be copied whole."""
+        """Show `text`; the terminal wraps it, so that paths can be copied whole."""
         self._rich.print(Text(self._safe(text), style=style), soft_wrap=True)
 
     def header(self, title: str, rows: list[tuple[str, str, str]]) -> None:
-        """Show rows of (label, value, reason), already padded, below a title."""
+        """Show padded rows of (label, value, reason) below a title."""
         self.text(title, "bold")
         for row in rows:
             label, value, reason = (self._safe(part) for part in row)
@@ -57,7 +57,7 @@ class Terminal:
             self._rich.print(line, soft_wrap=True)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Show a table; columns of numbers are set to the right."""
+        """Show a table; columns of numbers are aligned right."""
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
         for index, head in enumerate(columns):
             numbers = bool(rows) and all(is_number(row[index]) for row in rows)
@@ -69,9 +69,10 @@ class Terminal:
         self._rich.print(table)
 
     def bar(self, before: str, share: float, after: str, texts: list[str]) -> None:
-        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cut at the right edge."""
+        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge."""
+        # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
         tail = "  ".join([after, *texts])
-        # One cell stays free: in the last one some terminals wrap, and the bar would climb down the screen.
+        # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
         room = self._rich.width - 1
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
         line = Text(self._safe(before) + "  ", no_wrap=True, overflow="crop", end="")
@@ -94,7 +95,7 @@ class Terminal:
             live.stop()
 
     def _make_live(self) -> Live:
-        # Prints and warnings of others go above the bar, unless they were sent elsewhere than to this terminal.
+        # Text that other code prints goes above the bar, unless it is redirected away from this terminal.
         live = Live(
             Text(""),
             console=self._rich,

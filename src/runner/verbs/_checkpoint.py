@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.build.model import KnownData, build_model, prepared
+from runner.build.model import KnownData, build_model, build_task, prepared
 from runner.checkpoint import find
-from runner.checkpoint.file import Parts
 from runner.checkpoint.weights import part_with, weights_of
-from runner.config import keys, stored
+from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.resolve import checked, merged
+from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data, callables
@@ -63,14 +61,12 @@ class ResolvedCheckpoint(Generic[T]):
     Attributes:
         found: the checkpoint.
         config: its config with the command line on top, validated.
-        values: the same as plain containers.
         words: the overrides of the command line.
         which: the weights to use, the key `weights` of the verb.
     """
 
     found: find.LoadedCheckpoint
     config: T
-    values: dict[str, Any]
     words: list[str]
     which: Weights
 
@@ -163,7 +159,8 @@ class ResolvedCheckpoint(Generic[T]):
 
     def build_untrained(self, data: KnownData) -> tuple[Task, nn.Module]:
         """The task, and a model with initial weights, on the CPU."""
-        return build_model(self.values, self.config, data, lambda: self.blank_input(data), fetch_weights=False)
+        task = build_task(self.config, data)
+        return task, build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
 
     def load_weights(self, model: nn.Module) -> None:
         """Load the selected weights into a model.
@@ -204,42 +201,29 @@ def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = 
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
     # Of the checkpoint's tensors, only the selected weights are read.
-    found, values = _with_checkpoint(composition, schema, prefer, part_with(composition.values["weights"]))
-    statistics_given = any(word.startswith("data.normalize") for word in composition.words)
-    if not statistics_given and isinstance(values.get("data"), dict):
-        # Other data has to look to the model like the data that it was trained on.
-        values["data"]["normalize"] = copy.deepcopy(_stored_data(found).get("normalize") or {})
-    config = checked(values, composition, schema, str(found.path))
-    return ResolvedCheckpoint(found, config, values, composition.words, values["weights"])
+    parts = part_with(composition.values["weights"])
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer, parts=parts)
+    # Other data has to look to the model like the data that it was trained on.
+    statistics = _stored_data(found).get("normalize") or {}
+    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema, statistics)
+    return ResolvedCheckpoint(found, config, composition.words, getattr(config, "weights", "auto"))
 
 
-def resolve_config(
+def config_and_checkpoint(
     composition: Composition, schema: type[T], prefer: str = "last"
-) -> tuple[T, dict[str, Any], find.LoadedCheckpoint | None]:
-    """The config of a verb that works with and without `ckpt_path`; arguments as for `resolve_checkpoint`.
+) -> tuple[T, find.LoadedCheckpoint | None]:
+    """The config of a verb that works with and without `ckpt_path`, and the checkpoint, if there is one.
 
-    Returns:
-        The config, the same as plain containers, and the checkpoint, if there is one.
+    Arguments are those of `resolve_checkpoint`.
 
     Raises:
         UserError: with everything that is wrong.
     """
-    values, found = composition.values, None
-    if values.get("ckpt_path") is not None:
-        found, values = _with_checkpoint(composition, schema, prefer)
-    return checked(values, composition, schema, str(found.path) if found else ""), values, found
-
-
-def _with_checkpoint(
-    composition: Composition, schema: type[Train], prefer: str, parts: Parts | None = None
-) -> tuple[find.LoadedCheckpoint, dict[str, Any]]:
-    values = composition.values
-    runs = Path(str(values["output_root"])) / str(values["name"])
-    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer, parts=parts)
-    combined, _ = merged(found.contents["config"], str(found.path), composition)
-    kind: type = schema
-    own = {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
-    return found, combined | own
+    if composition.values.get("ckpt_path") is None:
+        return resolve_config(composition, schema), None
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer)
+    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema)
+    return config, found
 
 
 def _stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:

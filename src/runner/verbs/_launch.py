@@ -15,7 +15,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import UserError, called_exit, too_many_files
+from runner.config.errors import FAILED, USAGE, UserError, called_exit, too_many_files
 from runner.config.secrets import mask_text
 from runner.tracking.formats import clean
 from runner.verbs._help import print_help
@@ -115,7 +115,6 @@ def job_of(verb: str) -> Job:
 def _report_errors(run: Callable[[Composition], float | None], composition: Composition) -> float | None:
     """Call `run`; what goes wrong becomes a sentence and an exit status, or a traceback if the program is to blame."""
     from runner.runtime.determinism import operations_named
-    from runner.train import FAILED, USAGE
 
     try:
         with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.build.data_check import name_not_finite
+from runner.build.data_check import warn_of_nonfinite
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner, place, probe
+from runner.build.model import build_task_model_loss, place
+from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
@@ -49,14 +50,14 @@ def run(composition: Composition) -> float:
         if split is None:
             names = [name for name in ("train", "val", "test") if splits.eval_split(name) is not None]
             raise UserError("split", f"this data has no '{config.split}' split", ", ".join(names))
-        task, model, loss = build_learner(resolved.values, config, splits, fetch_weights=False)
+        task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
         resolved.load_weights(model)
         parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
-        name_not_finite(scalars["loss"], splits, config.split, report.warn)
+        warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None

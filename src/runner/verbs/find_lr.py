@@ -8,17 +8,18 @@ from pathlib import Path
 
 from runner.build.auto_lr import REASON, FoundRate, find_rate
 from runner.build.describe import describe
-from runner.build.run import build_training
 from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.find_lr import FindLr
 from runner.config.secrets import mask_words
-from runner.engine.state import Position, load_weights
+from runner.engine.position import Position
+from runner.engine.state import load_weights
 from runner.tracking.environment import environment
 from runner.tracking.files import write_atomically, write_json
-from runner.verbs._checkpoint import output_folder, resolve_config
+from runner.train import build_run
+from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs._report import Report
 
 
@@ -28,11 +29,13 @@ def run(composition: Composition) -> float:
     Returns:
         The recommended rate, for sweepers.
     """
-    config, values, found = resolve_config(composition, FindLr)
+    config, found = config_and_checkpoint(composition, FindLr)
     report = Report(config.json)
     tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps)
     own = found is None
-    training = build_training(tested, values, make_cache=own, fresh=own)
+    training = build_run(tested, make_cache=own, fresh=own)
+    built = training.config  # with what comes from the data
+    config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.splits):
         if found is not None:
             try:
@@ -46,10 +49,10 @@ def run(composition: Composition) -> float:
         folder = output_folder(config.output, given, config.output_root, "find-lr")
         report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         report.warnings(training.warnings, found.warnings if found else [])
-        rate = find_rate(config, training, config.num_steps, config.start, config.end)
+        rate = find_rate(training, config.num_steps, config.start, config.end)
     record = {"command": mask_words(composition.words), **rate.record()}
     rate.draw(folder / "lr_range.png", f"{config.name}: learning-rate range test")
-    write_atomically(folder / "config.yaml", stored.dump(values).encode())
+    write_atomically(folder / "config.yaml", stored.dump(config).encode())
     # Written last: where it is, the other files are complete.
     write_json(folder / "lr_range.json", record | {"environment": environment()})
     if not report.json(record, folder=str(folder)):

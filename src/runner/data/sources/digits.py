@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 from pathlib import Path
 
@@ -57,9 +56,7 @@ def _packaged_rows() -> np.ndarray | None:
     path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
         return None
-    text = gzip.decompress(path.read_bytes())
-    values = np.array(text.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.float64)
-    return values.reshape(-1, _SIDE * _SIDE + 1)
+    return np.loadtxt(path, delimiter=",")
 
 
 def _rows_by_sklearn() -> np.ndarray:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from runner.config.app import Composition
 from runner.config.schema.bench import Bench
 from runner.config.secrets import mask_words
-from runner.verbs._checkpoint import output_folder, resolve_config
+from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs._report import Report
 from runner.verbs.bench.candidate_runner import CandidateRunner, Workbench
 from runner.verbs.bench.loading import DataComparison
@@ -21,10 +19,9 @@ def run(composition: Composition) -> float:
     Returns:
         Samples a second of what is recommended, for sweepers.
     """
-    config, values, _ = resolve_config(composition, Bench)
-    composition = dataclasses.replace(composition, values=values)
+    config, _ = config_and_checkpoint(composition, Bench)
     report = Report(config.json)
-    bench = Workbench(composition)
+    bench = Workbench(config, composition)
     try:
         if config.part == "train":
             result = ToggleComparison(config, bench, report, composition.sources).run()

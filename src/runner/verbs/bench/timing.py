@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from runner.build.run import Training
+from runner.build.run import Run
 from runner.data.loaders import Batch
-from runner.engine.evaluation import Source
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
-from runner.engine.state import Position
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
+from runner.engine.position import Position
+from runner.engine.protocols import Source
 
 
 class Timed(NamedTuple):
@@ -66,7 +66,7 @@ class Clock:
 
 
 def run(
-    training: Training,
+    training: Run,
     source: Source,
     steps: int,
     marks: Mapping[int, Callable[[Clock], None] | None] | None = None,
@@ -86,8 +86,7 @@ def run(
     # Only batches that are used: workers would make others while another candidate is measured.
     plan = dataclasses.replace(plan, limit=min(plan.batches, steps * plan.accumulate))
     clock = Clock(training.device, marks or {})
-    monitor = (training.monitor, training.mode)
-    loop = Loop(state, source, plan, training.parts, Limits(None, steps), None, [clock], monitor)
+    loop = Loop(state, source, plan, training.parts, Limits(None, steps), None, [clock], training.monitor)
     clock.take(loop)
     loop.run()
     clock.take(loop)
@@ -108,7 +107,7 @@ class Repeated:
             yield self._batch if size == len(self._batch.targets) else Batch(*(part[:size] for part in self._batch))
 
 
-def read(training: Training, batches: int, warmup: int, epoch: int) -> Timed:
+def read(training: Run, batches: int, warmup: int, epoch: int) -> Timed:
     """Take batches from the loader without using them."""
     plan, device = training.plan, training.device
     samples, done, began = 0, 0, time.perf_counter()

@@ -52,16 +52,10 @@ def first_batches(context: CheckContext) -> TrainingBatches:
         raise NotApplicable("the samples of a batch are blended (transform.mix)")
     most = max(16, min(_SAMPLES, _VALUES // math.prod(context.splits.image_shape)))
     count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
-    batches = [
-        (
-            each.images[:most].float(),
-            each.targets[:most],
-            each.indices[:most],
-            torch.full((len(each.images[:most]),), number),
-        )
-        for number, each in enumerate(split.loader.batches(0, 0, count))
-    ]
-    images, targets, indices, numbers = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    batches = [[part[:most] for part in batch] for batch in split.loader.batches(0, 0, count)]
+    images, targets, indices = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    images = images.float()
+    numbers = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(batch[0]) for batch in batches]))
     plain = context.read("train", indices.tolist())
     if not bool(images.isfinite().all()):
         raise NotApplicable("there are images that are not finite")
@@ -98,9 +92,8 @@ def batch_pairing(context: CheckContext) -> Result:
     best = similar.amax(1)
     share = float(((best > 0.9) & (best > own + 0.2)).float().mean())
     evidence = f"{share:.0%} of {len(augmented)} training images show the picture of another sample"
-    return graded(
-        evidence, "a batch transform must keep the order of the images: the targets keep theirs", fail=share > 0.1
-    )
+    fix = "a batch transform must keep the order of the images: the targets keep theirs"
+    return graded(evidence, fix, fail=share > 0.1)
 
 
 def shuffling(context: CheckContext) -> Result:
@@ -127,9 +120,8 @@ def shuffling(context: CheckContext) -> Result:
 def model_input(context: CheckContext) -> Result:
     """Images that reach the model with another scale than data.normalize gives: normalized twice, or not at all."""
     found, measured = context.cached(first_batches), context.train_stats.channel_statistics()
-    mean, std = (
-        torch.tensor(each).expand(context.splits.channels) for each in (context.splits.mean, context.splits.std)
-    )
+    splits = context.splits
+    mean, std = (torch.tensor(each).expand(splits.channels) for each in (splits.mean, splits.std))
     if measured is None or len(measured[0]) != len(mean):
         return skipped("the images have other channels than data.normalize")
     wanted, wide = (measured[0] - mean) / std, (measured[1] / std).clamp_min(1e-6)
@@ -137,14 +129,13 @@ def model_input(context: CheckContext) -> Result:
         ours, theirs = images.mean((0, 2, 3)), images.std((0, 2, 3))
         ratio = float((theirs.clamp_min(1e-6) / wide).log().mean().exp())
         away = float(((ours - wanted).abs() / wide).max())
-        evidence = f"in {name}, the model input has mean {float(ours.mean()):.3g} and standard deviation "
-        evidence += (
-            f"{float(theirs.mean()):.3g}; data.normalize gives {float(wanted.mean()):.3g} and {float(wide.mean()):.3g}"
+        has, should = (
+            f"{float(a.mean()):.3g} and standard deviation {float(b.mean()):.3g}"
+            for a, b in ((ours, theirs), (wanted, wide))
         )
+        evidence = f"in {name}, the model input has mean {has}; data.normalize gives {should}"
         if ratio > 2.2 or ratio < 0.3 or away > 2:
-            return failed(
-                evidence, "normalize once: transforms return uint8 or values in [0, 1], data.normalize does the rest"
-            )
+            return failed(evidence, "normalize only in data.normalize: transforms return uint8 or values in [0, 1]")
     return passed(evidence)
 
 
@@ -177,9 +168,7 @@ def wrap_around(context: CheckContext) -> Result:
         extreme = float(((values < 16) | (values > 239)).float().mean())
         ratio, count = _jumps(values)
         if extreme < 0.6 and ratio > _WRAPPED and count > 1e-3 * values.numel():
-            evidence = (
-                f"in {name}, neighbors are {count:,} times almost 255 apart, {ratio:.0f} times as often as half of it"
-            )
+            evidence = f"in {name}, {count:,} neighbors are almost 255 apart, {ratio:.0f} times as many as half of it"
             return failed(evidence, "compute in float or int16 and clamp to 0 to 255 before the cast to uint8")
     return passed(f"{len(sources)} sources of images have no such jumps")
 
@@ -207,6 +196,5 @@ def augmented_classes(context: CheckContext) -> Result:
     evidence = f"the accuracy of a linear model is {best:.0%} on augmented images, {on_plain:.0%} on others; chance {chance:.0%}"
     noise = 2 * math.sqrt(chance * (1 - chance) / len(targets))
     fix = "milder transforms: larger crops, smaller shifts; look at a few augmented images"
-    return graded(
-        evidence, fix, warn=on_plain > chance + 0.2 and best < chance + max(noise, 0.25 * (on_plain - chance))
-    )
+    gain = on_plain - chance
+    return graded(evidence, fix, warn=gain > 0.2 and best < chance + max(noise, 0.25 * gain))

@@ -67,9 +67,8 @@ def constant_images(context: CheckContext) -> Result:
     stats, samples = context.stats[name], join_names([str(index) for index in bad[name]])
     value = float(stats.low[stats.constant][0])
     evidence = f"{total:,} of {count:,} images have a single value (such as {value:g}): samples {samples} of {name}"
-    return graded(
-        evidence, "check how the data set reads images, and remove empty ones", fail=total > _MANY * count, warn=True
-    )
+    fix = "check how the data set reads images, and remove empty ones"
+    return graded(evidence, fix, fail=total > _MANY * count, warn=True)
 
 
 def outlier_images(context: CheckContext) -> Result:
@@ -183,9 +182,7 @@ def channel_order(context: CheckContext) -> Result:
         if (order := _better_permutation(ours, given)) is not None:
             evidence = f"the channel means are {_numbers(mean)}; data.normalize.mean={_numbers(given[0])} "
             evidence += f"fits them in the order {order}"
-            return failed(
-                evidence, "swap the channels where images are read (BGR to RGB), or the values of data.normalize"
-            )
+            return failed(evidence, "swap the channels where images are read (BGR to RGB), or in data.normalize")
     for stats in context.held_out_stats:
         other = stats.channel_statistics()
         if other is not None and (order := _better_permutation(ours, torch.stack(other))) is not None:
@@ -225,7 +222,7 @@ def evaluation_transform(context: CheckContext) -> Result:
             if bool(differ.any()):
                 evidence = f"{int(differ.sum())} of {len(indices)} samples of {name} differ when they are read again"
                 return failed(
-                    evidence, "move random transforms from transform.eval and sample_eval to train and sample_train"
+                    evidence, "move random transforms from transform.eval to train, sample_eval to sample_train"
                 )
         checked += len(indices)
     return passed(f"{checked} samples of {len(context.stats)} splits are the same each time they are read")

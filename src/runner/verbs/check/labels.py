@@ -33,11 +33,8 @@ def target_range(context: CheckContext) -> Result:
     """Class numbers that are out of range, or targets that are not finite."""
     if not context.classes:
         bad = sum(int((~stats.targets.float().isfinite()).sum()) for stats in context.stats.values())
-        return (
-            failed(f"{bad:,} targets are not finite", "remove these samples")
-            if bad
-            else passed("every target is finite")
-        )
+        evidence = f"{bad:,} targets are not finite"
+        return failed(evidence, "remove these samples") if bad else passed("every target is finite")
     top = context.classes - 1
     for name, targets in context.labels.items():
         low, high = int(targets.min()), int(targets.max())
@@ -72,9 +69,8 @@ def missing_classes(context: CheckContext) -> Result:
         return failed(f"{evidence}; labels run from 1 to {max(present['train'])}", "count classes from 0: subtract 1")
     others = [name for name, found in present.items() if name != "train" and found & set(empty)]
     if others:
-        return failed(
-            f"{evidence}; {', '.join(others)} has samples of them", "data.split.stratified=true, or other data"
-        )
+        evidence += f"; {', '.join(others)} has samples of them"
+        return failed(evidence, "data.split.stratified=true, or other data")
     return warned(evidence, "remove these classes, or add samples")
 
 
@@ -92,9 +88,7 @@ def class_balance(context: CheckContext) -> Result:
         apart = float((theirs / theirs.sum() - shares[: context.classes]).abs().sum()) / 2
         # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
         if len(targets) > 50 and apart > 0.15 + (context.classes / len(targets)) ** 0.5:
-            evidence = (
-                f"the class distribution of {name} differs from train: {apart:.0%} of the samples would have to move"
-            )
+            evidence = f"the class shares of {name} differ from train: {apart:.0%} of the samples would have to move"
             return warned(evidence, "data.split.stratified=true, or splits from the same source")
     fix = "loss.class_weights=balanced, and other metrics than accuracy"
     return graded(evidence, fix, warn=float(shares.max()) > 0.9 or high > 50 * low)
@@ -111,9 +105,8 @@ def class_order(context: CheckContext) -> Result:
             pairs = enumerate(zip(ours, theirs, strict=False))
             place = next((number for number, pair in pairs if pair[0] != pair[1]), len(theirs))
             labels = " and ".join(repr(each[place]) if place < len(each) else "none" for each in (ours, theirs))
-            return failed(
-                f"class {place} is {labels} in train and {name}", f"give {name} the classes of train, in their order"
-            )
+            evidence = f"class {place} is {labels} in train and {name}"
+            return failed(evidence, f"give {name} the classes of train, in their order")
     return passed("the same in every split") if ours else skipped("the data set names no classes")
 
 
@@ -232,9 +225,8 @@ def target_scale(context: CheckContext) -> Result:
     if not len(values) or not bool(values.isfinite().all()):
         return skipped("there are targets that are not finite")
     mean, std = float(values.mean()), float(values.std())
-    evidence = (
-        f"mean {mean:.4g}, standard deviation {std:.4g}, from {float(values.min()):.4g} to {float(values.max()):.4g}"
-    )
+    low, high = values.aminmax()
+    evidence = f"mean {mean:.4g}, standard deviation {std:.4g}, from {float(low):.4g} to {float(high):.4g}"
     if std < 1e-6 * max(1.0, abs(mean)):
         return failed(evidence, "other targets: there is nothing to predict")
     if std > 30 or std < 0.03 or abs(mean) > 30 * std:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.engine.loop import Limits
+from runner.engine.plan import Limits
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig
 from runner.verbs.check.context import CheckContext
@@ -21,10 +21,8 @@ from runner.verbs.check.result import Result, failed, join_names, out_of_time, p
 def overfit(context: CheckContext) -> Result:
     """A model that cannot memorize one batch, with AdamW and without augmentation and dropout."""
     curve = context.cached(overfit_batch)
-    first, last = curve.losses[0], curve.losses[-1]
-    evidence = (
-        f"loss {first:.4g} to {last:.4g} in {len(curve.losses) - 1} steps on {len(overfit_samples(context)[0])} samples"
-    )
+    first, last, samples = curve.losses[0], curve.losses[-1], len(overfit_samples(context)[0])
+    evidence = f"loss {first:.4g} to {last:.4g} in {len(curve.losses) - 1} steps on {samples} samples"
     if curve.right is not None:
         evidence += f", {curve.right:.0%} right"
     if not math.isfinite(last):
@@ -125,10 +123,8 @@ def stale_gradients(context: CheckContext) -> Result:
         name, step = next(iter(observer.stale.items()))
         evidence = f"{len(observer.stale)} gradients are not zero when a step begins: {name} after step {step}"
         return failed(evidence, "let no callback, hook or optimizer keep .grad; give the optimizer all parameters")
-    if observer.from_hooks:
-        evidence = (
-            f"{len(observer.from_hooks)} gradients of a loss times zero are not zero: {join_names(observer.from_hooks)}"
-        )
+    if hooked := observer.from_hooks:
+        evidence = f"{len(hooked)} gradients of a loss times zero are not zero: {join_names(hooked)}"
         return failed(evidence, "let no hook accumulate gradients")
     return passed(f"zero at the start of each of {observer.steps} steps")
 
@@ -153,12 +149,10 @@ def evaluation_leaves_state(context: CheckContext) -> Result:
         for batch in context.shortened(held_out_loader(context)).batches(0, 0, 1):
             training.loss(training.model(batch.images), training.task.targets(batch.targets))
     changed, count = _differences(before, _copies(training.model))
+    if not changed:
+        return passed(f"{count} tensors are unchanged")
     evidence = f"{len(changed)} of {count} tensors change: {join_names(changed)}"
-    return (
-        failed(evidence, "change buffers in forward only `if self.training`")
-        if changed
-        else passed(f"{count} tensors are unchanged")
-    )
+    return failed(evidence, "change buffers in forward only `if self.training`")
 
 
 def _copies(model: nn.Module) -> dict[str, Tensor]:

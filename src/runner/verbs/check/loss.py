@@ -66,9 +66,7 @@ def initial_loss(context: CheckContext) -> Result:
         curve = train_on_batch(context, overfit_samples(context)[0], _RATE, _STEPS + 1, SHARE * context.left)
         # Large features with a wide last layer, as in EfficientNet: what a few steps undo costs nothing.
         if context.classes and min(curve.losses) <= guess:
-            return passed(
-                f"{evidence}; AdamW with {_RATE:g} is below that after {len(curve.losses) - 1} steps or fewer"
-            )
+            return passed(f"{evidence}; AdamW with {_RATE:g} is below that after at most {len(curve.losses) - 1} steps")
     low = bool(context.classes) and value < 0.5 * guess
     if low and (prior := _loss_of_shares(context, outputs, targets)) is not None:
         evidence += f", and the class shares {prior:.4g}"

@@ -41,9 +41,7 @@ def optimizer_parameters(context: CheckContext) -> Result:
     trainable = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
     missing = [name for name, parameter in trainable if id(parameter) not in known]
     if missing:
-        evidence = (
-            f"{len(missing)} of {len(trainable)} are in no parameter group of the optimizer: {join_names(missing)}"
-        )
+        evidence = f"{len(missing)} of {len(trainable)} are in no parameter group: {join_names(missing)}"
         return failed(evidence, "pass all parameters on to the optimizer")
     return passed(f"all {len(trainable)} are in its {len(groups)} group{'' if len(groups) == 1 else 's'}")
 
@@ -98,9 +96,7 @@ def shared_weights(context: CheckContext) -> Result:
     shared = [names for names in places.values() if len(names) > 1]
     if shared:
         evidence = f"{len(shared)} weights occur several times, such as {' = '.join(shared[0][:3])}"
-        return warned(
-            evidence, "build each layer separately: [Block() for _ in range(n)], not [Block()] * n; unless intended"
-        )
+        return warned(evidence, "unless intended, build each layer: [Block() for _ in range(n)], not [Block()] * n")
     return passed(f"{len(places)} weights, each in one place")
 
 
@@ -222,13 +218,9 @@ def unregistered_parameters(context: CheckContext) -> Result:
                 for name, tensor in _nested_tensors(value, f"{place}.{key}" if place else key):
                     names.setdefault(id(tensor), name)
     shown = sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
-    evidence = (
-        f"{len(found)} tensors that the loss depends on require gradients, but the optimizer does not have them: "
-    )
-    fix = (
-        "nn.ModuleList, nn.ModuleDict or nn.Parameter, created in __init__: other tensors are neither trained nor saved"
-    )
-    return failed(evidence + join_names(shown), fix)
+    evidence = f"{len(found)} tensors that require gradients are not in the optimizer: {join_names(shown)}"
+    fix = "nn.ModuleList, nn.ModuleDict or nn.Parameter, created in __init__: others are neither trained nor saved"
+    return failed(evidence, fix)
 
 
 def equal_units(context: CheckContext) -> Result:
@@ -255,7 +247,6 @@ def equal_units(context: CheckContext) -> Result:
     if equal:
         return failed(f"all units of {join_names(equal)} are equal and get equal gradients", _RANDOM)
     if similar:
-        return warned(
-            f"all units of {join_names(similar)} start equal; only other layers make their gradients differ", _RANDOM
-        )
+        evidence = f"all units of {join_names(similar)} start equal; only other layers make their gradients differ"
+        return warned(evidence, _RANDOM)
     return passed(f"the units of {count} weights differ, or learn to")

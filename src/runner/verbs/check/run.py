@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from runner.build.batch_size import settle_batch_size
+from runner.build.batch_size import auto_batch_size
 from runner.build.describe import describe
-from runner.build.run import build_training, set_switches
+from runner.build.hardware import set_switches
 from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
@@ -28,7 +28,8 @@ from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.verbs._checkpoint import resolve_config
+from runner.train import build_run
+from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.report import CompletedCheck, ImagesSeen, images_seen, record, show
 from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time, skipped
@@ -37,6 +38,8 @@ from runner.verbs.check.table import BUILD, CHECKS, Check
 FAILED, INCOMPLETE = 1, 3  # exit statuses
 _TRACEBACK = "HYDRA_FULL_ERROR=1 shows the traceback"
 _SAMPLES = 64  # of a batch of an evaluation
+
+T = TypeVar("T")
 
 
 class OutOfTime(BaseException):
@@ -52,12 +55,12 @@ def run(composition: Composition) -> float:
     Raises:
         SystemExit: with exit status 1 if a check failed, 3 if one was not decided, unless the job is one of a sweep.
     """
-    config, values, found = resolve_config(composition, Settings, "best")
+    config, found = config_and_checkpoint(composition, Settings, "best")
     chosen = select_checks(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     began = time.monotonic()
-    completed, seen = run_checks(config, values, found, chosen, console)
+    completed, seen = run_checks(config, found, chosen, console)
     bad = sum(each.result.status in (("fail", "warn") if config.strict else ("fail",)) for each in completed)
     seconds = time.monotonic() - began
     if config.json:
@@ -100,7 +103,6 @@ def select_checks(config: Settings) -> list[Check]:
 
 def run_checks(
     config: Settings,
-    values: dict[str, Any],
     found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
@@ -109,31 +111,22 @@ def run_checks(
     began = time.monotonic()
     set_switches(config, _device(config))
     late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
-    try:
-        with time_limit(began + config.budget_s - time.monotonic()):
-            if config.data.batch_size == "auto":
-                settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
-            splits = _build_data(config)
-    except OutOfTime:
+    built = _attempt(lambda: _build_data(config), began + config.budget_s - time.monotonic())
+    if isinstance(built, OutOfTime):
         return late, []
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # a custom data set or model can raise anything
+    if isinstance(built, Exception):
         others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
-        return [_build_failed(error, began), *others], []
+        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], []
+    config, splits = built
     with contextlib.closing(splits):
-        context = CheckContext(config, values, splits, found, began)
-        try:
-            with time_limit(context.left):
-                context.build()
-        except OutOfTime:
+        context = CheckContext(config, splits, found, began)
+        error = _attempt(context.build, context.left)
+        if isinstance(error, OutOfTime):
             return late, []
-        except (MemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # as above; the data can still be checked
-            completed = [_build_failed(error, began)]
-        else:
-            completed = [CompletedCheck(BUILD, BUILD.run(context), time.monotonic() - began)]
+        # If the build failed, the data can still be checked.
+        result = BUILD.run(context) if error is None else _build_failed(error)
+        completed = [CompletedCheck(BUILD, result, time.monotonic() - began)]
+        if error is None:
             console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
         errors: dict[str, str] = {}
         for each in sorted(chosen, key=lambda each: each.turn):
@@ -170,9 +163,8 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
         text = _describe(error)
         if errors.setdefault(text, each.name) != each.name:
             return skipped(f"raised the same error as {errors[text]}")
-        return failed(
-            text, "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _TRACEBACK
-        )
+        fix = "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _TRACEBACK
+        return failed(text, fix)
 
 
 @contextlib.contextmanager
@@ -197,18 +189,30 @@ def _device(config: Settings) -> Any:
     return choose_device(config.device)[0]
 
 
-def _build_data(config: Settings) -> DataModule:
+def _attempt(work: Callable[[], T], seconds: float) -> T | Exception | OutOfTime:
+    """What `work` returns or raises within a time; custom data sets and models can raise anything."""
+    try:
+        with time_limit(seconds):
+            return work()
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except (Exception, OutOfTime) as error:
+        return error
+
+
+def _build_data(config: Settings) -> tuple[Settings, DataModule]:
+    """The config, with the batch size that fits if it is auto, and the data."""
+    if config.data.batch_size == "auto":
+        config, _ = auto_batch_size(config, functools.partial(build_run, make_cache=False))
     size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
     data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts images that cannot be read
-    return build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+    return config, build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
-def _build_failed(error: Exception, began: float) -> CompletedCheck:
+def _build_failed(error: Exception) -> Result:
     if isinstance(error, UserError):
-        result = failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
-    else:
-        result = failed(_describe(error), _TRACEBACK)
-    return CompletedCheck(BUILD, result, time.monotonic() - began)
+        return failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
+    return failed(_describe(error), _TRACEBACK)
 
 
 def _describe(error: Exception) -> str:

@@ -106,7 +106,7 @@ def schedule(context: CheckContext) -> Result:
     active = sum(each > 0.01 * top for each in factors) / len(factors)
     peak = factors.index(top) / len(factors)
     evidence = (
-        f"at most {top:.3g} times the rate, {factors[0]:.3g} first and {factors[-1]:.3g} last, in {total:,} steps"
+        f"at most {top:.3g} times the rate, first {factors[0]:.3g} and last {factors[-1]:.3g}, in {total:,} steps"
     )
     idle = f"the rate is practically 0 in {1 - active:.0%} of the run"
     rising = factors[-1] > 2 * max(factors[: max(1, len(factors) // 2)])
@@ -189,9 +189,7 @@ def averaging(context: CheckContext) -> Result:
     for step in range(min(total, 200_000)):
         kept += math.log(min(config.ema, (1 + step) / (10 + step)) if config.averaging.warmup else config.ema)
     share, horizon = math.exp(kept), 1 / (1 - config.ema)
-    evidence = (
-        f"ema={config.ema:g} averages {horizon:,.0f} steps of {total:,}; {share:.1%} of the average are initial weights"
-    )
+    evidence = f"ema={config.ema:g} averages {horizon:,.0f} of {total:,} steps; {share:.1%} of it are initial weights"
     fix = f"ema={1 - 10 / max(20, total):.4g} averages a tenth of the run"
     if share > 0.01:
         return graded(evidence, f"averaging.warmup=true, or {fix}", fail=share > 0.1, warn=True)
@@ -212,10 +210,8 @@ def norm_statistics(context: CheckContext) -> Result:
         momentum = norm.momentum
         if norm.track_running_stats and momentum is not None:
             if momentum <= 0 or (momentum * steps < 0.5 and momentum < 0.01):
-                evidence = (
-                    f"momentum={momentum:g} of {name}: its statistics keep their initial values, in {steps:,} steps"
-                )
-                return failed(evidence, _MOMENTUM)
+                evidence = f"momentum={momentum:g} of {name}: its statistics keep their initial values"
+                return failed(f"{evidence} in {steps:,} steps", _MOMENTUM)
             if momentum >= 0.9:
                 evidence = f"momentum={momentum:g} of {name}: its statistics are those of the last batch"
                 return graded(evidence, _MOMENTUM, fail=momentum >= 0.99, warn=True)
@@ -271,9 +267,7 @@ def epoch_length(context: CheckContext) -> Result:
     """Settings that leave few optimizer steps, or leave most samples out of an epoch."""
     plan, total = context.training.plan, context.training.total_steps
     if plan.accumulate > plan.batches:
-        evidence = (
-            f"accumulate={plan.accumulate} is more than the {plan.batches} batches of an epoch, which is one step"
-        )
+        evidence = f"accumulate={plan.accumulate} is more than the {plan.batches} batches of an epoch: one step"
         return warned(evidence, "a smaller accumulate or data.batch_size")
     used = sum(plan.size(batch) for batch in range(plan.batches)) if plan.limit is None else plan.samples
     if plan.drop_last and used < 0.75 * plan.samples:

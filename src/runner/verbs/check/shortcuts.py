@@ -163,11 +163,8 @@ def file_shortcut(context: CheckContext) -> Result:
             positive = targets == each
             inside = {value for value, hit in zip(values, positive.tolist(), strict=True) if hit}
             # A size in bytes is compared with a threshold, the others for equality.
-            columns = (
-                {"": values}
-                if name == "the size in bytes"
-                else {f" ({one})": [v == one for v in values] for one in inside}
-            )
+            equal = {f" ({one})": [value == one for value in values] for one in inside}
+            columns = {"": values} if name == "the size in bytes" else equal
             for which, column in columns.items():
                 accuracy = float(_threshold_accuracy(torch.tensor(column).float()[:, None], positive))
                 if accuracy >= _REVEALING:

@@ -159,12 +159,9 @@ def _measure_one_by_one(
     transforms: Sequence[SampleTransform],
     in_time: Callable[[int], bool],
 ) -> SplitStats:
-    (dataset, indices), whole, room = part, True, _KEPT_BYTES
-    keyed = SeededDataset(dataset, 0, transforms)
-    chosen: list[int] = []
-    targets: list[Tensor] = []
-    measured: list[_Measured] = []
-    small: list[Tensor] = []
+    dataset, indices = part
+    keyed, whole, room = SeededDataset(dataset, 0, transforms), True, _KEPT_BYTES
+    rows: list[tuple[int, Tensor, _Measured, Tensor]] = []  # index, target, measurements and thumbnail
     shapes: Counter[tuple[int, ...]] = Counter()
     dtypes: Counter[str] = Counter()
     unreadable: dict[int, str] = {}
@@ -182,17 +179,15 @@ def _measure_one_by_one(
             continue
         shapes[tuple(image.shape)] += 1
         dtypes[str(image.dtype).removeprefix("torch.")] += 1
-        if image.shape[0] != next(iter(shapes))[0] or (targets and target.shape != targets[0].shape):
+        if image.shape[0] != next(iter(shapes))[0] or (rows and target.shape != rows[0][1].shape):
             continue  # other channels or another target shape than the first: counted only
         if image.is_floating_point():
             whole = whole and bool((image == image.round()).all())
         if image.nbytes <= room:
             room -= image.nbytes
             kept[index] = image, target
-        chosen.append(index)
-        targets.append(target)
-        measured.append(_measure(image[None]))
-        small.append(thumbnails(_scaled(image[None])))
+        rows.append((index, target, _measure(image[None]), thumbnails(_scaled(image[None]))))
+    chosen, targets, measured, small = zip(*rows, strict=True) if rows else ((), (), (), ())
     alike = len({tuple(image.shape) for image in small}) == 1
     return SplitStats(
         name,
@@ -201,14 +196,10 @@ def _measure_one_by_one(
         len(places),
         torch.tensor(chosen, dtype=torch.int64),
         torch.stack(targets) if targets else torch.zeros(0, dtype=torch.int64),
-        *_concatenate(measured or [_measure(torch.zeros(0, 1, 1, 1))]),
+        *_concatenate(measured or (_measure(torch.zeros(0, 1, 1, 1)),)),
         torch.cat(small) if alike else torch.zeros(0, 1, 1, 1),
         torch.arange(len(chosen) if alike else 0),
-        shapes,
-        dtypes,
-        whole,
-        unreadable,
-        kept,
+        *(shapes, dtypes, whole, unreadable, kept),
     )
 
 
@@ -220,7 +211,7 @@ def _measure(images: Tensor) -> _Measured:
     return pixels.amin((1, 2)), pixels.amax((1, 2)), pixels.mean(2), pixels.std(2, unbiased=False), digests
 
 
-def _concatenate(parts: list[_Measured]) -> _Measured:
+def _concatenate(parts: Sequence[_Measured]) -> _Measured:
     low, high, means, stds, digests = zip(*parts, strict=True)
     return (
         torch.cat(low),

@@ -53,7 +53,7 @@ def _measures(images: Tensor) -> dict[str, Tensor]:
 
 def split_source(context: CheckContext) -> Result:
     """Held-out images that differ from training images in color, scale, sharpness, compression or decoding."""
-    from scipy.stats import mannwhitneyu
+    from sklearn.metrics import roc_auc_score
 
     found = context.cached(sample_images)
     if "train" not in found or len(found["train"].images) < _FEWEST:
@@ -67,10 +67,11 @@ def split_source(context: CheckContext) -> Result:
             continue
         by_chance = ((1 / len(images) + 1 / len(train)) / 12) ** 0.5
         limit = max(limit, 0.5 + _DEVIATIONS * by_chance)
+        of_split = [0] * len(train) + [1] * len(images)
         for what, values in _measures(images).items():
             if what in ours:
-                pairs = mannwhitneyu(values.numpy(), ours[what].numpy(), method="asymptotic").statistic
-                above = float(pairs) / (len(values) * len(train))
+                # The area under the ROC curve is the share of pairs in which an image of this split has more.
+                above = float(roc_auc_score(of_split, torch.cat([ours[what], values]).nan_to_num().numpy()))
                 if max(above, 1 - above) > limit:
                     others.append((what, split))
                 if max(above, 1 - above) > share:
@@ -120,11 +121,8 @@ def split_targets(context: CheckContext) -> Result:
     if len(scores) == 1:
         return skipped(f"there is no other split of {_LEAST} images")
     evidence = f"the accuracy of a linear model is {', '.join(scores)}"
-    return graded(
-        evidence,
-        f"check how images and targets of {join_names(bad)} are paired, and its order of classes",
-        fail=bool(bad),
-    )
+    fix = f"check how images and targets of {join_names(bad)} are paired, and its order of classes"
+    return graded(evidence, fix, fail=bool(bad))
 
 
 def target_blocks(context: CheckContext) -> Result:

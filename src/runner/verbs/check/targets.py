@@ -68,9 +68,8 @@ def loss_minimum(context: CheckContext) -> Result:
     related = 0.0
     if float(reached.std()) > 0:
         related = float(torch.corrcoef(torch.stack([reached.flatten(), values.flatten()]))[0, 1].nan_to_num())
-    return graded(
-        f"{evidence}have a correlation of {related:.2f} with the targets", fix, fail=not related >= _CORRELATED
-    )
+    evidence += f"have a correlation of {related:.2f} with the targets"
+    return graded(evidence, fix, fail=not related >= _CORRELATED)
 
 
 def loss_coverage(context: CheckContext) -> Result:
@@ -102,9 +101,8 @@ def loss_coverage(context: CheckContext) -> Result:
         used = columns > _IGNORED * columns.max()
         unused = [str(each) for each in present if each < len(columns) and not bool(used[each])]
         if unused:
-            return failed(
-                f"outputs of class {join_names(unused)} have no gradient", "compare all outputs with the targets"
-            )
+            evidence = f"outputs of class {join_names(unused)} have no gradient"
+            return failed(evidence, "compare all outputs with the targets")
     if not bool(ignored.any()):
         return passed(f"each of {len(sizes)} samples and its output has a gradient")
     evidence = f"{int(ignored.sum())} of {len(sizes)} samples of a batch have no gradient"
@@ -167,9 +165,7 @@ def reachable_targets(context: CheckContext) -> Result:
             guess, best, floor = (_lowest_loss(context, targets, *pair) for pair in ((0.0, 0.0), bounds, (-20.0, 20.0)))
         except (RuntimeError, ValueError):  # a loss that takes only probabilities
             return passed(f"{evidence}, and the loss takes nothing else")
-        evidence += (
-            f"; with every answer right the loss is {best:.3g}, without bounds {floor:.3g}, of a guess {guess:.3g}"
-        )
+        evidence += f"; with every answer right the loss is {best:.3g}, unbounded {floor:.3g}, of a guess {guess:.3g}"
         fail = best > floor + 0.15 * max(0.0, guess - floor)
         return graded(evidence, fix, fail=fail, warn=low > -1e-3 and math.isinf(high))
     values = context.targets(context.read("train", context.readable("train", 256))).float()

@@ -8,15 +8,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from runner.data.loaders import Batch
 from runner.engine.errors import Diverged, NotFinite
-from runner.engine.loop import Limits, Loop
-from runner.engine.plan import EpochPlan
-from runner.engine.state import RunningMean, Schedule, TrainState
+from runner.engine.loop import Loop
+from runner.engine.plan import EpochPlan, Limits
+from runner.engine.protocols import Schedule
+from runner.engine.state import RunningMean, TrainState
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.loop_runs import build_loop, held_out_loader, run_callbacks
 from runner.verbs.check.overfit_batch import evaluation_with_batch_statistics, overfit_samples, train_on_batch
@@ -154,27 +156,13 @@ def _train(context: CheckContext) -> Result:
         return warned(f"only {len(losses)} values of the loss", "a larger train_steps or budget_s")
     first, last = losses[0][1], statistics.fmean(value for _, value in losses[-2:])
     evidence = (
-        f"mean loss {first:.4g} in the first {every} steps, {last:.4g} in the last {2 * every} of {losses[-1][0]}"
+        f"mean loss {first:.4g} in the first {every} of {losses[-1][0]} steps, {last:.4g} in the last {2 * every}"
     )
     if last >= 0.95 * first:
         return failed(evidence, fix)
     if rollbacks:
         return warned(f"{evidence}; rolled back {len(rollbacks)} times: {rollbacks[0]}", "repair what is not finite")
     return passed(evidence)
-
-
-class _RepeatedBatch:
-    """One batch again and again, where the loop expects epochs."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-        self.samples, self.batch_size = len(batch.images) * _EPOCH, len(batch.images)
-
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        return iter([self._batch] * (stop - start))
-
-    def close(self) -> None:
-        """Nothing: there is nothing to close."""
 
 
 class _OtherSchedule:
@@ -185,17 +173,6 @@ class _OtherSchedule:
 
     def observe(self, metric: float) -> None:
         """Nothing: evaluations after so few steps mean little."""
-
-
-class _StopWatch:
-    """Ends a short training when its time is up."""
-
-    def __init__(self, context: CheckContext) -> None:
-        self._context, self._until = context, context.left * (1 - _SECONDS)
-
-    def on_step(self, loop: Loop) -> None:
-        if self._context.left < self._until:
-            loop.request_stop("budget_s is used up")
 
 
 def _loss_now(context: CheckContext, batch: Batch) -> float:
@@ -219,15 +196,22 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
     context.restore()
     state, real = run.state, run.state.schedule
     rates = [group["initial_lr"] for group in state.optimizer.param_groups]
-    callbacks, source, parts = without != "callbacks", _RepeatedBatch(batch), run.parts
+    callbacks, parts, size, until = without != "callbacks", run.parts, len(batch.images), context.left * (1 - _SECONDS)
     if without == "clipping":
         parts = dataclasses.replace(parts, clip_norm=None, clip_value=None, clip_adaptive=None)
     limits = Limits(epochs=None, max_steps=_STEPS, evaluate_every_epochs=1 if callbacks else None)
-    plan, held_out = EpochPlan(source.samples, source.batch_size), held_out_loader(context) if callbacks else None
-    stop_watch = _StopWatch(context)
-    loop = build_loop(
-        context, source, plan, limits, callbacks=callbacks, extra=[stop_watch], held_out=held_out, parts=parts
+    plan, held_out = EpochPlan(size * _EPOCH, size), held_out_loader(context) if callbacks else None
+    repeated: Any = SimpleNamespace(
+        samples=plan.samples, batch_size=size, batches=lambda epoch, start, stop: iter([batch] * (stop - start))
     )
+
+    def stop_in_time(loop: Loop) -> None:
+        if context.left < until:
+            loop.request_stop("budget_s is used up")
+
+    extra = [SimpleNamespace(on_step=stop_in_time)]
+    options: dict[str, Any] = {"callbacks": callbacks, "extra": extra, "held_out": held_out, "parts": parts}
+    loop = build_loop(context, repeated, plan, limits, **options)
 
     def factor(step: int) -> float:  # the schedule of the whole run in a few steps
         return 1.0 if without == "schedule" else real.factor(min(run.total_steps - 1, step * run.total_steps // _STEPS))

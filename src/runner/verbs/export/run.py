@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner
+from runner.build.model import build_task_model_loss
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
-from runner.config.errors import UserError
+from runner.config.errors import FAILED, UserError
 from runner.config.schema.export import Export
 from runner.data.sources.image_files import reading_steps
 from runner.engine.evaluation import evaluate
@@ -27,7 +27,6 @@ from runner.engine.tasks import Task
 from runner.runtime.device import configure_torch
 from runner.tracking.environment import versions
 from runner.tracking.files import write_json, writing
-from runner.train import FAILED
 from runner.verbs._checkpoint import (
     DataFacts,
     ResolvedCheckpoint,
@@ -150,7 +149,7 @@ def _accuracy(
     with contextlib.closing(splits):
         if splits.val is None:
             raise UserError("int8", "this data has no validation split to compare on", "int8=false")
-        task, _, loss = build_learner(resolved.values, config, splits, fetch_weights=False)
+        task, _, loss = build_task_model_loss(config, splits, fetch_weights=False)
         results = {}
         for name, each in (("float", model), ("int8", _AsModule(quantised))):
             metrics = build_metrics(config, task, _CPU)

@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 
 from runner.build.describe import describe
-from runner.build.run import Training, build_training
+from runner.build.run import Run
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
-from runner.engine.state import Position
+from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, ExtractorPerImage
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
+from runner.train import build_run
 from runner.verbs._checkpoint import (
     ResolvedCheckpoint,
     check_classes,
@@ -51,11 +52,10 @@ def run(composition: Composition) -> float:
     """
     resolved: ResolvedCheckpoint[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
-        values = composition.values
-        config = checked(values, composition, Inspect)
+        config = resolve_config(composition, Inspect)
     else:
         resolved = resolve_checkpoint(composition, Inspect)
-        values, config = resolved.values, resolved.config
+        config = resolved.config
     found = resolved.found if resolved else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
@@ -63,7 +63,7 @@ def run(composition: Composition) -> float:
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
-    training = build_training(plain, values, start, make_cache=False)
+    training = build_run(plain, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
         training.splits.bad_samples.open(None, console.warn)
@@ -98,7 +98,7 @@ def run(composition: Composition) -> float:
 
 
 def _looked_at(
-    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
@@ -148,7 +148,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 
 
 def _written_features(
-    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from runner.build.describe import describe
-from runner.build.run import build_training
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.profile import Profile
@@ -18,7 +17,8 @@ from runner.config.secrets import mask_words
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
-from runner.verbs._checkpoint import output_folder, resolve_config
+from runner.train import build_run
+from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs.profile.measure import Measured, measure
 from runner.verbs.profile.ops import Op, ops_in, text_of
 from runner.verbs.profile.report import record_of, show
@@ -30,14 +30,16 @@ def run(composition: Composition) -> float:
     Returns:
         Samples a second, for sweepers.
     """
-    config, values, found = resolve_config(composition, Profile)
+    config, found = config_and_checkpoint(composition, Profile)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
     shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
     own = found is None
-    training = build_training(shortened, values, make_cache=own, fresh=own)
+    training = build_run(shortened, make_cache=own, fresh=own)
+    built = training.config  # with what comes from the data
+    config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.splits):
         folder = output_folder(
             config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
@@ -49,7 +51,7 @@ def run(composition: Composition) -> float:
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.words)}
         record |= record_of(config, training, measured, ops)
-    written = _write(folder, record, measured, ops, stored.dump(values))
+    written = _write(folder, record, measured, ops, stored.dump(config))
     if config.json:
         print(json.dumps(finite(record | {"folder": str(folder)})))
     else:

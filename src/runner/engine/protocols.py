@@ -1,0 +1,69 @@
+"""What the engine expects of the objects that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Batch(Protocol):
+    """Samples on the device, see `runner.data.loaders.Batch`."""
+
+    @property
+    def images(self) -> Tensor:
+        """(B, C, H, W), augmented and normalised."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(B, ...)."""
+
+    @property
+    def indices(self) -> Tensor:
+        """(B,) int64."""
+
+
+class Source(Protocol):
+    """A loader, see `runner.data.loaders.Loader`."""
+
+    @property
+    def samples(self) -> int:
+        """Samples per epoch."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch."""
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
+        """Batches `start` to `stop` of an epoch."""
+
+
+class Metric(Protocol):
+    """The part of the torchmetrics interface that evaluation uses."""
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Add a batch."""
+
+    def compute(self) -> Tensor:
+        """The value over all batches, a scalar except for tables."""
+
+
+class Schedule(Protocol):
+    """Learning rate as a multiple of each parameter group's `initial_lr`."""
+
+    def factor(self, step: int) -> float:
+        """The multiple for optimizer step number `step`, from 0."""
+        ...
+
+    def observe(self, metric: float) -> None:
+        """Receive the monitored metric after an evaluation."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs; empty for a pure function of the step."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        ...
