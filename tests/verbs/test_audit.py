@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from runner.checkpoint import file
-from runner.verbs.audit import expand_shorthand, instrumented_run
+from runner.verbs._table import VERBS
+from runner.verbs.audit import instrumented_run
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
@@ -223,7 +224,12 @@ def test_a_mistake_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...]
 
 def test_the_short_form_of_vary_is_spelled_out_before_hydra_sees_a_sweep() -> None:
     words = ["vary=data.num_workers:0,2", "+vary=amp:bf16", "vary={seed: 1}", "seed=1"]
-    assert expand_shorthand(words) == ["vary.data.num_workers=[0,2]", "vary.amp=bf16", "vary={seed: 1}", "seed=1"]
+    assert VERBS["audit"].expand_shorthand(words) == [
+        "vary.data.num_workers=[0,2]",
+        "vary.amp=bf16",
+        "vary={seed: 1}",
+        "seed=1",
+    ]
 
 
 def test_a_sweep_of_audits_goes_on_after_a_difference(run: Callable[..., Any]) -> None:

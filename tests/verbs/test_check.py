@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.verbs.check import expand_shorthand
+from runner.verbs._table import VERBS
 from runner.verbs.check.table import CHECKS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
@@ -98,9 +98,10 @@ def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[...,
 
 
 def test_short_words_stand_for_keys() -> None:
-    assert expand_shorthand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
-    assert expand_shorthand(["only=labels,overfit", "-m"]) == ["only=labels,overfit", "-m"]
-    assert expand_shorthand(["--json", "--strict", "--train", "seed=1"]) == [
+    expand = VERBS["check"].expand_shorthand
+    assert expand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
+    assert expand(["only=labels,overfit", "-m"]) == ["only=[labels,overfit]", "-m"]
+    assert expand(["--json", "--strict", "--train", "seed=1"]) == [
         "json=true",
         "strict=true",
         "train=true",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from runner.build.describe import describe
 from runner.config import keys
@@ -23,8 +22,7 @@ from runner.config.validate import shown
 from runner.data.nondeterminism import Nondeterminism, find_nondeterminism
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.verbs._checkpoint import line_or_checkpoint
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs.audit import report, stored
 from runner.verbs.audit.hints import Cause, cause_of
 from runner.verbs.audit.instrumented_run import Side
@@ -34,19 +32,15 @@ DIFFERENT = 1
 _SUSPECTED = 8  # samples that transforms are tried on
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Audit once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Compare two runs, or two checkpoints.
 
     Returns:
-        For sweepers 0.0 if nothing differs, otherwise 1.0.
+        0.0 if nothing differs, otherwise 1.0, for sweepers.
 
     Raises:
-        SystemExit: with the exit status if something differs, unless the job is one of a sweep, or if it failed.
+        SystemExit: with exit status 1 if something differs, unless the job is one of a sweep.
     """
-    return guarded(_audit, cfg)
-
-
-def _audit(composition: Composition) -> float:
     values = composition.values
     a, b = values.get("a"), values.get("b")
     as_json = values.get("json") is True
@@ -102,7 +96,7 @@ def settings_of(config: Audit) -> dict[str, tuple[Any, Any]]:
 
 
 def _trained(composition: Composition, console: Console) -> AuditResult:
-    config, start = line_or_checkpoint(composition, Audit)
+    config, start = config_and_checkpoint(composition, Audit)
     varied = settings_of(config)
     sides: list[Side] = []
     try:

@@ -20,7 +20,7 @@ from runner.data.loaders import Batch
 from runner.instrument.flops import Flops
 from runner.tracking.formats import percent
 from runner.tracking.plots import confusion_matrix
-from runner.verbs._checkpoint import distinct
+from runner.verbs._checkpoint import unique_names
 from runner.verbs.inspect import pictures, tables
 from runner.verbs.inspect.errors import mistakes_in
 from runner.verbs.inspect.layers import Anatomy, anatomy, outer_maps
@@ -195,7 +195,7 @@ def features(found: Inspection) -> None:
 def errors(found: Inspection) -> None:
     """Where the model is wrong."""
     config, training = found.config, found.training
-    classes = distinct(training.splits.classes)
+    classes = unique_names(training.splits.classes)
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:

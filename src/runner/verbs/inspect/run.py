@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from runner.build.describe import describe
@@ -29,8 +28,13 @@ from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
 from runner.train import build_run
-from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import (
+    ResolvedCheckpoint,
+    check_classes,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+)
 from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
@@ -40,26 +44,19 @@ from runner.verbs.inspect.parts import PARTS, Inspection, split_of
 _MOST_ROWS = 60
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Inspect once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Inspect a model.
 
     Returns:
         The number of parameters, for sweepers.
-
-    Raises:
-        SystemExit: with the exit status if it failed.
     """
-    return guarded(_inspect, cfg)
-
-
-def _inspect(composition: Composition) -> float:
-    settled: Settled[Inspect] | None = None
+    resolved: ResolvedCheckpoint[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
         config = resolve_config(composition, Inspect)
     else:
-        settled = settle(composition, Inspect)
-        config = settled.config
-    found = settled.found if settled else None
+        resolved = resolve_checkpoint(composition, Inspect)
+        config = resolved.config
+    found = resolved.found if resolved else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
@@ -71,10 +68,10 @@ def _inspect(composition: Composition) -> float:
     with contextlib.closing(training.splits):
         training.splits.bad_samples.open(None, console.warn)
         kind = ""
-        if settled is not None:
-            check_classes(settled.classes, training.splits.classes)
-            fill(training.model, settled)
-            kind = settled.weights[1]
+        if resolved is not None:
+            check_classes(resolved.classes, training.splits.classes)
+            resolved.load_weights(training.model)
+            kind = resolved.weights[1]
         where = (
             "untrained" if found is None else f"{found.path}{'' if kind == 'raw' else f', averaged weights ({kind})'}"
         )
@@ -147,7 +144,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
     given = composition.job_dir or composition.run_dir
     if chosen is None and given is None and run is not None:
         return claim(run / "inspect", timestamp())
-    return folder_for(chosen, given, config.output_root, "inspections")
+    return output_folder(chosen, given, config.output_root, "inspections")
 
 
 def _written_features(
@@ -158,9 +155,9 @@ def _written_features(
     features = ExtractorPerImage(Extractor(training.model, config.features))
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
-        path = folder_for(str(output.parent), None, "", "") / output.name
+        path = output_folder(str(output.parent), None, "", "") / output.name
     else:
-        folder = _folder(config, found, composition) if output is None else folder_for(config.output, None, "", "")
+        folder = _folder(config, found, composition) if output is None else output_folder(config.output, None, "", "")
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:
