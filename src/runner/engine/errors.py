@@ -20,6 +20,9 @@ class NotFinite(Exception):
 class BadMetric(Exception):
     """A callback reports a metric that cannot be logged."""
 
+    def __init__(self, problem: str, allowed: str) -> None:
+        super().__init__(f"{problem}\n    allowed: {allowed}")
+
 
 class Preempted(Exception):
     """A signal asked the run to stop; its state has been saved."""
