@@ -111,7 +111,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 file.write_text(body)
         (folder / "my_package").mkdir(exist_ok=True)
         (folder / "my_package" / "__init__.py").touch()
-        (folder / "stranger.pt").write_text("not a checkpoint\n")
+        (folder / "stranger.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
     with inside(found["docs"]):
         assert call("train", "debug=smoke", "threads=1", "logger=none", "evaluate.test=false")[0] == 0
@@ -150,7 +150,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     expand_shorthand = getattr(verb_modules()[verb], "expand_shorthand", list)
     request = app.parse(expand_shorthand(words), verb)
     sources = Sources(app._folders(request))
-    known = overrides.examine(request.words, schema, sources, multirun=True)
+    known = overrides.check_overrides(request.words, schema, sources, multirun=True)
     composition, _ = app._compose(request, known, schema, sources, lambda _: [])
     return problems_in(composition.values, composition, schema)[1]
 

@@ -59,7 +59,7 @@ def weights(result: Any) -> str:
 def resumed_equals_uninterrupted(train: Any, stopped: Any, step: int, *words: str) -> tuple[Any, Any]:
     whole = train(*words)
     rest = train(f"ckpt_path={stopped(step, *words).directory}")
-    assert rest.summary["resumed_from"].endswith("last.pt")
+    assert rest.summary["resumed_from"].endswith("last.safetensors")
     for key in ("weights_sha256", "best", "last", "global_step"):
         assert rest.summary[key] == whole.summary[key], key
     # What is logged is the same to the last digit, too; only the speed is another.
@@ -191,9 +191,9 @@ def test_resuming_from_an_older_checkpoint_forgets_the_best_of_the_abandoned_fut
     words += ("evaluate.test=true", "optimizer.lr=0.01")
     first = train(*words, "epochs=2")
     assert first.summary["best"]["global_step"] == 12
-    older = first.directory / "checkpoints" / "step_0000000006.pt"
+    older = first.directory / "checkpoints" / "step_0000000006.safetensors"
     rest = train(f"ckpt_path={older}", "optimizer.lr=1e-12", "log.every_steps=1")
-    best = read(rest.directory / "checkpoints" / "best.pt")
+    best = read(rest.directory / "checkpoints" / "best.safetensors")
     assert best["position"]["global_step"] == rest.summary["best"]["global_step"]
     assert best["metrics"]["best"] == rest.summary["best"]
 
@@ -206,7 +206,7 @@ def test_putting_saves_off_changes_neither_the_weights_nor_which_state_is_the_be
     assert [often.summary[key] for key in ("best", "test", "weights_sha256")] == [
         seldom.summary[key] for key in ("best", "test", "weights_sha256")
     ]
-    best = [read(result.directory / "checkpoints" / "best.pt") for result in (often, seldom)]
+    best = [read(result.directory / "checkpoints" / "best.safetensors") for result in (often, seldom)]
     assert best[0]["position"] == best[1]["position"]
     assert weights_sha256(best[0]["model"]) == weights_sha256(best[1]["model"])
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_moved_alone_to_another_folder_resumes(
 ) -> None:
     whole = train(*MLP)
     last = stopped(8, *MLP).directory
-    (last / "checkpoints" / "last.pt").rename(workdir / "moved.pt")
+    (last / "checkpoints" / "last.safetensors").rename(workdir / "moved.pt")
     last.rename(workdir / "gone")
     rest = train("ckpt_path=moved.pt")
     assert weights(rest) == weights(whole)

@@ -239,9 +239,9 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
     again = call(max_steps=STOP + 3, ckpt_path=str(compiled["folder"]), compile=False)
     assert again["global_step"] == STOP + 3
     assert "compile_s" not in again
-    weights = [read(run["folder"] / "checkpoints" / "last.pt")["model"] for run in (plain, compiled, again)]
+    weights = [read(run["folder"] / "checkpoints" / "last.safetensors")["model"] for run in (plain, compiled, again)]
     assert weights[0].keys() == weights[1].keys() == weights[2].keys()
-    reference = read(call(max_steps=STOP + 2, **small)["folder"] / "checkpoints" / "last.pt")["model"]
+    reference = read(call(max_steps=STOP + 2, **small)["folder"] / "checkpoints" / "last.safetensors")["model"]
     assert all(torch.allclose(weights[1][name], reference[name], atol=1e-3) for name in reference)
 
 
@@ -253,7 +253,7 @@ def test_a_compiled_step_resumes_with_the_same_bits(call: Callable[..., Any]) ->
         "accumulate": 2,
         "activation_checkpointing": True,
     }
-    plain = read(call(max_steps=4, **keys)["folder"] / "checkpoints" / "last.pt")["model"]
+    plain = read(call(max_steps=4, **keys)["folder"] / "checkpoints" / "last.safetensors")["model"]
     keys["compile"] = "step"
     whole = call(max_steps=4, **keys)
     rest = call(max_steps=4, ckpt_path=str(call(max_steps=2, **keys)["folder"]))
@@ -261,7 +261,7 @@ def test_a_compiled_step_resumes_with_the_same_bits(call: Callable[..., Any]) ->
     assert "forward and loss together" in rest["shown"]
     assert rest["weights_sha256"] == whole["weights_sha256"]
     assert whole["compile_s"] > 0
-    compiled = read(rest["folder"] / "checkpoints" / "last.pt")["model"]
+    compiled = read(rest["folder"] / "checkpoints" / "last.safetensors")["model"]
     norm = "blocks.0.layers.1."
     assert int(compiled[norm + "num_batches_tracked"]) == 5 + 2, "an epoch of 5 batches, and 2 of the next"
     assert torch.allclose(compiled[norm + "running_mean"], plain[norm + "running_mean"], atol=0.05)

@@ -71,9 +71,9 @@ def test_a_reported_checkpoint_that_is_gone_or_half_there_would_be_found(
     words = ("data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "max_steps=2")
     run = train(*words, "evaluate.test=false", f"hydra.run.dir={tmp_path / 'run'}").directory  # type: ignore[attr-defined]
     assert writing._damage(run) == ""
-    (run / "checkpoints" / "best.pt").unlink()
-    assert "best.pt is of step None" in writing._damage(run)
-    (run / "checkpoints" / "last.pt").unlink()
-    assert "last.pt is of step None" in writing._damage(run)
-    (run / "checkpoints" / "last.pt").write_bytes(b"half")
-    assert "last.pt: has no checksum" in writing._damage(run)
+    (run / "checkpoints" / "best.safetensors").unlink()
+    assert "best.safetensors is of step None" in writing._damage(run)
+    (run / "checkpoints" / "last.safetensors").unlink()
+    assert "last.safetensors is of step None" in writing._damage(run)
+    (run / "checkpoints" / "last.safetensors").write_bytes(b"half")
+    assert "last.safetensors: has no checksum" in writing._damage(run)

@@ -13,7 +13,7 @@ def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
     life = live([*whole(("max_steps=4",)), directory(bench.folder / "run")], bench.folder / "run.log")
     assert life.status == 0, life.said()[-2000:]
-    checkpoint = bench.folder / "run" / "checkpoints" / "last.pt"
+    checkpoint = bench.folder / "run" / "checkpoints" / "last.safetensors"
     data, damaged = checkpoint.read_bytes(), bench.folder / "damaged.pt"
     short, flipped = Row("damage", "truncated at a random length"), Row("damage", "one random byte altered")
     for _ in range(bench.counts["truncations"]):
@@ -40,13 +40,13 @@ def _believed(path: Path) -> str:
 
 def _passed_over(bench: Bench, checkpoint: Path) -> Row:
     """The program itself says which file is damaged, and takes the newest valid one."""
-    row = Row("damage", "resumed beside a damaged last.pt")
+    row = Row("damage", "resumed beside a damaged last.safetensors")
     run = checkpoint.parent.parent
     data = checkpoint.read_bytes()
     checkpoint.unlink()  # it is a link to the newest step
     checkpoint.write_bytes(data[: len(data) // 2])
     words = [f"ckpt_path={run}", "max_steps=5", directory(bench.folder / "resumed")]
     life = live(words, bench.folder / "resumed.log")
-    told = "last.pt: " in life.said() and "resumed from" in life.said()
+    told = "last.safetensors: " in life.said() and "resumed from" in life.said()
     row.count("" if life.status == 0 and told else f"status {life.status}: {life.said()[-800:]}", bench.say)
     return row

@@ -75,7 +75,7 @@ def _not_recovered(words: tuple[str, ...], run: Path, expected: str) -> str:
     from runner.config.errors import UserError
 
     try:
-        file.read(run / "checkpoints" / "last.pt")
+        file.read(run / "checkpoints" / "last.safetensors")
     except UserError as error:
         return str(error)
     if left := leftovers(run / "checkpoints"):
@@ -95,7 +95,7 @@ def _checkpoints(bench: Bench) -> Row:
     row, folder = Row("disk", "files limited to less than a checkpoint (RLIMIT_FSIZE)"), bench.folder / "checkpoints"
     words = whole(_WORDS)
     expected = _reference(words, folder)
-    size = (folder / "reference" / "checkpoints" / "last.pt").stat().st_size
+    size = (folder / "reference" / "checkpoints" / "last.safetensors").stat().st_size
     for number, share in enumerate((0.5, 0.05, 0.99)[: 1 if bench.counts["disks"] else None]):
         run = folder / f"run_{number}"
         # More than the summary has, so that the checkpoint is what does not fit.
@@ -151,7 +151,7 @@ def _small_disk(bench: Bench) -> Row:
     row, folder = Row("disk", "a disk that another file fills (tmpfs)"), bench.folder / "small"
     words = whole(_WORDS)
     expected = _reference(words, folder)
-    size = (folder / "reference" / "checkpoints" / "last.pt").stat().st_size
+    size = (folder / "reference" / "checkpoints" / "last.safetensors").stat().st_size
     with _mounted(folder / "disk") as place:
         if place is None:
             row.note = "not done: no right to mount a tmpfs here"

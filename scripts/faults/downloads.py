@@ -54,7 +54,7 @@ def section(bench: Bench) -> list[Row]:
     ours = bench.folder / "ours"
     first = live([*whole(("epochs=2", "max_steps=3", "callbacks=none")), directory(ours)], bench.folder / "ours.log")
     assert first.status == 0, first.said()[-2000:]
-    contents = read(ours / "checkpoints" / "last.pt")
+    contents = read(ours / "checkpoints" / "last.safetensors")
     cases = [(place, what) for place in PLACES for what in TARGETS]
     count = bench.counts["downloads"]
     for number, (place, what) in enumerate(bench.draw.sample(cases, count) if count else cases):

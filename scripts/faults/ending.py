@@ -80,7 +80,7 @@ def _different(
             return _failed(run, life)
         if life.status == 0:
             break
-        more = [f"ckpt_path={run}"] if (run / "checkpoints" / "last.pt").exists() else ["resume=auto"]
+        more = [f"ckpt_path={run}"] if (run / "checkpoints" / "last.safetensors").exists() else ["resume=auto"]
     else:
         life = live([*words, *more, directory(run)], log)
         if life.status != 0:

@@ -52,7 +52,7 @@ def _try(case: Case, verb: str, status: int, folder: Path, ours: Path) -> str:
         path.mkdir(parents=True)
     (arena.outside / "precious.txt").write_text("precious\n")
     shutil.copytree(ours, arena.run)
-    arena.contents = read(arena.run / "checkpoints" / "last.pt")
+    arena.contents = read(arena.run / "checkpoints" / "last.safetensors")
     words = case.make(arena)
     watched = [arena.outside, folder / "user"]
     if not any(word.startswith("hydra.run.dir=") for word in words):

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from faults.disk import pictures
-from faults.forging import Bomb, Claim, archive, changed, forged, records, sealed, with_config
+from faults.forging import (
+    Bomb,
+    Claim,
+    archive,
+    changed,
+    forged,
+    records,
+    sealed,
+    sealed_header,
+    with_config,
+    with_header,
+)
 
 REFUSED, HARMLESS = 2, 0
 TARGETS = (
@@ -45,7 +56,7 @@ class Arena:
 
     def sent(self, data: bytes) -> list[str]:
         """Put a file there, and give the words that use it."""
-        path = self.stranger / "sent.pt"
+        path = self.stranger / ("sent.pt" if data[:2] == b"PK" else "sent.safetensors")
         path.write_bytes(data)
         return [f"ckpt_path={path}"]
 
@@ -125,7 +136,7 @@ def _nested(arena: Arena) -> bytes:
     value: list[Any] = []
     for _ in range(300):
         value = [value]
-    return changed(arena.contents, "metrics", "callbacks", "mine", value={"deep": value})
+    return changed(arena.contents, "metrics", "callbacks", "mine", value={"deep": value}, of_format_1=True)
 
 
 def _naming(target: str) -> Callable[[Arena], list[str]]:
@@ -156,7 +167,13 @@ def _setting(value: Any, *place: str) -> Callable[[Arena], list[str]]:
 
 
 def _holding(value: Any, *place: str) -> Callable[[Arena], list[str]]:
-    return lambda arena: arena.sent(changed(arena.contents, *place, value=value() if callable(value) else value))
+    """Another value at a place; what only a pickle can hold is sent as a checkpoint of format 1."""
+    old = callable(value) or isinstance(value, Claim)
+
+    def make(arena: Arena) -> list[str]:
+        return arena.sent(changed(arena.contents, *place, value=value() if callable(value) else value, of_format_1=old))
+
+    return make
 
 
 def _cached_elsewhere(arena: Arena) -> list[str]:
@@ -174,9 +191,25 @@ def _moments(value: Any) -> Callable[[Arena], list[str]]:
         state = dict(arena.contents["optimizer"]["state"])
         first = next(iter(state))
         state[first] = state[first] | {"exp_avg": value}
-        return arena.sent(changed(arena.contents, "optimizer", "state", value=state))
+        old = isinstance(value, Claim)
+        return arena.sent(changed(arena.contents, "optimizer", "state", value=state, of_format_1=old))
 
     return make
+
+
+def _headed(change: Callable[[dict[str, Any]], object], more: bytes = b"") -> Callable[[Arena], list[str]]:
+    """A checkpoint whose header says something else."""
+    return lambda arena: arena.sent(with_header(change, arena.contents, more))
+
+
+def _first(header: dict[str, Any]) -> dict[str, Any]:
+    """The first tensor of a header that has values."""
+    return next(entry for name, entry in header.items() if name != "__metadata__" and entry["shape"])
+
+
+def _saying(**texts: str) -> Callable[[Arena], list[str]]:
+    """A checkpoint with other texts in its metadata."""
+    return lambda arena: arena.sent(forged(arena.contents, **texts))
 
 
 def _beside(name: str, *lines: str) -> Callable[[Arena], list[str]]:
@@ -223,6 +256,7 @@ _NAMES = [
 _LAUGHS = "a: &a [1, 1]\n" + "".join(
     f"{chr(98 + n)}: &{chr(98 + n)} [*{chr(97 + n)}, *{chr(97 + n)}]\n" for n in range(24)
 )
+_HEAD = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
 _LINE = '{"global_step": 1, "epoch": 1, "split": "train", "loss": '
 
 CASES = [
@@ -251,6 +285,31 @@ CASES = [
     Case("a list that holds itself", _holding(_endless, "metrics", "callbacks", "x")),
     Case("300 levels of lists", lambda arena: arena.sent(_nested(arena))),
     Case("200,000 levels of lists", lambda arena: arena.sent(_deep(arena))),
+    Case("a header that claims 2**60 bytes", lambda arena: arena.sent(sealed_header(_HEAD.encode(), 2**60))),
+    Case("a header that claims a byte more than there is", lambda arena: arena.sent(
+        sealed_header((text := (_HEAD + "}}").encode()), len(text) + 1))),
+    Case("a header of 50 MB of empty lists", lambda arena: arena.sent(
+        sealed_header((_HEAD + '},"a":[' + "[]," * (50_000_000 // 3) + "0]}").encode()))),
+    Case("a header with 100,000 levels", lambda arena: arena.sent(sealed_header((_HEAD + '},"a":' + "[" * 100_000).encode()))),
+    Case("a header with one name twice", lambda arena: arena.sent(sealed_header((_HEAD + '},"a":1,"a":1}').encode()))),
+    Case("tensors that overlap", _headed(lambda header: _first(header).update(data_offsets=[0, 8]))),
+    Case("a tensor of 2**40 numbers", _headed(lambda header: _first(header).update(shape=[2**40]))),
+    Case("a tensor of a negative size", _headed(lambda header: _first(header).update(shape=[-4, -1]))),
+    Case("a tensor of another dtype", _headed(lambda header: _first(header).update(dtype="F16"))),
+    Case("a tensor of a dtype that there is not", _headed(lambda header: _first(header).update(dtype="OBJECT"))),
+    Case("a tensor of 10,000 dimensions", _headed(lambda header: _first(header).update(shape=[1] * 10_000))),
+    Case("a tensor that ends behind the file", _headed(lambda header: header.update(
+        x={"dtype": "U8", "shape": [2**50], "data_offsets": [0, 2**50]}))),
+    Case("tensors that belong to nothing", _headed(
+        lambda header: header.update({f"x{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(10**5)}))),
+    Case("bytes after the last tensor", _headed(lambda header: None, b"x" * 100)),
+    Case("metadata that are no texts", _headed(lambda header: header["__metadata__"].update(model={"a": 1}))),
+    Case("a part of a kind that there is not", _saying(optimizer='{"$pickle":"cos\\nsystem"}')),
+    Case("a part that names a tensor that there is not", _saying(optimizer='{"$tensor":"nowhere"}')),
+    Case("a part with 100,000 levels", _saying(metrics="[" * 100_000)),
+    Case("a part with 300 levels", _saying(metrics='{"callbacks":' + "[" * 300 + "]" * 300 + "}")),
+    Case("a part that is a number of 5,000 digits", _saying(rng="9" * 5000)),
+    Case("a mapping whose keys are lists", _saying(optimizer='{"$dict":[[[],1]]}')),
     Case("moments of another shape than their weight", _moments(torch.zeros(1)), REFUSED, HARMLESS),
     Case("moments seen through a stride of 0", _moments(Claim((4, 1, 3, 3), (0, 0, 0, 0))), HARMLESS, HARMLESS),
     Case("a position beyond the epoch", _holding(10**6, "position", "batch"), REFUSED, HARMLESS),

@@ -115,7 +115,7 @@ def _torment(words: tuple[str, ...], kills: int, row: Row, bench: Bench, folder:
 
 
 def _last(run: Path) -> Path:
-    return run / "checkpoints" / "last.pt"
+    return run / "checkpoints" / "last.safetensors"
 
 
 def continued(run: Path, number: int = 0) -> tuple[list[str], Path]:

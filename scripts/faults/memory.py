@@ -22,7 +22,7 @@ def section(bench: Bench) -> list[Row]:
     ours = bench.folder / "ours"
     first = live([*whole(_SMALL), directory(ours)], bench.folder / "ours.log")
     assert first.status == 0, first.said()[-2000:]
-    contents = read(ours / "checkpoints" / "last.pt")
+    contents = read(ours / "checkpoints" / "last.safetensors")
     count = bench.counts["memory"]
     chosen = bench.draw.sample(BOMBS, count) if count else BOMBS
     most = 0.0

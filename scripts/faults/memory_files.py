@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.forging import archive, records
+from faults.forging import archive, forged, sealed_header
 
 Contents = dict[str, Any]
 LARGEST = 2**20  # bytes of each file
@@ -168,7 +168,7 @@ def _older(pickled: bytes) -> bytes:
 def _sent(data: bytes, name: str = "sent.pt") -> Callable[[Path, Contents], list[str]]:
     def make(folder: Path, contents: Contents) -> list[str]:
         (folder / name).write_bytes(data)
-        key = "ckpt_path" if b"runner-sha256:" in data[-100:] else "init_from"
+        key = "ckpt_path" if b"runner-sha256:" in data[-100:] or b'"sha256":"' in data[:200] else "init_from"
         return [f"{key}={folder / name}"]
 
     return make
@@ -176,9 +176,20 @@ def _sent(data: bytes, name: str = "sent.pt") -> Callable[[Path, Contents], list
 
 def _config(text: str) -> Callable[[Path, Contents], list[str]]:
     def make(folder: Path, contents: Contents) -> list[str]:
-        return _sent(archive(records(contents | {"config": text})))(folder, contents)
+        return _sent(forged(contents | {"config": text}), "sent.safetensors")(folder, contents)
 
     return make
+
+
+def _headed(text: str) -> Callable[[Path, Contents], list[str]]:
+    """A checkpoint of nothing but a header."""
+    head = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
+    return _sent(sealed_header((head + text).encode()), "sent.safetensors")
+
+
+def _saying(**texts: str) -> Callable[[Path, Contents], list[str]]:
+    """A checkpoint with other texts in its metadata."""
+    return lambda folder, contents: _sent(forged(contents, **texts), "sent.safetensors")(folder, contents)
 
 
 def _header(text: bytes, claimed: int | None = None) -> bytes:
@@ -231,6 +242,14 @@ BOMBS = [
     Bomb("weights: safetensors of a tensor of 2**40", "train", _sent(_header(json.dumps(
         {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()), "sent.safetensors")),
     Bomb("weights: safetensors with 100,000 levels", "train", _sent(_header(b'{"a":' + b"[" * 100_000), "sent.safetensors")),
+    Bomb("checkpoint: a header of 340,000 empty lists", "eval", _headed('},"a":[' + "[]," * 340_000 + "0]}")),
+    Bomb("checkpoint: a header of 140,000 mappings", "eval", _headed('},"a":[' + '{"":1},' * 140_000 + "0]}")),
+    Bomb("checkpoint: a header of 12,000 empty tensors", "eval", _headed("}," + json.dumps(
+        {f"{n:x}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(12_000)})[1:])),
+    Bomb("checkpoint: a part of 300,000 empty mappings", "eval", _saying(metrics="[" + "{}," * 300_000 + "0]")),
+    Bomb("checkpoint: a part of 80,000 sets", "eval", _saying(rng="[" + '{"$set":[]},' * 75_000 + "0]")),
+    Bomb("checkpoint: a part that has one tensor 40,000 times", "eval", _saying(
+        rng="[" + '{"$tensor":"rng/torch"},' * 40_000 + "0]")),
     Bomb("config: YAML of 130,000 numbers", "eval", _config("a: [" + "1," * 130_000 + "]")),
     Bomb("config: YAML of 65,000 mappings", "eval", _config("a: [" + "{}," * 65_000 + "]")),
     Bomb("config: YAML of 30,000 keys", "eval", _config("a: {" + "".join(f"k{n:x}: 1, " for n in range(26_000)) + "}")),

@@ -93,7 +93,7 @@ def _not_obeyed(words: tuple[str, ...], run: Path, prepare: Prepare, expected: s
         return f"its summary says {summary['status']}"
     from runner.checkpoint import file
 
-    saved = file.read(run / "checkpoints" / "last.pt")["position"]["global_step"]
+    saved = file.read(run / "checkpoints" / "last.safetensors")["position"]["global_step"]
     if saved != summary["global_step"]:
         return f"step {saved} was saved, and the run stopped after step {summary['global_step']}"
     rest = live([*words, f"ckpt_path={run}", directory(run)], run.with_suffix(".rest.log"))

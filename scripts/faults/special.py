@@ -57,16 +57,17 @@ def _places() -> list[Place]:
     return [
         *(Place(f"{name} of another run, resume=auto", f"{_OTHER}/{name}", _RESUMED, (0,)) for name in files),
         Place("checkpoints of another run, resume=auto", f"{_OTHER}/checkpoints", _RESUMED, (0,)),
-        *(Place(f"{name} of another run, resume=auto", f"{_OTHER}/checkpoints/{name}.pt", _RESUMED, (0, 2))
+        *(Place(f"{name} of another run, resume=auto", f"{_OTHER}/checkpoints/{name}.safetensors", _RESUMED, (0, 2))
           for name in ("last", "best", "step_0000000009")),
         Place("another run, resume=auto", "outputs/n/9999-09-09_00-00-00", _RESUMED, (0,)),
-        Place("last.pt of another run, ckpt_path=last", "outputs/n/9999/checkpoints/last.pt",
+        Place("last.safetensors of another run, ckpt_path=last", "outputs/n/9999/checkpoints/last.safetensors",
               (*_WORDS, "ckpt_path=last"), (0,)),
         *(Place(f"{name} of the run itself", f"{_OTHER}/{name}", here, (0, 2)) for name in (*files, "skipped.jsonl")),
-        *(Place(f"{name} of the run itself", f"{_OTHER}/checkpoints/{name}.pt", here, (0, 2)) for name in ("last", "best")),
+        *(Place(f"{name} of the run itself", f"{_OTHER}/checkpoints/{name}.safetensors", here, (0, 2))
+          for name in ("last", "best")),
         Place("config.yaml of a run to evaluate", f"{_OTHER}/config.yaml", (f"ckpt_path={_OTHER}", "split=val"), (0,), "eval"),
-        Place("best.pt of a run to evaluate", f"{_OTHER}/checkpoints/best.pt", (f"ckpt_path={_OTHER}", "split=val"), (0, 2),
-              "eval"),
+        Place("best.safetensors of a run to evaluate", f"{_OTHER}/checkpoints/best.safetensors",
+              (f"ckpt_path={_OTHER}", "split=val"), (0, 2), "eval"),
         Place("an image to train on", data, (*_WORDS, *_IMAGES), (0, 1, 2)),
         Place("an image to train on, data.on_error=skip", data, (*_WORDS, *_IMAGES, "data.on_error=skip"), (0,)),
         Place("a class of images", "pictures/train/special", (*_WORDS, *_IMAGES), (0, 2)),
@@ -75,7 +76,7 @@ def _places() -> list[Place]:
               "predict"),
         *(Place(f"init_from, {name}", name, (*_WORDS, f"init_from={name}"), (2,))
           for name in ("weights.pt", "weights.safetensors")),
-        Place("ckpt_path", "sent.pt", (*_WORDS, "ckpt_path=sent.pt"), (2,)),
+        Place("ckpt_path", "sent.safetensors", (*_WORDS, "ckpt_path=sent.safetensors"), (2,)),
         Place("an option of a group", "conf/model/special.yaml", (*_WORDS, "--config-dir=conf"), (0,)),
         Place("an option of a group that is selected", "conf/model/special.yaml",
               (*_WORDS, "--config-dir=conf", "model=special"), (2,)),

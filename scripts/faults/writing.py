@@ -76,24 +76,22 @@ def _damage(run: Path) -> str:
 
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
     steps = {}
-    for path in sorted((run / "checkpoints").glob("*.pt")):
+    for path in sorted((run / "checkpoints").glob("*.safetensors")):
         try:
-            steps[path.name] = file.read(path)["position"]["global_step"]
+            steps[path.stem] = file.read(path)["position"]["global_step"]
         except UserError as error:
             return f"{error}"
     reported, best = summary.get("global_step", 0), summary.get("best")
-    if reported and steps.get("last.pt", -1) < reported:
-        return f"{run}: step {reported} was reported as saved, and last.pt is of step {steps.get('last.pt')}"
-    if best is not None and steps.get("best.pt", -1) < best["global_step"]:
-        return (
-            f"{run}: the best of step {best['global_step']} was reported, and best.pt is of step {steps.get('best.pt')}"
-        )
+    if reported and steps.get("last", -1) < reported:
+        return f"{run}: step {reported} was reported as saved, and last is of step {steps.get('last')}"
+    if best is not None and steps.get("best", -1) < best["global_step"]:
+        return f"{run}: the best of step {best['global_step']} was reported, and best is of step {steps.get('best')}"
     return ""
 
 
 def _not_resumed(words: tuple[str, ...], run: Path, expected: str) -> str:
     """What is wrong with a run that is continued in its directory, or an empty string."""
-    more = [f"ckpt_path={run}"] if (run / "checkpoints" / "last.pt").exists() else []
+    more = [f"ckpt_path={run}"] if (run / "checkpoints" / "last.safetensors").exists() else []
     if not more and (run / "summary.json").exists():  # a run without a checkpoint is started anew, elsewhere
         run = run.with_name(f"{run.name}_anew")
     life = live([*words, *more, directory(run)], run.with_suffix(".rest.log"))

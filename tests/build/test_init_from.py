@@ -15,7 +15,7 @@ from runner.build.init_from import Started, _without_prefix, start_from
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.heads import Head
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., Started]:
     """Start a model from tensors, as `init_mismatch` says."""
     composition = compose()
-    config = checked(composition.values, composition, Train)
+    config = resolve_config(composition, Train)
 
     def call(
         model: nn.Module, tensors: dict[str, Tensor], mismatch: Any = "head", classes: Sequence[str] = "abc"
@@ -169,16 +169,16 @@ FIRST, SECOND = "+data.dataset.classes=[0,1,2]", "+data.dataset.classes=[3,4,5]"
 
 def test_a_run_starts_from_the_best_of_another_and_says_so(train: Callable[..., Any]) -> None:
     source = train(*SMALL, FIRST)
-    best = read(source.directory / "checkpoints" / "best.pt")
+    best = read(source.directory / "checkpoints" / "best.safetensors")
     tuned = train(*SMALL, SECOND, f"init_from={source.directory}", "freeze=all-but-head", "max_steps=1")
-    last = read(tuned.directory / "checkpoints" / "last.pt")["model"]
+    last = read(tuned.directory / "checkpoints" / "last.safetensors")["model"]
     trunk = [name for name in last if not name.startswith("head")]
     assert all(torch.equal(last[name], best["model"][name]) for name in trunk)
     assert not torch.equal(last["head.weight"], best["model"]["head.weight"])
     assert tuned.summary["global_step"] == 1
     assert tuned.summary["resumed_from"] is None
     record = tuned.summary["init_from"]
-    assert record["path"] == str((source.directory / "checkpoints" / "best.pt").resolve())
+    assert record["path"] == str((source.directory / "checkpoints" / "best.safetensors").resolve())
     assert record["weights_sha256"] == weights_sha256(best["model"])
     assert "not taken from init_from" in tuned.out
     assert "head.weight  of other classes  3x32         3x32" in tuned.out
@@ -200,7 +200,7 @@ def test_the_same_classes_bring_their_head_along(train: Callable[..., Any]) -> N
         "optimizer.lr=0.0",
         "max_steps=1",
     )
-    heads = [read(run.directory / "checkpoints" / "last.pt")["model"]["head.weight"] for run in (source, again)]
+    heads = [read(run.directory / "checkpoints" / "last.safetensors")["model"]["head.weight"] for run in (source, again)]
     assert torch.equal(*heads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,29 @@ def contents() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def forge() -> Callable[[Path, Any], None]:
-    """Write a file with a checksum that fits, whatever its contents."""
+    """Write a file of format 1 with a checksum that fits, whatever its contents."""
 
     def make(path: Path, contents: Any) -> None:
+        if isinstance(contents, dict) and repr(contents.get("format")) == str(FORMAT):
+            contents = contents | {"format": 1}
         buffer = io.BytesIO()
         torch.save(contents, buffer)
         archive = buffer.getvalue()
         comment = b"runner-sha256:" + hashlib.sha256(archive).hexdigest().encode()
         path.write_bytes(archive[:-2] + len(comment).to_bytes(2, "little") + comment)
+
+    return make
+
+
+@pytest.fixture
+def forge_header() -> Callable[..., None]:
+    """Write a file of the current layout with checksums that fit, whatever its header says."""
+
+    def make(path: Path, metadata: dict[str, Any], entries: dict[str, Any], data: bytes = b"", text: str = "") -> None:
+        known = {"format": str(FORMAT), "sha256": "0" * 64} | metadata
+        header = text.encode() or json.dumps({"__metadata__": known, **entries}, separators=(",", ":")).encode()
+        made = len(header).to_bytes(8, "little") + header
+        digest = hashlib.sha256(made).hexdigest().encode()
+        path.write_bytes(made.replace(b"0" * 64, digest, 1) + data)
 
     return make

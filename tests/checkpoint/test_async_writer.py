@@ -38,6 +38,14 @@ def test_a_snapshot_is_left_alone_by_what_happens_later_and_uses_its_memory_agai
     assert torch.equal(third["model"]["weight"], torch.zeros(4))
 
 
+def test_tied_tensors_are_copied_once_and_stay_tied() -> None:
+    weight, snapshot = torch.ones(3), Snapshot()
+    for _ in range(2):
+        copy = snapshot.take({"model": {"embedding": weight, "decoder": weight, "other": torch.ones(3)}})["model"]
+        assert copy["embedding"] is copy["decoder"]
+        assert copy["other"] is not copy["decoder"]
+
+
 def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> None:
     weight, buffer, snapshot = torch.ones(3), torch.ones(3), Snapshot()
     copy = snapshot.take({"model": {"weight": weight, "mean": buffer}}, lambda place: place == "/model/weight")
@@ -98,7 +106,7 @@ def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(train: C
             assert same(left[key], right[key]), (name, key)
 
 
-@pytest.mark.parametrize("name", ["step_0000000007.pt", "best.pt"])
+@pytest.mark.parametrize("name", ["step_0000000007.safetensors", "best.safetensors"])
 def test_what_was_saved_in_the_background_resumes_to_the_same_bits(train: Callable[..., Any], name: str) -> None:
     whole = train(*SMALL, "checkpoint.async=true")
     rest = train(f"ckpt_path={whole.directory / 'checkpoints' / name}")
@@ -125,7 +133,7 @@ def test_a_failure_in_the_background_ends_the_run_with_a_sentence(
     assert "no space left" in result.err
     assert "Traceback" not in result.err
     assert result.summary["status"] == "failed"
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 4
 
 
 def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
@@ -139,7 +147,7 @@ def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
         write(path, contents)
         if contents["position"]["global_step"] == 5:
             content = bytearray(path.read_bytes())
-            content[100] ^= 1
+            content[-1] ^= 1
             path.write_bytes(content)
 
     monkeypatch.setattr("runner.checkpoint.manager.file.write", damaging)
@@ -148,12 +156,12 @@ def test_the_newest_goes_before_older_ones_only_once_it_was_read_back_whole(
     )
     assert result.status == 2
     assert "do not fit its checksum" in result.err
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 4
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 4
 
 
-def test_the_size_counts_every_storage_once() -> None:
+def test_the_size_counts_tied_tensors_once() -> None:
     weight = torch.zeros(10, 10)
-    assert size_of({"a": weight, "b": [weight[0], torch.zeros(5, dtype=torch.float64)], "c": 3}) == 400 + 40
+    assert size_of({"a": weight, "b": [weight, torch.zeros(5, dtype=torch.float64)], "c": 3}) == 400 + 40
 
 
 def test_too_little_room_is_a_sentence_before_anything_is_written(
@@ -234,7 +242,7 @@ def test_a_buffer_that_is_infinite_by_design_is_saved(train: Callable[..., Any])
     words = [word for word in SMALL if not word.startswith("model.")]
     own = ("model._target_=own.Masked", "~model.width", "~model.dropout", "+model.image_size=null")
     result = train(*words, *own)
-    assert read(result.directory / "checkpoints" / "last.pt")["model"]["mask"].isinf().any()
+    assert read(result.directory / "checkpoints" / "last.safetensors")["model"]["mask"].isinf().any()
 
 
 @pytest.mark.usefixtures("own")
@@ -256,7 +264,7 @@ def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Callable[
         "+callbacks.fail._target_=own.Fail",
     )
     assert result.status == 1
-    best = read(result.directory / "checkpoints" / "best.pt")
+    best = read(result.directory / "checkpoints" / "best.safetensors")
     assert best["position"]["global_step"] in (6, 12)
     assert best["metrics"]["best"]["global_step"] == best["position"]["global_step"]
 
@@ -266,9 +274,9 @@ def test_going_on_from_an_older_checkpoint_makes_it_the_last(
 ) -> None:
     whole = train(*SMALL)
     digest = whole.summary["weights_sha256"]
-    older = whole.directory / "checkpoints" / "step_0000000007.pt"
+    older = whole.directory / "checkpoints" / "step_0000000007.safetensors"
     words = (f"ckpt_path={older}", f"hydra.run.dir={whole.directory}", "+callbacks.fail._target_=own.Fail")
     assert run("train", *words, "+callbacks.fail.step=8", "checkpoint.every_steps=1000", "threads=1").status == 1
-    assert read(whole.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 7
+    assert read(whole.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 7
     rest = train(f"ckpt_path={whole.directory}")
     assert rest.summary["weights_sha256"] == digest

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import random
 import resource
 import subprocess
 import sys
-import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from runner.checkpoint import file
-from runner.checkpoint.file import KEYS, DamagedCheckpoint, link, read, verify, write
+from runner.checkpoint import file, layout
+from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
 from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]
@@ -40,7 +44,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def sample(tmp_path: Path, contents: Make) -> Path:
-    path = tmp_path / "sample.pt"
+    path = tmp_path / "sample.safetensors"
     write(path, contents())
     return path
 
@@ -50,9 +54,9 @@ def test_what_is_written_is_read_back(tmp_path: Path, contents: Make) -> None:
     made["model"] |= {
         "half": torch.randn(2, 2).to(torch.bfloat16), "empty": torch.zeros(0, 3), "flags": torch.tensor([True, False]),
     }  # fmt: skip
-    write(tmp_path / "a.pt", made)
-    assert equal(read(tmp_path / "a.pt"), made)
-    assert names(tmp_path) == ["a.pt"]
+    write(tmp_path / "a.safetensors", made)
+    assert equal(read(tmp_path / "a.safetensors"), made)
+    assert names(tmp_path) == ["a.safetensors"]
 
 
 def test_the_keys_are_the_documented_ones() -> None:
@@ -60,50 +64,152 @@ def test_the_keys_are_the_documented_ones() -> None:
     assert list(KEYS) == documented.split()
 
 
-def test_torch_reads_it_without_this_package(sample: Path, contents: Make) -> None:
-    code = "import sys, torch; print(sorted(torch.load(sys.argv[1], weights_only=True)))"
+def test_safetensors_alone_gives_the_weights_under_their_own_names(sample: Path, contents: Make) -> None:
+    code = "import sys; from safetensors.torch import load_file; print(sorted(load_file(sys.argv[1])))"
     made = subprocess.run([sys.executable, "-c", code, str(sample)], capture_output=True, text=True, check=True)
-    assert made.stdout.strip() == str(sorted(KEYS))
+    weights = contents()["model"]
+    assert made.stdout.strip() == str(sorted([*weights, "optimizer/state/0/step", "rng/torch"]))
+    loaded = load_file(sample)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-def test_any_zip_tool_reads_and_checks_it(sample: Path) -> None:
-    with zipfile.ZipFile(sample) as archive:
-        assert archive.testzip() is None
-        assert any(name.endswith("data.pkl") for name in archive.namelist())
-        comment = archive.comment.decode()
-    mark, _, digest = comment.partition(":")
+def test_everything_else_is_text_in_the_metadata(sample: Path, contents: Make) -> None:
+    with safe_open(sample, "pt") as opened:
+        metadata = opened.metadata()
+    assert set(metadata) == {*KEYS, "sha256", "digests"}
+    assert (metadata["format"], metadata["config"]) == ("2", contents()["config"])
+    assert json.loads(metadata["classes"]) == contents()["classes"]
+    assert json.loads(metadata["position"]) == contents()["position"]
+    assert json.loads(metadata["model"])["layer.weight"] == {"$tensor": "layer.weight"}
+
+
+def test_the_checksums_are_as_documented(sample: Path) -> None:
     data = sample.read_bytes()
-    # The checksum is over the archive as it was before it had a comment, that is with a comment length of zero.
-    body = data[: -len(comment) - 2] + b"\0\0"
-    assert (mark, digest) == ("runner-sha256", hashlib.sha256(body).hexdigest())
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    metadata = header.pop("__metadata__")
+    blank = data[:end].replace(metadata["sha256"].encode(), b"0" * 64)
+    assert hashlib.sha256(blank).hexdigest() == metadata["sha256"]
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    digests = {name: hashlib.sha256(data[end + a : end + b]).hexdigest() for name, (a, b) in places.items()}
+    assert digests == json.loads(metadata["digests"])
+    assert end % 8 == 0, "tensors are aligned"
+
+
+def test_a_state_comes_back_with_its_exact_values_and_types(tmp_path: Path, contents: Make) -> None:
+    state = {
+        0: (1, 2.5, None, True, 2**70, -0.0, 1e-320, 0.1 + 0.2),
+        "odd": [float("nan"), float("inf"), float("-inf"), 1j, complex("nan"), b"ab", bytearray(b"x"), "\ud800\0"],
+        (1, "a"): {"$tensor": "no tensor", "": {1, 2}, "facts": (torch.Size([1, 2]), torch.float16, torch.device("cuda:1"))},
+        None: [OrderedDict(b=1, a=2), Counter("aab"), (), [], {}, set()],
+    }  # fmt: skip
+    made = contents()
+    made["metrics"]["callbacks"] = {"mine": state}
+    write(tmp_path / "a.safetensors", made)
+    found = read(tmp_path / "a.safetensors")["metrics"]["callbacks"]["mine"]
+    assert repr(found) == repr(state)  # NaN is not equal to itself
+    assert [type(item) for item in found[None]] == [type(item) for item in state[None]]
+
+
+KINDS = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.float16, torch.bfloat16, torch.int32, torch.uint32,
+    torch.float32, torch.int64, torch.uint64, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def test_tensors_of_every_dtype_and_shape_come_back_with_the_same_bytes(tmp_path: Path, contents: Make) -> None:
+    drawn = torch.randint(0, 2, (3, 16), dtype=torch.uint8)
+    model = {str(kind): drawn.view(kind) for kind in KINDS}
+    model |= {f"one {kind}": torch.ones((), dtype=kind) for kind in KINDS}
+    model |= {f"none {kind}": torch.ones((2, 0), dtype=kind) for kind in KINDS}
+    model |= {"strided": torch.randn(3, 4).t(), "expanded": torch.ones(1).expand(5), "__metadata__": torch.ones(2)}
+    write(tmp_path / "a.safetensors", contents(model=model))
+    found = read(tmp_path / "a.safetensors")["model"]
+    assert weights_sha256(found) == weights_sha256(model)
+    assert list(found) == list(model)
+    assert len(load_file(tmp_path / "a.safetensors")) == len(model) + 2
+
+
+def test_tied_tensors_are_stored_once_and_stay_tied(tmp_path: Path, contents: Make) -> None:
+    weight = torch.randn(50, 20)
+    model = {"embedding.weight": weight, "decoder.weight": weight, "view": weight[:25]}
+    averaged = {"kind": "ema", "updates": 1, "weights": {"decoder.weight": weight}}
+    write(tmp_path / "a.safetensors", contents(model=model, averaged=averaged))
+    found = read(tmp_path / "a.safetensors")
+    assert found["model"]["decoder.weight"] is found["model"]["embedding.weight"]
+    assert found["averaged"]["weights"]["decoder.weight"] is found["model"]["embedding.weight"]
+    assert equal(found["model"], model)
+    assert {"embedding.weight", "view"} == {name for name in load_file(tmp_path / "a.safetensors") if "/" not in name}
+
+
+def test_a_models_own_tensor_keeps_its_name_whatever_others_are_called(tmp_path: Path, contents: Make) -> None:
+    model = {"optimizer/state/0/step": torch.zeros(3), "rng/torch": torch.ones(1)}
+    made = contents(model=model)
+    write(tmp_path / "a.safetensors", made)
+    assert equal(read(tmp_path / "a.safetensors"), made)
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.zeros(2, device="meta")], ids=["sparse", "meta"])
+def test_tensors_without_plain_values_are_refused_before_anything_is_written(
+    tensor: torch.Tensor, tmp_path: Path, contents: Make
+) -> None:
+    with pytest.raises(UserError, match="checkpoint: x is a tensor that is sparse, quantized or without values"):
+        write(tmp_path / "a.safetensors", contents(model={"x": tensor}))
+    assert names(tmp_path) == []
+
+
+def test_only_the_parts_that_are_needed_are_read_and_verified(sample: Path, contents: Make) -> None:
+    data = bytearray(sample.read_bytes())
+    data[-1] ^= 1  # of rng/torch
+    sample.write_bytes(data)
+    found = read(sample, lambda known: ["model"] if known["classes"] else KEYS)
+    assert equal(found["model"], contents()["model"])
+    assert found["optimizer"]["state"][0]["step"].device.type == "meta"
+    for look in (verify, read):
+        with pytest.raises(DamagedCheckpoint, match=r"do not fit its checksum \(rng/torch\)"):
+            look(sample)
+
+
+def test_other_safetensors_files_are_told_from_checkpoints(sample: Path, tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "other.safetensors", metadata={"format": "pt"})
+    assert is_checkpoint(sample)
+    assert not is_checkpoint(tmp_path / "other.safetensors")
+    data = bytearray(sample.read_bytes())
+    for place in (20, 40, 50):
+        data[place] ^= 1
+        sample.write_bytes(data)
+        assert is_checkpoint(sample), "a damaged checkpoint is no file of weights"
+        data[place] ^= 1
 
 
 def test_equal_contents_give_equal_files(tmp_path: Path, contents: Make) -> None:
     made = contents()
-    write(tmp_path / "a.pt", made)
-    write(tmp_path / "b.pt", made)
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    write(tmp_path / "a.safetensors", made)
+    write(tmp_path / "b.safetensors", made)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
 def test_every_truncation_is_found_and_named(sample: Path, tmp_path: Path) -> None:
     data = sample.read_bytes()
     lengths = {*range(0, len(data), len(data) // 60), 1, len(data) - 1, len(data) - 64, len(data) - 78, len(data) - 80}
-    short = tmp_path / "short.pt"
+    short = tmp_path / "short.safetensors"
     for length in sorted(lengths):
         short.write_bytes(data[:length])
         for look in (verify, read):
-            with pytest.raises(DamagedCheckpoint, match=r"short\.pt: (has no checksum|its contents do not fit)"):
+            with pytest.raises(DamagedCheckpoint, match=r"short\.safetensors: (is truncated|is not a checkpoint)"):
                 look(short)
 
 
 def test_every_flipped_byte_is_found_and_named(sample: Path, tmp_path: Path) -> None:
-    data, generator, flipped = sample.read_bytes(), random.Random(0), tmp_path / "flipped.pt"
-    places = {generator.randrange(len(data)) for _ in range(200)} | set(range(len(data) - 85, len(data)))
+    data, generator, flipped = sample.read_bytes(), random.Random(0), tmp_path / "flipped.safetensors"
+    places = {generator.randrange(len(data)) for _ in range(200)} | set(range(140))
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << generator.randrange(8)
         flipped.write_bytes(damaged)
-        with pytest.raises(DamagedCheckpoint, match=r"flipped\.pt: "):
+        with pytest.raises(DamagedCheckpoint, match=r"flipped\.safetensors: "):
             read(flipped)
 
 
@@ -115,16 +221,16 @@ def test_bytes_added_at_the_end_are_found(sample: Path, extra: bytes) -> None:
 
 
 def test_a_missing_file_and_a_folder_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*nothing\.pt: No such file"):
-        read(tmp_path / "nothing.pt")
+    with pytest.raises(UserError, match=r"cannot read .*nothing\.safetensors: No such file"):
+        read(tmp_path / "nothing.safetensors")
     with pytest.raises(UserError, match="cannot read"):
         read(tmp_path)
 
 
 def test_a_file_of_a_later_version_is_not_guessed_at(tmp_path: Path, contents: Make) -> None:
-    write(tmp_path / "new.pt", contents(format=file.FORMAT + 1))
-    with pytest.raises(UserError, match=r"has format 2, and this version reads up to 1: update runner"):
-        read(tmp_path / "new.pt")
+    write(tmp_path / "new.safetensors", contents(format=file.FORMAT + 1))
+    with pytest.raises(UserError, match=r"has format 3, and this version reads up to 2: update runner"):
+        read(tmp_path / "new.safetensors")
 
 
 class Full:
@@ -156,11 +262,11 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(
     before, original = sample.read_bytes(), Path.open
     assert room < len(before)
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: Full(original(self, *a, **k), room))
-    with pytest.raises(UserError, match=r"cannot write .*sample\.pt.*earlier checkpoints are untouched"):
+    with pytest.raises(UserError, match=r"cannot write .*sample\.safetensors.*earlier checkpoints are untouched"):
         write(sample, contents(8))
     monkeypatch.undo()
     assert sample.read_bytes() == before
-    assert names(sample.parent) == ["sample.pt"]
+    assert names(sample.parent) == ["sample.safetensors"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -177,7 +283,7 @@ def test_a_failure_at_the_last_moment_leaves_the_old_file_and_nothing_else(
         write(sample, contents(8))
     monkeypatch.undo()
     assert sample.read_bytes() == before
-    assert names(sample.parent) == ["sample.pt"]
+    assert names(sample.parent) == ["sample.safetensors"]
 
 
 def test_a_file_size_limit_is_a_sentence_and_loses_nothing(sample: Path, contents: Make) -> None:
@@ -197,19 +303,19 @@ def test_a_file_size_limit_is_a_sentence_and_loses_nothing(sample: Path, content
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
     assert sample.read_bytes() == before
-    assert names(sample.parent) == ["sample.pt"]
+    assert names(sample.parent) == ["sample.safetensors"]
 
 
 def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path, contents: Make) -> None:
     with pytest.raises(UserError, match="cannot write"):
-        write(tmp_path / "no" / "a.pt", contents())
+        write(tmp_path / "no" / "a.safetensors", contents())
 
 
 @pytest.mark.parametrize("limit", [100, 2_000, 300_000])
 def test_a_limit_on_the_size_of_files_is_one_sentence_and_the_older_file_stays(
     tmp_path: Path, contents: Make, limit: int
 ) -> None:
-    write(tmp_path / "a.pt", contents(step=1))
+    write(tmp_path / "a.safetensors", contents(step=1))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     large = contents(step=2, model={"layer.weight": torch.zeros(100_000)})
     reading, writing = os.pipe()
@@ -217,7 +323,7 @@ def test_a_limit_on_the_size_of_files_is_one_sentence_and_the_older_file_stays(
     if pid == 0:
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-            write(tmp_path / "a.pt", large)
+            write(tmp_path / "a.safetensors", large)
         except UserError as error:
             os.write(writing, str(error).encode())
         os._exit(0)
@@ -229,8 +335,8 @@ def test_a_limit_on_the_size_of_files_is_one_sentence_and_the_older_file_stays(
     assert "earlier checkpoints are untouched" in said
     assert "unexpected pos" not in said
     assert len(said.splitlines()) == 1
-    assert read(tmp_path / "a.pt")["position"]["global_step"] == 1
-    assert names(tmp_path) == ["a.pt"]
+    assert read(tmp_path / "a.safetensors")["position"]["global_step"] == 1
+    assert names(tmp_path) == ["a.safetensors"]
 
 
 def test_the_file_and_its_folder_are_on_the_disk_before_writing_returns(
@@ -250,8 +356,8 @@ def test_the_file_and_its_folder_are_on_the_disk_before_writing_returns(
 
     monkeypatch.setattr(os, "fsync", noting_sync)
     monkeypatch.setattr(os, "replace", noting_replace)
-    write(tmp_path / "a.pt", contents())
-    assert events == ["sync file", "rename to a.pt", "sync folder"]
+    write(tmp_path / "a.safetensors", contents())
+    assert events == ["sync file", "rename to a.safetensors", "sync folder"]
 
 
 def test_the_temporary_file_lies_beside_the_target(
@@ -260,7 +366,7 @@ def test_the_temporary_file_lies_beside_the_target(
     moved: list[Path] = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (moved.append(Path(a)), replace(a, b))[1])
-    write(tmp_path / "a.pt", contents())
+    write(tmp_path / "a.safetensors", contents())
     assert [path.parent for path in moved] == [tmp_path]
     assert moved[0].name.startswith(".")
     assert moved[0].name.endswith(".tmp")
@@ -268,12 +374,12 @@ def test_the_temporary_file_lies_beside_the_target(
 
 def test_a_link_is_the_same_checkpoint_and_can_be_made_twice(tmp_path: Path, sample: Path, contents: Make) -> None:
     for _ in range(2):
-        link(sample, tmp_path / "last.pt")
-        assert equal(read(tmp_path / "last.pt"), read(sample))
-    assert names(tmp_path) == ["last.pt", "sample.pt"]
-    write(tmp_path / "other.pt", contents(9))
-    link(tmp_path / "other.pt", tmp_path / "last.pt")
-    assert read(tmp_path / "last.pt")["position"]["global_step"] == 9
+        link(sample, tmp_path / "last.safetensors")
+        assert equal(read(tmp_path / "last.safetensors"), read(sample))
+    assert names(tmp_path) == ["last.safetensors", "sample.safetensors"]
+    write(tmp_path / "other.safetensors", contents(9))
+    link(tmp_path / "other.safetensors", tmp_path / "last.safetensors")
+    assert read(tmp_path / "last.safetensors")["position"]["global_step"] == 9
     assert read(sample)["position"]["global_step"] == 7
 
 
@@ -284,10 +390,18 @@ def test_where_the_file_system_has_no_links_a_copy_is_made(
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    link(sample, tmp_path / "last.pt")
-    assert (tmp_path / "last.pt").read_bytes() == sample.read_bytes()
-    assert (tmp_path / "last.pt").stat().st_ino != sample.stat().st_ino
-    assert names(tmp_path) == ["last.pt", "sample.pt"]
+    link(sample, tmp_path / "last.safetensors")
+    assert (tmp_path / "last.safetensors").read_bytes() == sample.read_bytes()
+    assert (tmp_path / "last.safetensors").stat().st_ino != sample.stat().st_ino
+    assert names(tmp_path) == ["last.safetensors", "sample.safetensors"]
+
+
+def test_a_config_that_is_no_text_is_not_written(tmp_path: Path, contents: Make) -> None:
+    with pytest.raises(UserError, match="checkpoint: config is a int"):
+        write(tmp_path / "a.safetensors", contents(config=3))
+    with pytest.raises(UserError, match="checkpoint: .*surrogates"):
+        write(tmp_path / "a.safetensors", contents(config="\ud800"))
+    assert names(tmp_path) == []
 
 
 def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, contents: Make) -> None:
@@ -297,25 +411,120 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, contents: Ma
     made = contents()
     made["metrics"]["callbacks"] = {"mine": {"seen": [Thing()]}}
     with pytest.raises(UserError, match="mine"):
-        write(tmp_path / "a.pt", made)
+        write(tmp_path / "a.safetensors", made)
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("change", [{"sharded": True}, {"model": None}, {"position": "elsewhere"}], ids=str)
+@pytest.mark.parametrize("metadata", [{"shards": "3"}, {"model": "{"}, {"digests": "{}"}], ids=str)
 def test_a_newer_format_with_other_contents_is_no_damage(
-    change: dict[str, Any], tmp_path: Path, contents: Make, forge: Callable[[Path, Any], None]
+    metadata: dict[str, str], tmp_path: Path, forge_header: Callable[..., None]
 ) -> None:
-    path = tmp_path / "new.pt"
-    forge(path, contents(format=file.FORMAT + 1) | change)
-    with pytest.raises(
-        UserError, match=r"new\.pt: has format 2, and this version reads up to 1: update runner"
-    ) as caught:
+    path = tmp_path / "new.safetensors"
+    forge_header(path, {"format": "3"} | metadata, {})
+    with pytest.raises(UserError, match=r"new\.safetensors: has format 3, and this version reads up to 2") as caught:
         read(path)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 @pytest.mark.parametrize("written", [True, "2", 0, -1, None, 2.0], ids=str)
-def test_a_format_that_is_no_number_from_1_on_is_refused(written: Any, tmp_path: Path, contents: Make) -> None:
-    write(tmp_path / "odd.pt", contents(format=written))
+def test_a_format_that_is_no_number_from_1_on_is_refused(
+    written: Any, tmp_path: Path, contents: Make, forge: Callable[[Path, Any], None]
+) -> None:
+    forge(tmp_path / "odd.pt", contents(format=written))
     with pytest.raises(DamagedCheckpoint, match="its format is not a number from 1 on"):
         read(tmp_path / "odd.pt")
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+DIGESTS = {"digests": json.dumps({"a": hashlib.sha256(bytes(8)).hexdigest(), "b": "0"})}
+
+
+@pytest.mark.parametrize(
+    ("entries", "data", "reason"),
+    [
+        ({"a": F32}, bytes(4), "is truncated, or has bytes after its end"),
+        ({"a": F32}, bytes(16), "is truncated, or has bytes after its end"),
+        ({"a": F32, "b": F32}, bytes(8), "the bytes of b are not where"),
+        ({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, bytes(12), "the bytes of b are not where"),
+        ({"a": F32 | {"data_offsets": [8, 16]}}, bytes(16), "the bytes of a are not where"),
+        ({"a": F32 | {"shape": [3]}}, bytes(8), "the bytes of a are not where"),
+        (
+            {"a": F32 | {"shape": [2**40], "data_offsets": [0, 2**42]}},
+            bytes(8),
+            "is truncated, or has bytes after its end",
+        ),
+        ({"a": F32 | {"shape": [-2]}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"shape": [True, 2]}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"shape": [1] * 65}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"data_offsets": [0, 2**70]}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"more": 1}}, bytes(8), "the entry of a"),
+        ({"a": F32 | {"dtype": "F31"}}, bytes(8), "F31"),
+        ({"a": F32 | {"data_offsets": "08"}}, bytes(8), "its header is damaged or forged"),
+        ({"a": 5}, bytes(8), "its header is damaged or forged"),
+        ({"c": F32}, bytes(8), "its header is damaged or forged"),
+        ({"a": F32}, bytes(8), "tensors that belong to no part"),
+    ],
+)
+def test_a_header_that_does_not_fit_its_tensors_is_refused(
+    entries: dict[str, Any], data: bytes, reason: str, tmp_path: Path, forge_header: Callable[..., None]
+) -> None:
+    forge_header(tmp_path / "odd.safetensors", DIGESTS, entries, data)
+    with pytest.raises(DamagedCheckpoint, match=rf"odd\.safetensors: .*{reason}") as caught:
+        read(tmp_path / "odd.safetensors")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+HEAD = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + ',"a":"1","a":"2"}}', HEAD + '},"a":1,"a":2}', HEAD + ',"a":5}}', HEAD + ',"a":' + "[" * 100_000, HEAD + "}",
+        HEAD + ',"digests":"' + "[" * 100_000 + '"}}', HEAD + ',"digests":"[]"}}', HEAD + ',"digests":""}}', HEAD,
+        '{"format":"2"}', "[]", "{" * 9, HEAD.replace('"2"', '"two"') + "}}", "\x00" * 200,
+    ],
+    ids=range(14),
+)  # fmt: skip
+def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_header: Callable[..., None]) -> None:
+    forge_header(tmp_path / "odd.safetensors", {}, {}, text=text)
+    with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: is not a checkpoint"):
+        read(tmp_path / "odd.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 2**40, 2**63, 100_000_001, 10_000])
+def test_a_header_that_claims_another_length_takes_no_memory(length: int, sample: Path) -> None:
+    sample.write_bytes(length.to_bytes(8, "little") + sample.read_bytes()[8:])
+    with pytest.raises(
+        DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint|its contents do not fit)"
+    ):
+        read(sample)
+
+
+def nested(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("optimizer", '{"$pickle":"x"}'), ("optimizer", '{"$tensor":"nowhere"}'), ("optimizer", '{"$tensor":[1]}'),
+        ("optimizer", '{"$tensor":["layer.weight","float31"]}'), ("optimizer", '{"$tuple":5}'), ("rng", '{"$set":[[]]}'),
+        ("optimizer", '{"$dtype":"os"}'), ("optimizer", '{"$device":"elsewhere"}'), ("rng", '{"$tuple":[],"$set":[]}'),
+        ("optimizer", '{"$dict":[[[],1]]}'), ("optimizer", '{"$Size":[1e400]}'), ("optimizer", '{"$bytes":"xyz"}'),
+        ("metrics", '{"callbacks":' + nested(300) + "}"), ("metrics", nested(100_000)), ("classes", "9" * 5000),
+        ("scheduler", ""), ("model", '{"a":{"$tensor":["layer.weight","int64"]}}'),
+    ],
+)  # fmt: skip
+def test_a_structure_that_is_none_of_ours_is_refused(key: str, text: str, sample: Path, contents: Make) -> None:
+    before = layout.write
+
+    def forged(file: Any, written: str, metadata: dict[str, str], tensors: Any) -> None:
+        before(file, written, metadata | {key: text}, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "write", forged)
+        write(sample, contents())
+    with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: ") as caught:
+        read(sample)
+    assert len(str(caught.value)) < 1000

@@ -45,12 +45,12 @@ def damage(path: Path) -> None:
 
 def test_a_file_a_run_and_names_are_found(runs: Path) -> None:
     folder = runs / "old" / "checkpoints"
-    assert found(runs, folder / "step_0000000020.pt") == ("step_0000000020.pt", 20, 0)
-    assert found(runs, runs / "old") == ("last.pt", 30, 0)
-    assert found(runs, runs / "old", "best") == ("best.pt", 10, 0)
-    assert found(runs, folder) == ("last.pt", 30, 0)
-    assert found(runs, "last") == ("last.pt", 5, 0)
-    assert found(runs, "best") == ("best.pt", 5, 0)
+    assert found(runs, folder / "step_0000000020.safetensors") == ("step_0000000020.safetensors", 20, 0)
+    assert found(runs, runs / "old") == ("last.safetensors", 30, 0)
+    assert found(runs, runs / "old", "best") == ("best.safetensors", 10, 0)
+    assert found(runs, folder) == ("last.safetensors", 30, 0)
+    assert found(runs, "last") == ("last.safetensors", 5, 0)
+    assert found(runs, "best") == ("best.safetensors", 5, 0)
 
 
 def test_the_newest_run_is_the_one_saved_last_in_sweeps_too(runs: Path, contents: Make) -> None:
@@ -69,48 +69,54 @@ def test_the_newest_run_is_the_one_that_started_last_where_its_summary_says_when
 
 def test_a_checkpoint_that_is_a_named_pipe_is_no_run_with_a_checkpoint(runs: Path) -> None:
     (runs / "pipe" / "checkpoints").mkdir(parents=True)
-    os.mkfifo(runs / "pipe" / "checkpoints" / "last.pt")
+    os.mkfifo(runs / "pipe" / "checkpoints" / "last.safetensors")
     assert newest_run(runs).name == "new"
-    (runs / "new" / "checkpoints" / "best.pt").unlink()
-    os.mkfifo(runs / "new" / "checkpoints" / "best.pt")
+    (runs / "new" / "checkpoints" / "best.safetensors").unlink()
+    os.mkfifo(runs / "new" / "checkpoints" / "best.safetensors")
     with pytest.raises(UserError, match="not a regular file"):
-        read(runs / "new" / "checkpoints" / "best.pt")
+        read(runs / "new" / "checkpoints" / "best.safetensors")
 
 
 def test_a_damaged_last_falls_back_to_the_newest_valid_one_and_says_so(runs: Path) -> None:
     folder = runs / "old" / "checkpoints"
-    damage(folder / "last.pt")
+    damage(folder / "last.safetensors")
     got = load(str(runs / "old"), runs, "last")
-    assert got.path.name == "step_0000000030.pt", "the same step under its other name is whole"
-    damage(folder / "step_0000000030.pt")
+    assert got.path.name == "step_0000000030.safetensors", "the same step under its other name is whole"
+    damage(folder / "step_0000000030.safetensors")
     got = load(str(runs / "old"), runs, "last")
     assert got.contents["position"]["global_step"] == 20
-    assert [warning.split(":")[0].rpartition("/")[2] for warning in got.warnings] == ["last.pt", "step_0000000030.pt"]
+    told = [warning.split(":")[0].rpartition("/")[2] for warning in got.warnings]
+    assert told == [
+        "last.safetensors",
+        "step_0000000030.safetensors",
+    ]
     assert all("damaged" in warning for warning in got.warnings)
 
 
 def test_a_damaged_file_that_was_named_is_an_error_that_offers_another(runs: Path) -> None:
     folder = runs / "old" / "checkpoints"
-    damage(folder / "step_0000000030.pt")
-    with pytest.raises(DamagedCheckpoint, match=r"step_0000000030\.pt.*damaged\n.*ckpt_path=.*last\.pt"):
-        load(str(folder / "step_0000000030.pt"), runs, "last")
-    damage(folder / "best.pt")
-    with pytest.raises(DamagedCheckpoint, match=r"best\.pt"):
+    damage(folder / "step_0000000030.safetensors")
+    with pytest.raises(
+        DamagedCheckpoint, match=r"step_0000000030\.safetensors.*damaged\n.*ckpt_path=.*last\.safetensors"
+    ):
+        load(str(folder / "step_0000000030.safetensors"), runs, "last")
+    damage(folder / "best.safetensors")
+    with pytest.raises(DamagedCheckpoint, match=r"best\.safetensors"):
         load(str(runs / "old"), runs, "best")
 
 
 def test_a_run_with_nothing_whole_names_every_file(runs: Path) -> None:
     for path in (runs / "new" / "checkpoints").iterdir():
         damage(path)
-    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint of this run is whole:\n.*last.pt.*\n.*step_"):
+    with pytest.raises(DamagedCheckpoint, match=r"no checkpoint of this run is whole:\n.*last.safetensors.*\n.*step_"):
         load(str(runs / "new"), runs, "last")
 
 
 def test_a_path_that_is_nearly_right_gets_a_suggestion(runs: Path) -> None:
     with pytest.raises(UserError, match=r"there is no .*olde; did you mean '.*old'\?\n.*allowed: a checkpoint file"):
         load(str(runs / "olde"), runs, "last")
-    with pytest.raises(UserError, match=r"did you mean '.*step_0000000020\.pt'"):
-        load(str(runs / "old" / "checkpoints" / "step_000000020.pt"), runs, "last")
+    with pytest.raises(UserError, match=r"did you mean '.*step_0000000020\.safetensors'"):
+        load(str(runs / "old" / "checkpoints" / "step_000000020.safetensors"), runs, "last")
 
 
 def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> None:
@@ -119,20 +125,20 @@ def test_no_run_and_no_checkpoint_are_sentences(tmp_path: Path, runs: Path) -> N
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="has no checkpoint"):
         load(str(tmp_path / "empty"), runs, "last")
-    (runs / "new" / "checkpoints" / "best.pt").unlink()
-    with pytest.raises(UserError, match=r"has no best.pt\n.*ckpt_path=last"):
+    (runs / "new" / "checkpoints" / "best.safetensors").unlink()
+    with pytest.raises(UserError, match=r"has no best checkpoint\n.*ckpt_path=last"):
         load("best", runs, "last")
 
 
 @pytest.mark.parametrize("named", ["run", "file"])
-def test_a_newer_format_is_told_and_no_older_file_is_taken_in_its_place(
-    named: str, runs: Path, contents: Make, forge: Callable[[Path, Any], None]
+def test_a_newer_format_is_told_and_no_older_file_is_taken_instead(
+    named: str, runs: Path, forge_header: Callable[..., None]
 ) -> None:
     folder = runs / "old" / "checkpoints"
-    (folder / "last.pt").unlink()
-    forge(folder / "last.pt", contents(40, format=2) | {"shards": 3})
-    with pytest.raises(UserError, match=r"last\.pt: has format 2, and this version reads up to 1: update runner"):
-        load(str(folder / "last.pt" if named == "file" else runs / "old"), runs, "last")
+    (folder / "last.safetensors").unlink()
+    forge_header(folder / "last.safetensors", {"format": "3", "shards": "3"}, {})
+    with pytest.raises(UserError, match=r"last\.safetensors: has format 3, and this version reads up to 2: update"):
+        load(str(folder / "last.safetensors" if named == "file" else runs / "old"), runs, "last")
 
 
 def test_what_is_there_and_no_file_is_not_suggested_as_itself(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_the_newest_few_are_kept_and_last_and_best_outlive_them(keep: int, tmp_p
     manager = CheckpointManager(tmp_path, keep)
     for step in range(1, 7):
         manager.save(contents(step), step, is_best=step == 2)
-    newest = [f"step_{step:010d}.pt" for step in range(7 - keep, 7)]
-    assert names(tmp_path) == sorted(["best.pt", "last.pt", *newest])
+    newest = [f"step_{step:010d}.safetensors" for step in range(7 - keep, 7)]
+    assert names(tmp_path) == sorted(["best.safetensors", "last.safetensors", *newest])
     assert step_of(manager.last) == 6
     assert step_of(manager.best) == 2
 
@@ -47,7 +47,7 @@ def test_the_same_step_saved_twice_is_one_checkpoint(tmp_path: Path, contents: M
     manager = CheckpointManager(tmp_path, 2)
     manager.save(contents(5), 5, is_best=True)
     manager.save(contents(5, classes=["new"]), 5, is_best=False)
-    assert names(tmp_path) == ["best.pt", "last.pt", "step_0000000005.pt"]
+    assert names(tmp_path) == ["best.safetensors", "last.safetensors", "step_0000000005.safetensors"]
     assert read(manager.last)["classes"] == ["new"]
     assert step_of(manager.best) == 5
 
@@ -57,15 +57,15 @@ def test_steps_of_an_abandoned_future_are_removed(tmp_path: Path, contents: Make
     for step in (10, 20, 30):
         manager.save(contents(step), step, is_best=False)
     manager.save(contents(15), 15, is_best=False)
-    assert names(tmp_path) == ["last.pt", "step_0000000010.pt", "step_0000000015.pt"]
+    assert names(tmp_path) == ["last.safetensors", "step_0000000010.safetensors", "step_0000000015.safetensors"]
     assert step_of(manager.last) == 15
 
 
 def test_no_temporary_file_outlives_the_next_start(tmp_path: Path, contents: Make) -> None:
-    (tmp_path / ".last.pt.123.tmp").write_bytes(b"half")
+    (tmp_path / ".last.safetensors.123.tmp").write_bytes(b"half")
     (tmp_path / "mine.tmp").write_bytes(b"not ours")
     CheckpointManager(tmp_path, 2).save(contents(1), 1, is_best=False)
-    assert names(tmp_path) == ["last.pt", "mine.tmp", "step_0000000001.pt"]
+    assert names(tmp_path) == ["last.safetensors", "mine.tmp", "step_0000000001.safetensors"]
 
 
 CALLS = ("open", "fsync", "replace", "link", "unlink")
@@ -108,7 +108,9 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_reported_checkpoint_or_a
         killed = killed_at(count, manager, contents(2), 2)
         for prefer in ("last", "best"):
             found = find.load(str(folder), folder, prefer)
-            assert found.path.name == f"{prefer}.pt", "the name that people and `ckpt_path=last` look for is gone"
+            assert found.path.name == f"{prefer}.safetensors", (
+                "the name that people and `ckpt_path=last` look for is gone"
+            )
             assert found.contents["position"]["global_step"] in (1, 2)
             assert found.warnings == []
         restarted = CheckpointManager(folder, 1)

@@ -44,11 +44,11 @@ class Counting:
 def test_a_callback_that_cannot_load_its_state_is_named_with_the_key_and_what_to_set(
     contents: Make, saved: Any, named: str
 ) -> None:
-    found = LoadedCheckpoint(Path("last.pt"), contents(metrics={"callbacks": {"mine": saved}}), [])
+    found = LoadedCheckpoint(Path("last.safetensors"), contents(metrics={"callbacks": {"mine": saved}}), [])
     with pytest.raises(UserError) as raised:
         restore(found, State(), {"mine": Counting()})
     message = str(raised.value)
-    assert message.startswith("callbacks.mine: Counting cannot load its state from last.pt: ")
+    assert message.startswith("callbacks.mine: Counting cannot load its state from last.safetensors: ")
     assert named in message
     assert "callbacks=none" in message
     if isinstance(saved, dict):
@@ -60,8 +60,8 @@ def test_a_missing_key_of_anything_else_is_told_as_one(contents: Make) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             state["positions"]
 
-    with pytest.raises(UserError, match=r"last\.pt: does not fit this run: there is no 'positions'"):
-        restore(LoadedCheckpoint(Path("last.pt"), contents(), []), Other(), {})
+    with pytest.raises(UserError, match=r"last\.safetensors: does not fit this run: there is no 'positions'"):
+        restore(LoadedCheckpoint(Path("last.safetensors"), contents(), []), Other(), {})
 
 
 COUNTING = """

@@ -49,7 +49,7 @@ def refused(path: Path, target: Path, words: str) -> None:
 def test_a_bare_pickle_is_not_even_opened(protocol: int, tmp_path: Path) -> None:
     path, target = tmp_path / "bomb.pt", tmp_path / "ran"
     path.write_bytes(pickle.dumps(Bomb(target), protocol=protocol))
-    refused(path, target, "no checksum")
+    refused(path, target, "truncated, or not a safetensors file")
     pickle.loads(path.read_bytes())
     assert target.exists(), "the bomb is a dud, and nothing was tested"
 
@@ -58,7 +58,7 @@ def test_a_bare_pickle_is_not_even_opened(protocol: int, tmp_path: Path) -> None
 def test_what_torch_saves_with_code_in_it_is_refused(legacy: bool, tmp_path: Path) -> None:
     path, target = tmp_path / "bomb.pt", tmp_path / "ran"
     torch.save({"model": Bomb(target)}, path, _use_new_zipfile_serialization=not legacy)
-    refused(path, target, "no checksum")
+    refused(path, target, "not a safetensors file" if legacy else "no checksum")
 
 
 def test_code_in_a_file_with_a_correct_checksum_is_refused_and_the_reason_said(tmp_path: Path, contents: Make) -> None:
@@ -69,9 +69,11 @@ def test_code_in_a_file_with_a_correct_checksum_is_refused_and_the_reason_said(t
     refused(path, target, r"refused, as it holds more than tensors and plain containers \(.*\); nothing in it was run")
 
 
-def test_a_pickle_swapped_inside_the_archive_is_refused(tmp_path: Path, contents: Make) -> None:
+def test_a_pickle_swapped_inside_the_archive_is_refused(
+    tmp_path: Path, contents: Make, forge: Callable[[Path, Any], None]
+) -> None:
     good, path, target = tmp_path / "good.pt", tmp_path / "bomb.pt", tmp_path / "ran"
-    write(good, contents())
+    forge(good, contents())
     buffer = io.BytesIO()
     with zipfile.ZipFile(good) as source, zipfile.ZipFile(buffer, "w") as changed:
         for name in source.namelist():
@@ -91,16 +93,16 @@ def test_a_zip_of_something_else_with_a_correct_checksum_is_a_sentence(tmp_path:
 
 @pytest.mark.parametrize("value", [{}, [1, 2], {"model": {}}, 5], ids=str)
 def test_tensors_that_are_no_checkpoint_are_refused(value: Any, tmp_path: Path) -> None:
-    path, buffer = tmp_path / "weights.pt", io.BytesIO()
+    path, buffer = tmp_path / "weights.safetensors", io.BytesIO()
     torch.save(value, buffer)
     path.write_bytes(sealed(buffer.getvalue()))
     refused(path, tmp_path / "ran", "is not a checkpoint of runner's")
 
 
 def test_no_altered_pickle_with_a_corrected_checksum_gives_anything_but_a_sentence(
-    tmp_path: Path, contents: Make
+    tmp_path: Path, contents: Make, forge: Callable[[Path, Any], None]
 ) -> None:
-    write(tmp_path / "good.pt", contents())
+    forge(tmp_path / "good.pt", contents())
     data, generator, path = (tmp_path / "good.pt").read_bytes(), random.Random(1), tmp_path / "bad.pt"
     with zipfile.ZipFile(tmp_path / "good.pt") as archive:
         info = next(info for info in archive.infolist() if info.filename.endswith("data.pkl"))
@@ -136,14 +138,14 @@ def poisoned(checkpoint: Path, target: Path, place: str, evil: str) -> Path:
         config["transform"]["train"] = [node]
     else:
         config[place] = node if place == "model" else {"x": node}
-    path = target.with_name("poisoned.pt")
+    path = target.with_name("poisoned.safetensors")
     write(path, found | {"config": yaml.safe_dump(config)})
     return path
 
 
 @pytest.fixture
 def checkpoint(train: Callable[..., Any]) -> Path:
-    return train(*SMALL).directory / "checkpoints" / "last.pt"
+    return train(*SMALL).directory / "checkpoints" / "last.safetensors"
 
 
 def test_a_config_that_names_other_things_builds_none_of_them(
@@ -172,8 +174,8 @@ def test_the_refusal_says_how_to_trust_and_that_a_file_cannot_trust_itself(
     found = read(checkpoint)
     config = yaml.safe_load(found["config"])
     config["model"]["_target_"], config["trust"] = "stranger.Net", ["stranger"]
-    write(workdir / "s.pt", found | {"config": yaml.safe_dump(config)})
-    words = ("eval", "ckpt_path=s.pt", "split=val", "output=out", "threads=1")
+    write(workdir / "s.safetensors", found | {"config": yaml.safe_dump(config)})
+    words = ("eval", "ckpt_path=s.safetensors", "split=val", "output=out", "threads=1")
     result = run(*words)
     assert result.status == 2
     assert "trust=[stranger]" in result.err
@@ -187,8 +189,8 @@ def test_the_refusal_says_how_to_trust_and_that_a_file_cannot_trust_itself(
 def test_a_config_that_is_no_plain_mapping_is_a_sentence(
     text: str, checkpoint: Path, workdir: Path, run: Callable[..., Any]
 ) -> None:
-    write(workdir / "odd.pt", read(checkpoint) | {"config": text})
-    result = run("eval", "ckpt_path=odd.pt")
+    write(workdir / "odd.safetensors", read(checkpoint) | {"config": text})
+    result = run("eval", "ckpt_path=odd.safetensors")
     assert result.status == 2, result.out + result.err
     assert "Traceback" not in result.err
     assert not (workdir / "ran").exists()
@@ -197,7 +199,7 @@ def test_a_config_that_is_no_plain_mapping_is_a_sentence(
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("config", 3), ("position", 5), ("position", {}), ("position", {"epoch": 0, "batch": -1, "global_step": 0}),
+        ("position", 5), ("position", {}), ("position", {"epoch": 0, "batch": -1, "global_step": 0}),
         ("classes", None), ("model", None), ("optimizer", None), ("scheduler", 4), ("rng", []), ("metrics", {}),
         ("metrics", {"callbacks": {}, "data": 3}), ("metrics", {"callbacks": {}, "data": {"train": 3}}),
         ("metrics", {"callbacks": {}, "data": {"train": {"samples": "9", "content": "a"}}}),
@@ -208,7 +210,7 @@ def test_a_config_that_is_no_plain_mapping_is_a_sentence(
 def test_contents_of_other_types_are_named(
     key: str, value: Any, tmp_path: Path, contents: Callable[..., dict[str, Any]]
 ) -> None:
-    path = tmp_path / "odd.pt"
+    path = tmp_path / "odd.safetensors"
     write(path, contents(**{key: value}))
     with pytest.raises(DamagedCheckpoint, match=key):
         read(path)
@@ -229,7 +231,7 @@ def test_contents_of_other_types_are_named(
     ids=str,
 )
 def test_averages_that_are_none_are_refused(averaged: Any, tmp_path: Path, contents: Make) -> None:
-    path = tmp_path / "odd.pt"
+    path = tmp_path / "odd.safetensors"
     write(path, contents(averaged=averaged))
     with pytest.raises(DamagedCheckpoint, match="averaged is not a kind, a number of updates and tensors by name"):
         read(path)
@@ -239,12 +241,12 @@ def test_averages_and_pieces_as_a_run_saves_them_are_read(tmp_path: Path, conten
     made = contents()
     made["averaged"] = {"kind": "ema", "updates": 3, "weights": made["model"]}
     made["position"]["pieces"] = 4
-    write(tmp_path / "good.pt", made)
-    assert read(tmp_path / "good.pt")["averaged"]["updates"] == 3
+    write(tmp_path / "good.safetensors", made)
+    assert read(tmp_path / "good.safetensors")["averaged"]["updates"] == 3
     made["position"]["pieces"] = 0
-    write(tmp_path / "odd.pt", made)
+    write(tmp_path / "odd.safetensors", made)
     with pytest.raises(DamagedCheckpoint, match=r"position\.pieces is 0"):
-        read(tmp_path / "odd.pt")
+        read(tmp_path / "odd.safetensors")
 
 
 def dataset(**node: Any) -> Callable[[dict[str, Any]], None]:
@@ -278,14 +280,14 @@ def test_parts_of_a_config_that_do_not_work_are_sentences_that_name_their_key(
             transforms("sample_eval", "torch.nn.Conv2d", **CONV),
             "transform.sample_train, transform.sample_eval: cannot take",
         ),
-        (lambda config: config["model"].update(hidden="x"), "from: odd.pt"),
+        (lambda config: config["model"].update(hidden="x"), "from: odd.safetensors"),
     ]
     for change, words in cases:
         config = yaml.safe_load(found["config"])
         change(config)
-        write(Path("odd.pt"), found | {"config": yaml.safe_dump(config)})
+        write(Path("odd.safetensors"), found | {"config": yaml.safe_dump(config)})
         for verb in ("train", "eval"):
-            result = run(verb, "ckpt_path=odd.pt", "threads=1", "log.progress=false", "log.curves=false")
+            result = run(verb, "ckpt_path=odd.safetensors", "threads=1", "log.progress=false", "log.curves=false")
             assert result.status == 2, (words, result.out, result.err)
             assert words in result.err
             assert "Traceback" not in result.err

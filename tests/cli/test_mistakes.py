@@ -84,20 +84,20 @@ def a_file_named_outputs(place: Place) -> None:
 
 
 def checkpoint(place: Place, content: bytes) -> None:
-    (place.folder / "mine.pt").write_bytes(content)
+    (place.folder / "mine.safetensors").write_bytes(content)
 
 
 def a_good_checkpoint(place: Place) -> None:
-    checkpoint(place, (place.trained / "checkpoints" / "last.pt").read_bytes())
+    checkpoint(place, (place.trained / "checkpoints" / "last.safetensors").read_bytes())
 
 
 def a_truncated_checkpoint(place: Place) -> None:
-    content = (place.trained / "checkpoints" / "last.pt").read_bytes()
+    content = (place.trained / "checkpoints" / "last.safetensors").read_bytes()
     checkpoint(place, content[: len(content) // 2])
 
 
 def a_flipped_byte(place: Place) -> None:
-    content = bytearray((place.trained / "checkpoints" / "last.pt").read_bytes())
+    content = bytearray((place.trained / "checkpoints" / "last.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
     checkpoint(place, bytes(content))
 
@@ -105,20 +105,20 @@ def a_flipped_byte(place: Place) -> None:
 def a_damaged_last_of_a_run(place: Place) -> None:
     run = place.folder / "run"
     shutil.copytree(place.trained, run)
-    content = (run / "checkpoints" / "best.pt").read_bytes()
-    (run / "checkpoints" / "best.pt").unlink()
-    (run / "checkpoints" / "best.pt").write_bytes(content[:-7])
+    content = (run / "checkpoints" / "best.safetensors").read_bytes()
+    (run / "checkpoints" / "best.safetensors").unlink()
+    (run / "checkpoints" / "best.safetensors").write_bytes(content[:-7])
 
 
 def another_architecture(place: Place) -> None:
-    contents = checkpoint_file.read(place.trained / "checkpoints" / "last.pt")
+    contents = checkpoint_file.read(place.trained / "checkpoints" / "last.safetensors")
     assert "width: 4" in contents["config"]
     contents["config"] = contents["config"].replace("width: 4", "width: 6")
-    checkpoint_file.write(place.folder / "mine.pt", contents)
+    checkpoint_file.write(place.folder / "mine.safetensors", contents)
 
 
 def a_foreign_file(place: Place) -> None:
-    torch.save({"state_dict": {}}, place.folder / "mine.pt")
+    torch.save({"state_dict": {}}, place.folder / "mine.safetensors")
 
 
 def another_run(place: Place) -> None:
@@ -367,7 +367,7 @@ ROWS = [
     Mistake(
         "sizes that differ",
         ("train", *IMAGES, "data.image_size=null", "data.num_workers=0"),
-        ("different shapes", "(3, 8, 8)", "(3, 8, 9)", "set data.image_size"),
+        ("different shapes", "(3, 8, 8)", "(3, 8, 9)", "allowed: data.image_size"),
         lambda place: images(place, ((8, 8), (9, 8))),
         tiny=False,
     ),
@@ -379,13 +379,17 @@ ROWS = [
     Mistake(
         "channels", ("train", "data.normalize={mean: [0, 0], std: [1, 1]}"), ("data.normalize: has 2", "3 channels")
     ),
-    Mistake("split of nothing", ("train", "data.dataset.samples=2"), ("data.split.val=0.1 of 2", "not even one")),
+    Mistake("split of nothing", ("train", "data.dataset.samples=2"), ("data.split.val: 0.1 of 2", "not even one")),
     # Checkpoints
     Mistake("eval of nothing", EVAL, ("ckpt_path: is missing", "allowed: a checkpoint file")),
     Mistake(
         "checkpoint that is not there",
-        (*EVAL, "ckpt_path=mien.pt"),
-        ("ckpt_path: there is no mien.pt", "did you mean 'mine.pt'?", "allowed: a checkpoint file, a run directory"),
+        (*EVAL, "ckpt_path=mien.safetensors"),
+        (
+            "ckpt_path: there is no mien.safetensors",
+            "did you mean 'mine.safetensors'?",
+            "allowed: a checkpoint file, a run directory",
+        ),
         a_good_checkpoint,
     ),
     Mistake(
@@ -395,47 +399,55 @@ ROWS = [
     ),
     Mistake(
         "truncated checkpoint",
-        (*EVAL, "ckpt_path=mine.pt"),
-        ("mine.pt: has no checksum at its end: truncated",),
+        (*EVAL, "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: is truncated",),
         a_truncated_checkpoint,
     ),
     Mistake(
         "flipped byte",
-        ("train", "ckpt_path=mine.pt"),
-        ("mine.pt: its contents do not fit its checksum", "damaged"),
+        ("train", "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: its contents do not fit its checksum", "damaged"),
         a_flipped_byte,
         tiny=False,
     ),
     Mistake(
         "damaged checkpoint beside a whole one",
-        (*EVAL, "ckpt_path=run/checkpoints/best.pt"),
-        ("run/checkpoints/best.pt", "the newest valid one beside it: ckpt_path=run/checkpoints/last.pt"),
+        (*EVAL, "ckpt_path=run/checkpoints/best.safetensors"),
+        (
+            "run/checkpoints/best.safetensors",
+            "the newest valid one beside it: ckpt_path=run/checkpoints/last.safetensors",
+        ),
         a_damaged_last_of_a_run,
     ),
-    Mistake("file of another program", (*EVAL, "ckpt_path=mine.pt"), ("mine.pt: has no checksum",), a_foreign_file),
+    Mistake(
+        "file of another program",
+        (*EVAL, "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: has no checksum",),
+        a_foreign_file,
+    ),
     Mistake(
         "resuming with another model",
-        ("train", "ckpt_path=mine.pt", "model.width=8"),
+        ("train", "ckpt_path=mine.safetensors", "model.width=8"),
         ("model.width: cannot change when resuming", "allowed: the checkpoint's value, or a new run"),
         a_good_checkpoint,
         tiny=False,
     ),
     Mistake(
         "resuming another architecture",
-        ("train", "ckpt_path=mine.pt", "epochs=2"),
-        ("mine.pt: does not fit this run", "another shape"),
+        ("train", "ckpt_path=mine.safetensors", "epochs=2"),
+        ("mine.safetensors: does not fit this run", "another shape"),
         another_architecture,
         tiny=False,
     ),
     Mistake(
         "evaluating another architecture",
-        (*EVAL, "ckpt_path=mine.pt"),
-        ("mine.pt: ", "tensors are not those of this model", "another shape"),
+        (*EVAL, "ckpt_path=mine.safetensors"),
+        ("mine.safetensors: ", "tensors are not those of this model", "another shape"),
         another_architecture,
     ),
     Mistake(
         "split",
-        (*EVAL[:-1], "split=tset", "ckpt_path=mine.pt"),
+        (*EVAL[:-1], "split=tset", "ckpt_path=mine.safetensors"),
         (
             "split: cannot be tset",
             "did you mean 'test'?",
@@ -446,13 +458,13 @@ ROWS = [
     ),
     Mistake(
         "split that the data lack",
-        (*EVAL, "ckpt_path=mine.pt", "data.split.val=0"),
+        (*EVAL, "ckpt_path=mine.safetensors", "data.split.val=0"),
         ("split: this data has no 'val' split", "allowed: train, test"),
         a_good_checkpoint,
     ),
     Mistake(
         "data with other classes",
-        (*EVAL, "ckpt_path=mine.pt", "data.dataset.classes=4"),
+        (*EVAL, "ckpt_path=mine.safetensors", "data.dataset.classes=4"),
         ("data: has 4 classes, but the checkpoint was trained on 10",),
         a_good_checkpoint,
     ),

@@ -43,7 +43,7 @@ def test_every_job_has_a_complete_directory_of_its_own(sweep, workdir):
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "3"]
     seen = set()
     for job in "0123":
-        assert (folder / job / "checkpoints" / "last.pt").is_file()
+        assert (folder / job / "checkpoints" / "last.safetensors").is_file()
         config = yaml.safe_load((folder / job / "config.yaml").read_text())
         seen.add((config["seed"], config["optimizer"]["lr"]))
         recorded = yaml.safe_load((folder / job / "overrides.yaml").read_text())
@@ -167,7 +167,7 @@ def test_the_newest_run_of_a_name_is_found_in_sweeps_too(sweep, run, tiny):
     _, folder = sweep("--multirun", "seed=0,1")
     result = run("train", *tiny, "ckpt_path=last", "epochs=2")
     assert result.status == 0, result.err
-    assert result.summary["resumed_from"].endswith(str(Path(folder.name) / "1" / "checkpoints" / "last.pt"))
+    assert result.summary["resumed_from"].endswith(str(Path(folder.name) / "1" / "checkpoints" / "last.safetensors"))
 
 
 def test_hydra_says_nothing_of_its_own_and_leaves_no_logs(sweep, workdir):

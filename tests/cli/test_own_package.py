@@ -185,7 +185,7 @@ def test_a_checkpoint_of_a_package_that_is_not_trusted_is_refused_and_says_what_
             f"{key}._target_: 'my_package.parts.{name}' comes from a file and its package is not trusted" in result.err
         )
     assert "trust=[my_package] if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)" in result.err
-    assert str(Path("run") / "checkpoints" / "best.pt") in result.err
+    assert str(Path("run") / "checkpoints" / "best.safetensors") in result.err
     assert "my_package" not in sys.modules
 
 

@@ -270,7 +270,7 @@ def test_a_sample_is_listed_once_and_the_first_is_told_at_once(tmp_path: Path) -
         ("train", 9, "later"),
         ("val", 9, "elsewhere"),
     ]
-    assert said == ["sample 3 of train cannot be read and another takes its place: early"]
+    assert said == ["sample 3 of train cannot be read and is replaced by another: early"]
     assert f"2 of train, 1 of val; they are listed in {path}" in skipped.summary()
 
 

@@ -147,11 +147,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "not a cache of images"),
     "text": (lambda path: path.write_text("hello" * 9999), "not a cache of images"),
     "pickle": (lambda path: path.write_bytes(pickle.dumps(list(range(9999)))), "not a cache of images"),
-    "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes in place of"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes in place of"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 1), "bytes instead of"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "bytes instead of"),
     "no header": (lambda path: path.write_bytes(_header(b"{").ljust(9999)), "header is damaged"),
     "half a header": (lambda path: path.write_bytes(path.read_bytes()[:100]), "not a cache of images"),
-    "huge": (lambda path: _lie(path, images=[150, 3, 4, 2**60]), "bytes in place of"),
+    "huge": (lambda path: _lie(path, images=[150, 3, 4, 2**60]), "bytes instead of"),
     "negative": (lambda path: _lie(path, images=[150, 3, -4, -4]), "header is damaged"),
     "truths": (lambda path: _lie(path, images=[150, 3, 4, True]), "header is damaged"),
     "float": (lambda path: _lie(path, images=[150, 3, 4, 4.0]), "header is damaged"),
@@ -178,7 +178,7 @@ def test_a_damaged_file_is_made_anew_and_that_is_said(tmp_path: Path, damage: st
     hurt(path)
     found = opened(tmp_path)
     assert complaint in found.complaint
-    assert found.complaint.startswith(f"{path} was made anew: ")
+    assert found.complaint.startswith(f"{path} was rebuilt: ")
     check(found.images, Made())
     assert opened(tmp_path).done == "opened"
 
@@ -242,7 +242,7 @@ def test_a_file_larger_than_the_memory_can_be_used(tmp_path: Path) -> None:
 def test_an_image_that_the_data_set_gives_differently_by_now_makes_it_again(tmp_path: Path) -> None:
     opened(tmp_path, Listed([(torch.full((1, 2, 2), 1, dtype=torch.uint8), 0)] * 3))
     found = opened(tmp_path, Listed([(torch.full((1, 2, 2), 2, dtype=torch.uint8), 0)] * 3))
-    assert "image 0 is another than in the data set" in found.complaint
+    assert "image 0 differs from the data set" in found.complaint
 
 
 def _zero(path: Path, start: int, stop: int) -> None:
@@ -319,8 +319,8 @@ ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ([ITEM] * 64 + [(torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"one size.*uint8 1x4x4 there is uint8 1x4x5"),
-        ([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"different shapes.*data\.image_size"),
+        ([ITEM] * 64 + [(torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"one size.*gives uint8 1x4x4 and uint8 1x4x5"),
+        ([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)], r"different shapes.*\n.*data\.image_size"),
         ([(ITEM[0], 1j)] * 3, r"data.cache: 'disk' keeps targets that are real numbers"),
         ([(torch.zeros(1, 4, 4), 0)] * 3, r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
     ],
@@ -579,7 +579,7 @@ def test_a_changed_file_is_decoded_again(photos: Path) -> None:
     Image.new("RGB", (30, 30), (200, 10, 10)).save(changed)
     splits = put_together(photos, cache="disk")
     (warning,) = splits.warnings
-    assert "was made anew: it was made from other files" in warning
+    assert "was rebuilt: it was made from other files" in warning
     assert rows(splits)["test cache"][1] == "opened"
     assert_same_batches(put_together(photos), splits)
 

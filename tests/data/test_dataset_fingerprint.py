@@ -181,7 +181,7 @@ def test_the_generators_are_left_as_they_were() -> None:
     [
         ({"train": ("a", 9)}, {"train": ("a", 9)}, []),
         ({"train": ("a", 9)}, {"train": ("b", 9)}, ["'train' has other images or targets"]),
-        ({"train": ("a", 1009)}, {"train": ("b", 8)}, ["'train' has 8 samples in place of 1,009"]),
+        ({"train": ("a", 1009)}, {"train": ("b", 8)}, ["'train' has 8 samples instead of 1,009"]),
         ({"train": ("a", 9), "val": ("a", 3)}, {"train": ("a", 9)}, ["there is no split 'val' now"]),
         ({"train": ("a", 9)}, {"train": ("b", 9), "val": ("a", 3)}, ["'train' has", "there is a split 'val' now"]),
     ],
@@ -202,10 +202,10 @@ def test_data_that_are_others_at_every_reading_are_known_by_their_length() -> No
     assert before != of(changing)
     assert data_changes(before, of(changing), lambda: of(changing)) == []
     longer = of(Counted(1001, changes=True))
-    assert data_changes(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples in place of 1,000"]
+    assert data_changes(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples instead of 1,000"]
 
 
 def test_names_of_classes_are_compared() -> None:
     assert class_changes(["a", "b"], ["a", "b"]) == []
-    assert class_changes(["a", "b"], ["b", "a"]) == ["its classes are b, a in place of a, b"]
-    assert class_changes([], [str(n) for n in range(9)]) == ["its classes are 0, 1, 2, 3, 4, ... (9) in place of none"]
+    assert class_changes(["a", "b"], ["b", "a"]) == ["its classes are b, a instead of a, b"]
+    assert class_changes([], [str(n) for n in range(9)]) == ["its classes are 0, 1, 2, 3, 4, ... (9) instead of none"]

@@ -205,7 +205,7 @@ def test_numbers_to_predict_are_float32(target: Any) -> None:
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 5), 0)], r"different shapes.*data\.image_size"),
+        ([(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 5), 0)], r"different shapes.*\n.*data\.image_size"),
         ([("path.png", 0)] * 2, "gave str where an image was expected"),
         ([(torch.zeros(1, 1, 4, 4), 0)] * 2, r"shape \(1, 1, 4, 4\)"),
         ([(torch.zeros(1, 4, 4), "cat")] * 2, "'cat', which is not a number"),
@@ -223,7 +223,7 @@ def test_a_bad_sample_is_one_sentence_on_either_side_of_a_process(items: list[An
         loader.close()
     assert "Traceback" not in str(caught.value)
     assert "Caught" not in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value).splitlines()) <= 2, "the problem, and what is allowed"
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def mustered(
     dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64
 ) -> WorkerChoice:
     indices = torch.arange(len(dataset))
-    return choose_num_workers(wanted, prefetch, dataset, indices, (), batch, batch, sample_bytes)
+    return choose_num_workers(wanted, dataset, indices, (), batch, prefetch * batch * sample_bytes, sample_bytes)
 
 
 def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any
         ({"num_workers": 2}, ["data.num_workers=2 has no effect: the images are in memory"]),
         ({"prefetch": 4}, ["data.prefetch=4 has no effect: the images are in memory"]),
         ({"persistent_workers": False}, ["data.persistent_workers=false has no effect: the images are in memory"]),
-        ({"pin_memory": True}, ["data.pin_memory=true has no effect: it is for copies to a GPU"]),
+        ({"pin_memory": True}, ["data.pin_memory=true has no effect: it is for copies to a CUDA device"]),
         ({"timeout_s": 5.0}, ["data.timeout_s=5 has no effect: the images are in memory"]),
         ({"timeout_s": None}, ["data.timeout_s=null has no effect: the images are in memory"]),
         ({"pin_memory": False}, []),
@@ -71,7 +71,10 @@ def test_settings_without_effect_on_data_in_memory(keys: dict[str, Any], said: l
         ({"num_workers": 1, "prefetch": 4, "persistent_workers": False}, []),
         ({"num_workers": 0, "prefetch": 4}, ["data.prefetch=4 has no effect: no worker process reads"]),
         ({"num_workers": 0, "persistent_workers": False}, ["data.persistent_workers=false has no effect: no worker"]),
-        ({"num_workers": 0, "pin_memory": True}, ["data.pin_memory=true has no effect: it is for copies to a GPU"]),
+        (
+            {"num_workers": 0, "pin_memory": True},
+            ["data.pin_memory=true has no effect: it is for copies to a CUDA device"],
+        ),
     ],
     ids=str,
 )

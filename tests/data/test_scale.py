@@ -61,7 +61,7 @@ assert main([
     "model=mlp", "model.hidden=[4]", "transform=none", "epochs=1", "max_steps=2", "data.on_error=skip",
 ]) == 0
 Path("read.txt").unlink()
-path = next(Path("outputs/vast").glob("*/checkpoints/last.pt"))
+path = next(Path("outputs/vast").glob("*/checkpoints/last.safetensors"))
 contents = read(path)
 contents["position"] |= {{"batch": {MIDDLE}, "global_step": {MIDDLE}}}
 write(path, contents)

@@ -179,11 +179,11 @@ def test_fractions_of_given_splits_are_not_judged():
     [
         ({}, 0.1, "gives no 'train' split, only nothing"),
         ({"test": Plain(3)}, 0.1, "gives no 'train' split, only test"),
-        ({"train": Plain(3), "validation": Plain(3)}, 0.1, "'validation'; allowed are train, val and test"),
+        ({"train": Plain(3), "validation": Plain(3)}, 0.1, "'validation'\n.*allowed: train, val and test"),
         ({"train": Plain(0)}, 0.1, "'train' split is empty"),
         ({"train": Plain(3), "test": Plain(0)}, 0.1, "'test' split is empty"),
         ({"train": Plain(100, [0] * 99)}, 0.1, "99 entries for 100"),
-        ({"train": Plain(100)}, 0.001, r"data\.split\.val=0\.001 of 100 .* at least 0\.01"),
+        ({"train": Plain(100)}, 0.001, r"data\.split\.val: 0\.001 of 100 .*\n.*at least 0\.01"),
         ({"train": Stream()}, 0.1, "no length"),
     ],
 )

@@ -27,7 +27,7 @@ def finite(value: Any) -> bool:
 
 
 def all_finite(directory: Path) -> list[str]:
-    paths = sorted((directory / "checkpoints").glob("*.pt"))
+    paths = sorted((directory / "checkpoints").glob("*.safetensors"))
     for path in paths:
         contents = read(path)
         assert finite(contents["model"]), path.name
@@ -69,8 +69,8 @@ class Spoil:
     result = run(*SMALL, *words)
     assert result.status == 3
     assert "the gradients of step 16 (epoch 3) are not finite: weights are not finite" in result.summary["error"]
-    assert "step_0000000012.pt" in all_finite(result.directory)
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 12
+    assert "step_0000000012.safetensors" in all_finite(result.directory)
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 12
     rest = train(f"ckpt_path={result.directory}", "callbacks.spoil.step=99")
     assert rest.summary["weights_sha256"] == train(*SMALL[1:], "logger=none").summary["weights_sha256"]
 
@@ -92,4 +92,4 @@ class Overflow:
     result = run(*SMALL, "optimizer=adamw", "+callbacks.o._target_=overflow.Overflow", "checkpoint.every_steps=2")
     assert result.status == 3, result.out
     assert "exp_avg_sq is not finite after step 4; it was not saved" in result.summary["error"]
-    assert all_finite(result.directory) == ["last.pt", "step_0000000002.pt"]
+    assert all_finite(result.directory) == ["last.safetensors", "step_0000000002.safetensors"]

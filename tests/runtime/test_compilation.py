@@ -5,7 +5,6 @@ Compiling by Inductor takes seconds; most of this runs on torch's backends that 
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,14 +102,16 @@ def test_a_meter_counts_its_own_run_alone_and_leaves_nothing_behind() -> None:
         return inputs * 2
 
     torch.compile(double)(torch.ones(3))
-    gc.collect()
+    meters = [CompileMeter() for _ in range(3)]
     before = len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)
-    meter = CompileMeter()
-    assert (meter.seconds, meter.graphs, meter.graph_breaks(), meter.recompilations()) == (0.0, 0, {}, [])
-    assert len(callback_handler.start_callbacks) == before[0] + 1
-    del meter
-    gc.collect()
+    meters.append(CompileMeter())
+    for meter in meters:
+        assert (meter.seconds, meter.graphs, meter.graph_breaks(), meter.recompilations()) == (0.0, 0, {}, [])
     assert (len(callback_handler.start_callbacks), len(callback_handler.end_callbacks)) == before
+    torch.compiler.reset()
+    meter = CompileMeter()
+    torch.compile(double)(torch.ones(4))
+    assert meter.seconds > 0, "resetting the compiler removes its callbacks, and a new meter adds them again"
 
 
 @pytest.mark.usefixtures("traced")

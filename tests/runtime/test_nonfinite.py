@@ -69,7 +69,7 @@ def faulty(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPat
 
 
 def finite(directory: Path) -> bool:
-    contents = [read(path) for path in (directory / "checkpoints").glob("*.pt")]
+    contents = [read(path) for path in (directory / "checkpoints").glob("*.safetensors")]
     return all(tensor.isfinite().all() for found in contents for tensor in found["model"].values())
 
 
@@ -85,7 +85,7 @@ def test_raise_stops_and_keeps_what_was_saved(faulty: Callable[..., Any], fault:
     cause = {"Input": "the images of sample", "Weight": "weights are not finite"}[fault]
     assert cause in result.err
     assert finite(result.directory)
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 10
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 10
     batch = torch.load(result.directory / "nonfinite" / "step_0000000013.pt", weights_only=True)
     assert batch["images"].isnan().any() == (fault == "Input")
     assert len(batch["indices"]) == 8
@@ -102,7 +102,7 @@ def test_raise_names_the_gradients_that_an_operation_spoils(faulty: Callable[...
 def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Callable[..., Any]) -> None:
     result = faulty("Gradient", "raise", "amp=fp16")
     assert result.status == 0, result.err
-    scale = read(result.directory / "checkpoints" / "last.pt")["scaler"]["scale"]
+    scale = read(result.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"]
     assert scale < 2.0**16
     assert finite(result.directory)
 
@@ -115,7 +115,7 @@ def test_training_goes_on_without_the_step(faulty: Callable[..., Any], policy: s
     assert result.status == 0, result.err + result.out
     assert "step 13" in result.out
     assert finite(result.directory)
-    last = read(result.directory / "checkpoints" / "last.pt")
+    last = read(result.directory / "checkpoints" / "last.safetensors")
     assert last["position"]["left_out"] == ([13] if policy == "rollback" else [])
     assert last["position"]["global_step"] == 24
     steps = [line["global_step"] for line in result.metrics if line["split"] == "train"]
@@ -139,7 +139,7 @@ def test_a_weight_is_not_healed_by_skipping_and_nothing_spoilt_is_saved(faulty: 
 
 def test_what_was_left_out_stays_so_in_a_resumed_run(faulty: Callable[..., Any], train: Callable[..., Any]) -> None:
     whole = faulty("Input", "rollback")
-    early = whole.directory / "checkpoints" / "step_0000000020.pt"
+    early = whole.directory / "checkpoints" / "step_0000000020.safetensors"
     rest = train(f"ckpt_path={early}", "trust=[faults]")
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
 

@@ -119,7 +119,7 @@ def test_a_signal_saves_the_step_says_so_and_costs_nothing(
     assert "Traceback" not in err + out
     assert f"resume with ckpt_path={directory}" in out
     steps = int((here / "steps").read_text())
-    saved = read(directory / "checkpoints" / "last.pt")["position"]["global_step"]
+    saved = read(directory / "checkpoints" / "last.safetensors")["position"]["global_step"]
     assert step <= saved == steps == summary["global_step"], "it was saved at the step where it stopped"
     rest = train(f"ckpt_path={directory}", "callbacks.slow.step_s=0", "data.placement=auto", "data.num_workers=auto")
     assert rest.summary["weights_sha256"] == reference()
@@ -137,7 +137,7 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
     assert process.returncode == 75, out + err
     assert time.monotonic() - asked < 5, "it waited for the evaluation to end"
     directory = Path(out.strip().splitlines()[-1])
-    position = read(directory / "checkpoints" / "last.pt")["position"]
+    position = read(directory / "checkpoints" / "last.safetensors")["position"]
     assert (position["epoch"], position["batch"], position["evaluation_due"]) == (1, 0, True)
     rest = train(f"ckpt_path={directory}", "metrics=null")
     assert rest.summary["weights_sha256"] == reference("data.split.val=0.3", "checkpoint.monitor=loss")
@@ -169,7 +169,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
         process.kill()
         process.communicate()
         assert json.loads((directory / "summary.json").read_text())["status"] == "running"
-        saved = read(directory / "checkpoints" / "last.pt")["position"]["global_step"]
+        saved = read(directory / "checkpoints" / "last.safetensors")["position"]["global_step"]
         assert saved >= step - 9, "at most the steps since the last save are lost"
         (here / "steps").unlink()
         words = (f"ckpt_path={directory}", *SLOWLY)

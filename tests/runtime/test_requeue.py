@@ -79,7 +79,7 @@ def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Callable
     words = ("+callbacks.stop.how=error", "callbacks.stop.step=3")
     first = again(*words)
     assert first.status == 1
-    assert not list((first.directory / "checkpoints").glob("*.pt"))
+    assert not list((first.directory / "checkpoints").glob("*.safetensors"))
     second = again(*words)
     assert second.status == 0, second.err
     assert second.directory == first.directory

@@ -107,7 +107,7 @@ def at_step(step: int) -> bool:
 def preempted(name: str) -> bool:
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["error"] == f"stopped by {name}"
-    return bool(summary["status"] == "preempted") and Path("run/checkpoints/last.pt").is_file()
+    return bool(summary["status"] == "preempted") and Path("run/checkpoints/last.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("key", "name"), [(b"\x03", "SIGINT"), (b"\x1c", "SIGQUIT")], ids=["Ctrl-C", "Ctrl-backslash"])

@@ -1,13 +1,18 @@
-"""What the tests of several verbs share: a run that is trained once for all tests of a file."""
+"""What the tests of several verbs share: a run that is trained once for all tests of a file, and calls of `check`."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from runner.cli import main
 
@@ -29,3 +34,46 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def trained(made: Path, workdir: Path) -> Path:
     """A copy of it, in the folder of the test."""
     return Path(shutil.copytree(made, workdir / "outputs" / "data" / made.name))
+
+
+@pytest.fixture
+def composed_check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """The checks by name of a call with a tuple of words and others, whose exit status must fit them.
+
+    Hydra takes most of the time of a call. So it composes these and choices of groups, once for each; other words are put
+    into a copy of the composition.
+    """
+    from runner.verbs.check import run as check_run
+
+    def call(base: tuple[str, ...], *words: str) -> dict[str, dict[str, Any]]:
+        choices = [word for word in words if re.fullmatch(r"(task|loss|optimizer|transform|scheduler)=\w+", word)]
+        composition = compose("json=true", "budget_s=300", *base, *choices, verb="check")
+        for word in words:
+            if word not in choices:
+                _put(composition.values, *word.split("=", 1))
+        out, status = io.StringIO(), 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                check_run.check(composition)
+            except SystemExit as stop:
+                status = stop.code  # type: ignore[assignment]
+        found = json.loads(out.getvalue())
+        failed = any(each["status"] == "fail" for each in found["checks"])
+        assert status in (int(failed), 3 * int(not failed and not found["complete"]))
+        assert found["ok"] is not failed
+        return {each["name"]: each for each in found["checks"]}
+
+    return call
+
+
+def _put(values: dict[str, Any], key: str, text: str) -> None:
+    """Set a key as Hydra would: a dictionary is merged, unless it names another target."""
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values[section]
+    before = values.get(last)
+    value = float(text) if re.fullmatch(r"[\d.]+e-?\d+", text) else yaml.safe_load(text)  # to YAML, 1e-6 is a text
+    if isinstance(value, dict) and isinstance(before, dict):
+        same = value.get("_target_", before.get("_target_")) == before.get("_target_")
+        value = {**before, **value} if same else value
+    values[last] = value

@@ -113,7 +113,9 @@ def test_a_transform_with_a_generator_of_its_own_is_named(
 ) -> None:
     found = audit(*QUICK, *words)
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert found["cause"]["text"].startswith(f"{who} returns another result each time it is called with the same sample")
+    assert found["cause"]["text"].startswith(
+        f"{who} returns another result each time it is called with the same sample"
+    )
 
 
 @pytest.mark.parametrize("workers", ["0,2", "1,2"])
@@ -141,7 +143,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     audit: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
     directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
-    checkpoint = directory / "checkpoints" / "step_0000000005.pt"
+    checkpoint = directory / "checkpoints" / "step_0000000005.safetensors"
     found = audit("audit", "json=true", f"ckpt_path={checkpoint}", "steps=9")
     assert found["same"]
     assert found["steps"] == 2
@@ -150,7 +152,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
 
 def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
     directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
-    whole = directory / "checkpoints" / "step_0000000005.pt"
+    whole = directory / "checkpoints" / "step_0000000005.safetensors"
     contents = file.read(whole)
     contents["position"]["left_out"] = [6]
     lacking = whole.with_name("lacking.pt")

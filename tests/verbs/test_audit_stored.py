@@ -36,7 +36,7 @@ def test_runs_that_only_differ_in_what_changes_no_bit_are_the_same(
     assert found["same"]
     assert [row[0] for row in found["config"]] == ["data.placement", "data.num_workers"]
     assert found["log_lines"] == 5, "four steps and an evaluation"
-    assert found["a"] == str(a / "checkpoints" / "last.pt")
+    assert found["a"] == str(a / "checkpoints" / "last.safetensors")
     assert found["parts"]["model"] == {"differ": 0, "of": 20}
     shown = run("audit", f"a={a}", f"b={b}")
     assert shown.status == 0
@@ -51,7 +51,10 @@ def test_the_first_step_whose_loss_differs_and_the_first_tensor_are_named(
     found = compared(a, b)
     assert found["config"] == [["optimizer.lr", "0.005", "0.004"]]
     first = found["difference"]
-    assert (first["phase"], first["name"]) == ("model", next(iter(file.read(a / "checkpoints" / "last.pt")["model"])))
+    assert (first["phase"], first["name"]) == (
+        "model",
+        next(iter(file.read(a / "checkpoints" / "last.safetensors")["model"])),
+    )
     assert first["amount"]["differing"] > 0
     assert found["cause"] == "the configs differ in optimizer.lr"
     assert found["parts"]["rng"]["differ"] == 0
@@ -68,7 +71,7 @@ def test_the_first_step_whose_loss_differs_and_the_first_tensor_are_named(
 def test_one_bit_of_one_tensor_is_found_and_told_by_how_much(
     train: Callable[..., Any], compared: Callable[..., Any]
 ) -> None:
-    last = train(*SHORT).directory / "checkpoints" / "last.pt"
+    last = train(*SHORT).directory / "checkpoints" / "last.safetensors"
     contents = file.read(last)
     name = list(contents["model"])[3]
     weights = contents["model"][name]
@@ -93,7 +96,7 @@ def test_checkpoints_of_different_steps_are_told_as_such(
     train: Callable[..., Any], compared: Callable[..., Any]
 ) -> None:
     folder = train(*SHORT, "checkpoint.every_steps=3").directory / "checkpoints"
-    found = compared(folder / "step_0000000003.pt", folder / "last.pt")
+    found = compared(folder / "step_0000000003.safetensors", folder / "last.safetensors")
     assert found["difference"]["phase"] == "position"
     assert found["cause"] == "the two were saved at different steps; compare checkpoints of the same step"
 
@@ -111,7 +114,7 @@ def test_a_log_that_is_none_is_an_error(train: Callable[..., Any], run: Callable
 
 def test_a_damaged_checkpoint_is_passed_over_and_told(train: Callable[..., Any], run: Callable[..., Any]) -> None:
     directory = train(*SHORT, "checkpoint.every_steps=3").directory
-    last = directory / "checkpoints" / "last.pt"
+    last = directory / "checkpoints" / "last.safetensors"
     data = bytearray(last.read_bytes())
     data[len(data) // 2] ^= 1
     last.unlink()

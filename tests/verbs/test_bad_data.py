@@ -85,7 +85,7 @@ def test_a_run_whose_reading_breaks_down_says_so_and_loses_no_step(
     assert all(word in broken.err for word in words), broken.err
     assert "Traceback" not in broken.err
     assert broken.summary["status"] == "failed"
-    saved = read(broken.directory / "checkpoints" / "last.pt")["position"]
+    saved = read(broken.directory / "checkpoints" / "last.safetensors")["position"]
     assert saved["global_step"] > 18, "the steps of the second epoch are saved too"
     wrong.unlink()
     assert train(f"ckpt_path={broken.directory}", "trust=[wrecks]").summary["weights_sha256"] == expected
@@ -125,8 +125,8 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
     lines = [json.loads(line) for line in (first.directory / "skipped.jsonl").read_text().splitlines()]
     assert {line["path"] for line in lines} == {"images/a/04.png", "images/b/11.png"}
     log = (first.directory / "run.log").read_text()
-    assert "cannot be read and another takes its place" in log
-    assert "samples could not be read, and others took their places: " in log
+    assert "cannot be read and is replaced by another" in log
+    assert "samples could not be read, and were replaced by others: " in log
     cached = train(*ON_FOLDER, "data.on_error=skip", "data.cache=disk")
     assert cached.summary["weights_sha256"] == first.summary["weights_sha256"]
     assert cached.summary["skipped"] == 2
@@ -283,7 +283,7 @@ def test_a_change_of_the_users_own_source_is_reported_on_resume(
     monkeypatch.syspath_prepend(str(workdir))
     words = ("data.split.test=0", "model=mlp", "model._target_=net_package.net.Net", "~model.hidden", "~model.dropout")
     first = train(*words, "max_steps=1")
-    stored = read(first.directory / "checkpoints" / "last.pt")["metrics"]["sources"]
+    stored = read(first.directory / "checkpoints" / "last.safetensors")["metrics"]["sources"]
     assert set(stored) == {"net_package", "net_package.blocks", "net_package.net"}
 
     again = (f"ckpt_path={first.directory}", "max_steps=2", "trust=[net_package]")
@@ -309,7 +309,7 @@ def test_a_checkpoint_that_does_not_know_its_data_is_resumed_with_a_warning(
     folder: Path, train: Callable[..., Any]
 ) -> None:
     directory = train(*ON_FOLDER).directory
-    path = directory / "checkpoints" / "last.pt"
+    path = directory / "checkpoints" / "last.safetensors"
     contents = read(path)
     assert set(contents["metrics"].pop("data")) == {"train", "val", "test"}
     write(path, contents)

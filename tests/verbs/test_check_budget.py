@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from runner.verbs.check.deadline import OutOfTime, stop_after
-from runner.verbs.check.split_stats import drawn
+from runner.verbs.check.run import OutOfTime, time_limit
+from runner.verbs.check.split_stats import stratified_order
 
 CLASSES, EACH = 5, 80
 
@@ -86,7 +86,7 @@ def check(run: Callable[..., Any]) -> Callable[..., tuple[int, dict[str, Any]]]:
 
 def test_every_start_of_the_order_is_a_random_sample_stratified_over_the_classes() -> None:
     targets = torch.tensor([0] * 600 + [1] * 300 + [7] * 90 + [2] * 10)
-    order = drawn(targets, len(targets), 0)
+    order = stratified_order(targets, len(targets), 0)
     assert sorted(order.tolist()) == list(range(1000))
     assert set(targets[order[:4]].tolist()) == {0, 1, 2, 7}
     for count in (50, 100, 500):
@@ -95,9 +95,9 @@ def test_every_start_of_the_order_is_a_random_sample_stratified_over_the_classes
     places = order[:100][targets[order[:100]] == 0]
     assert places.float().mean() == pytest.approx(300, abs=80)
     assert (places.diff() < 0).any(), "not in the order of the files"
-    assert torch.equal(order, drawn(targets, len(targets), 0))
-    assert not torch.equal(order, drawn(targets, len(targets), 1))
-    assert sorted(drawn(None, 5, 0).tolist()) == [0, 1, 2, 3, 4]
+    assert torch.equal(order, stratified_order(targets, len(targets), 0))
+    assert not torch.equal(order, stratified_order(targets, len(targets), 1))
+    assert sorted(stratified_order(None, 5, 0).tolist()) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["targets known", "targets read"])
@@ -163,8 +163,8 @@ def test_the_last_line_says_what_was_not_run(run: Callable[..., Any]) -> None:
 
 
 def test_code_is_stopped_only_if_it_takes_too_long() -> None:
-    with pytest.raises(OutOfTime), stop_after(0.05):
+    with pytest.raises(OutOfTime), time_limit(0.05):
         time.sleep(5)
-    with stop_after(5):
+    with time_limit(5):
         pass
     time.sleep(0.01)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 import check_held_out
@@ -19,7 +16,7 @@ import check_photo_zoo
 import check_photos
 from check_zoo import Case
 
-from runner.verbs.check import run as check_run
+from runner.verbs.check.table import CHECKS
 
 BASE = (
     *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.split.val=0.2"),
@@ -29,32 +26,9 @@ BASE = (
 
 
 @pytest.fixture
-def check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """The checks by name. Words are put into one composition, as Hydra takes most of the time of a call."""
-
-    def call(*words: str) -> dict[str, dict[str, Any]]:
-        composition = compose("json=true", "budget_s=300", *BASE, verb="check")
-        for word in words:
-            key, _, text = word.partition("=")
-            *sections, last = key.split(".")
-            place, value = composition.values, yaml.safe_load(text)
-            for section in sections:
-                place = place[section]
-            before = place.get(last)
-            merged = isinstance(value, dict) and isinstance(before, dict)
-            if merged and value.get("_target_", before.get("_target_")) == before.get("_target_"):
-                value = {**before, **value}
-            place[last] = value
-        out = io.StringIO()
-        with (
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(io.StringIO()),
-            contextlib.suppress(SystemExit),
-        ):
-            check_run._check(composition)
-        return {each["name"]: each for each in json.loads(out.getvalue())["checks"]}
-
-    return call
+def check(composed_check: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
+    """The checks by name, of a healthy training and further words."""
+    return functools.partial(composed_check, BASE)
 
 
 @pytest.mark.parametrize("case", check_photo_zoo.CASES, ids=lambda case: f"{case.fault} {case.check}".replace(" ", "-"))
@@ -104,6 +78,6 @@ def test_files_that_give_the_label_away_are_found(check: Callable[..., Any], tmp
 def test_there_are_many_faults_and_every_new_check_has_one() -> None:
     named = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES} | {"file-shortcut"}
     groups = ("batches", "splits", "shortcuts", "reach", "objective", "settings", "steps")
-    assert named >= {each.name for each in check_run.CHECKS if each.group in groups}
+    assert named >= {each.name for each in CHECKS if each.group in groups}
     assert len(check_photo_zoo.CASES) >= 100
     assert len(check_photo_zoo.HEALTHY) >= 20

@@ -20,7 +20,7 @@ def test_smoke_does_everything_once(train: Callable[..., Any]) -> None:
     assert result.summary["global_step"] == 1
     assert [record["split"] for record in result.metrics] == ["train", "val", "test"]
     files = {path.name for path in (result.directory / "checkpoints").iterdir()}
-    assert {"last.pt", "best.pt"} <= files
+    assert {"last.safetensors", "best.safetensors"} <= files
 
 
 def test_smoke_evaluates_what_an_experiment_leaves_out(compose: Callable[..., Any], workdir: Any) -> None:

@@ -43,7 +43,7 @@ def evaluate(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, evaluate: Callable[..., Any]) -> None:
-    best, last = trained.summary["best"], trained.directory / "checkpoints" / "last.pt"
+    best, last = trained.summary["best"], trained.directory / "checkpoints" / "last.safetensors"
     test = evaluate(f"ckpt_path={trained.directory}")
     assert test["metrics"] == trained.summary["test"]
     assert test["global_step"] == best["global_step"]
@@ -95,7 +95,7 @@ def test_a_checkpoint_moved_alone_still_evaluates(
 ) -> None:
     elsewhere = workdir / "elsewhere"
     elsewhere.mkdir()
-    shutil.copy(trained.directory / "checkpoints" / "best.pt", elsewhere / "model.pt")
+    shutil.copy(trained.directory / "checkpoints" / "best.safetensors", elsewhere / "model.pt")
     expected = trained.summary["test"]
     shutil.rmtree(workdir / "outputs")
     monkeypatch.chdir(elsewhere)
@@ -164,15 +164,15 @@ def test_regression_has_its_metrics_and_no_confusion(train: Callable[..., Any], 
 
 
 def test_a_damaged_best_names_the_valid_one_beside_it(trained: Any, run: Callable[..., Any]) -> None:
-    path = trained.directory / "checkpoints" / "best.pt"
+    path = trained.directory / "checkpoints" / "best.safetensors"
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data[: len(data) // 2])
     result = run(*EVAL, f"ckpt_path={trained.directory}")
     assert result.status == 2
-    assert "best.pt" in result.err
+    assert "best.safetensors" in result.err
     assert "ckpt_path=" in result.err
-    assert read(trained.directory / "checkpoints" / "last.pt")["position"]["global_step"] > 0
+    assert read(trained.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] > 0
 
 
 def test_other_data_leaves_the_evaluation_of_its_own_data_alone(trained: Any, evaluate: Callable[..., Any]) -> None:

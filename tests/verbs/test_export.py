@@ -180,13 +180,13 @@ def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
     directory = train(*SMALL, "ema=0.9").directory
-    averaged = read(directory / "checkpoints" / "last.pt")["averaged"]["weights"]
+    averaged = read(directory / "checkpoints" / "last.safetensors")["averaged"]["weights"]
     for which, expected in (
         ("averaged", averaged),
-        ("raw", read(directory / "checkpoints" / "last.pt")["model"]),
+        ("raw", read(directory / "checkpoints" / "last.safetensors")["model"]),
     ):
         words = ("format=safetensors", f"weights={which}", f"output={which}", "json=true")
-        result = run(*CALL, f"ckpt_path={directory}/checkpoints/last.pt", *words)
+        result = run(*CALL, f"ckpt_path={directory}/checkpoints/last.safetensors", *words)
         assert result.status == 0, result.err
         assert json.loads(result.out)["weights"] == ("ema" if which == "averaged" else "raw")
         found = load_file(Path(which) / "model.safetensors")
@@ -202,7 +202,7 @@ def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) 
 
 
 def test_what_a_stranger_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
-    contents = read(trained / "checkpoints" / "best.pt")
+    contents = read(trained / "checkpoints" / "best.safetensors")
     contents["config"] = contents["config"].replace("runner.models.mlp.MLP", "subprocess.run")
     write(workdir / "stranger.pt", contents)
     result = run(*CALL, "ckpt_path=stranger.pt")

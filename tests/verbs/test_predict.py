@@ -259,7 +259,7 @@ def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(
 def test_a_checkpoint_predicts_without_its_data_and_one_of_old_looks_at_them(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = trained / "checkpoints" / "last.pt"
+    path = trained / "checkpoints" / "last.safetensors"
     assert read(path)["metrics"]["images"] == [3, 8, 8]
 
     def absent(*_: Any, **__: Any) -> None:
@@ -347,7 +347,7 @@ def test_features_of_a_layer_are_in_the_order_of_the_rows_and_lead_to_the_logits
         features = {name: torch.from_numpy(arrays[name]) for name in arrays}
     assert features["stages.2"].shape[:2] == (14, 16)
     torch.testing.assert_close(features["stages.2"].amax(dim=(2, 3)), features["dropout"])
-    weights = read(trained / "checkpoints" / "best.pt")["model"]
+    weights = read(trained / "checkpoints" / "best.safetensors")["model"]
     logits = features["dropout"] @ weights["head.weight"].T + weights["head.bias"]
     torch.testing.assert_close(logits, torch.tensor([row["logits"] for row in rows]), rtol=1e-4, atol=1e-5)
 

@@ -42,7 +42,7 @@ def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], 
     assert names >= {"config.yaml", "overrides.yaml", "environment.json", "run.log", "metrics.jsonl", "summary.json",
                      "checkpoints", "plots", "tensorboard"}  # fmt: skip
     checkpoints = sorted(path.name for path in (directory / "checkpoints").iterdir())
-    assert {"last.pt", "best.pt"} < set(checkpoints)
+    assert {"last.safetensors", "best.safetensors"} < set(checkpoints)
     assert (directory / "plots" / "curves.png").stat().st_size > 1000
     assert list((directory / "tensorboard").iterdir())
 
@@ -52,7 +52,7 @@ def test_a_run_leaves_everything_that_the_design_lists(run: Callable[..., Any], 
     assert (summary["status"], summary["error"], summary["resumed_from"]) == ("finished", None, None)
     assert summary["global_step"] == 12
     assert set(summary["test"]) == {"loss", "accuracy"}
-    last = read(directory / "checkpoints" / "last.pt")
+    last = read(directory / "checkpoints" / "last.safetensors")
     assert set(last) == set(KEYS)
     assert summary["weights_sha256"] == weights_sha256(last["model"])
 
@@ -184,7 +184,7 @@ def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
     assert "No space left on device" in result.err
     assert "Traceback" not in result.err
     assert result.summary["status"] == "failed"
-    assert read(result.directory / "checkpoints" / "last.pt")["position"]["global_step"] == 6
+    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 6
     assert not list(result.directory.rglob("*.tmp"))
 
 
@@ -202,15 +202,15 @@ def test_an_occupied_directory_is_refused_and_stays_as_it_is(
 def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Callable[..., Any]) -> None:
     words = (*SMALL, "evaluate.test=false", "scheduler=constant", "checkpoint.min_seconds=0")
     first, whole = train(*words), train(*words, "epochs=3")
-    for name in ("last.pt", "step_0000000012.pt"):
+    for name in ("last.safetensors", "step_0000000012.safetensors"):
         path = first.directory / "checkpoints" / name
         data = path.read_bytes()
         path.unlink()
         path.write_bytes(data[:-1])
     rest = train(f"ckpt_path={first.directory}", "epochs=3")
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert rest.summary["resumed_from"].endswith("step_0000000006.pt")
-    assert "last.pt" in rest.out
+    assert rest.summary["resumed_from"].endswith("step_0000000006.safetensors")
+    assert "last.safetensors" in rest.out
     assert "truncated" in " ".join(rest.out.split())
 
 
@@ -256,7 +256,7 @@ def test_resuming_with_nothing_left_to_do_says_so_and_can_itself_be_resumed(trai
     again = train(f"ckpt_path={first.directory}", "epochs=2")
     assert "nothing left to train" in again.out
     assert again.summary["weights_sha256"] == first.summary["weights_sha256"]
-    assert (again.directory / "checkpoints" / "last.pt").is_file()
+    assert (again.directory / "checkpoints" / "last.safetensors").is_file()
 
 
 def test_a_size_that_the_data_set_does_not_take_is_a_warning(train: Callable[..., Any]) -> None:

@@ -59,5 +59,5 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 def checkpoints(folder: Path) -> Sequence[Path]:
     """The newest checkpoint."""
-    last = folder / "checkpoints" / "last.pt"
+    last = folder / "checkpoints" / "last.safetensors"
     return [last] if last.exists() else []

@@ -92,7 +92,9 @@ def write(path: Path, contents: dict[str, Any]) -> None:
 def _text(key: str, value: Any, tensors: Tensors) -> str:
     """A part of a checkpoint as a text of the metadata; its tensors go to `tensors`."""
     if key == "config":
-        return str(value)
+        if not isinstance(value, str):
+            raise Unsupported(f"config is a {type(value).__name__}")
+        return value
     if key == "model" and isinstance(value, dict):
         encoded: Any = {
             name: encode(item, str(name) if isinstance(item, torch.Tensor) else f"model/{name}", tensors)

@@ -95,7 +95,7 @@ def _load_file(path: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
     except DamagedCheckpoint as error:
         for other in [*filter(None, [named(path.parent, "last")]), *step_files(path.parent)]:
             if other.name != path.name and other.is_file() and not other.samefile(path) and _is_valid(other):
-                allowed = f"{key}={other}, the newest valid one beside it"
+                allowed = f"the newest valid one beside it: {key}={other}"
                 raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
         raise
 

@@ -125,12 +125,12 @@ def read_header(file: BinaryIO) -> Header:
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     if not 0 < length <= min(size - 8, _LARGEST_HEADER):
-        raise Damaged("it is truncated, or not a safetensors file")
+        raise Damaged("is truncated, or not a safetensors file")
     file.seek(0)
     data = file.read(8 + length)
     head = _HEAD.match(data)
     if head is None:
-        raise Damaged("its header has no checksum")
+        raise Damaged("is not a checkpoint of runner's: its header has no checksum")
     if hashlib.sha256(data.replace(head[2], _ZEROS.encode(), 1)).hexdigest().encode() != head[2]:
         raise Damaged("its contents do not fit its checksum (header): the file is damaged")
     try:
@@ -139,9 +139,13 @@ def read_header(file: BinaryIO) -> Header:
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("a value of its metadata is not a text")
         digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)
-        tensors = _tensors(entries, digests, size - 8 - length, 8 + length)
+        tensors = _tensors(entries, digests, 8 + length)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"its header is not one of safetensors: {str(error)[:200] or type(error).__name__}") from error
+        reason = str(error)[:200] or type(error).__name__
+        raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason}") from error
+    end = max((stored.end for stored in tensors.values()), default=8 + length)
+    if end != size:
+        raise Damaged(f"is truncated, or has bytes after its end: it should have {end:,} bytes and has {size:,}")
     return Header(int(head[1]), metadata, tensors)
 
 
@@ -152,8 +156,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _tensors(entries: dict[str, Any], digests: Any, size: int, start: int) -> dict[str, Stored]:
-    """What the header says of tensors, whose bytes have to fill the rest of the file without gap or overlap.
+def _tensors(entries: dict[str, Any], digests: Any, start: int) -> dict[str, Stored]:
+    """What the header says of tensors, whose bytes have to follow each other without gap or overlap.
 
     Raises:
         ValueError, TypeError, KeyError, AttributeError: if they do not, or an entry is of another form.
@@ -169,8 +173,6 @@ def _tensors(entries: dict[str, Any], digests: Any, size: int, start: int) -> di
         if not isinstance(digests[name], str):
             raise ValueError(f"{name[:100]} has no checksum")
         found[name], end = Stored(dtype, tuple(shape), start + begin, start + stop, digests[name]), stop
-    if end != size:
-        raise ValueError(f"its tensors take {end:,} bytes, and the file has {size:,} for them")
     return found
 
 
@@ -208,7 +210,7 @@ def _read_verified(file: BinaryIO, name: str, stored: Stored, memory: memoryview
         start = start if start < len(memory) else 0
         block = memory[start : start + min(left, _BLOCK)]
         if file.readinto(block) != len(block):  # type: ignore[attr-defined]
-            raise Damaged("it is truncated")
+            raise Damaged("is truncated")
         digest.update(block)
         left, start = left - len(block), start + len(block)
     if digest.hexdigest() != stored.sha256:

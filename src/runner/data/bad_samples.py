@@ -1,4 +1,4 @@
-"""Samples that cannot be read: which ones take their places, and the list of them."""
+"""Samples that cannot be read: what replaces them, and the log of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.data.indices import AllSamples, Indices
 from runner.data.sample_rng import hash_ints
 
 DRAWS = 16
-"""Stand-ins that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
+"""Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
 _LARGEST_LIST = 2**28  # bytes; a line has about 200
 _OWN_STREAM = 2
 
@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 
 class BadSample(NamedTuple):
-    """A sample that could not be read.
-
-    Attributes:
-        sample: its identity in the data set.
-        reason: what reading it raised, in one line.
-    """
+    """A sample that could not be read: its index in the data set, and the error in one line."""
 
     sample: int
     reason: str
@@ -40,35 +35,24 @@ class BadSample(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplacementSampler:
-    """Other samples of a split in place of those that cannot be read.
+    """Chooses other samples of a split for those that cannot be read.
 
-    Who stands in for a sample is a function of (seed, epoch, sample), drawn evenly from the split; if that one cannot be
-    read either, the next draw is taken. So it is the same for any workers, batches and order of reading, and after a resume.
-
-    Attributes:
-        seed: seed of the run.
-        indices: samples of the split.
+    The replacement is a function of (seed, epoch, sample), uniform over the split; if it cannot be read either, the next one
+    is tried. So it is the same for any workers, batches and order of reading, and after a resume.
     """
 
     seed: int
     indices: Indices
 
     def candidates(self, epoch: int, index: int) -> Iterator[int]:
-        """The stand-ins of a sample, in the order in which they are tried."""
+        """The replacements of a sample, in the order in which they are tried."""
         for draw in range(DRAWS):
             yield int(self.indices[hash_ints(self.seed, epoch, index, _OWN_STREAM, draw) % len(self.indices)])
 
     def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[BadSample]) -> T:
-        """Read a sample, or the first stand-in that can be read.
+        """Read sample `index`, or the first replacement that can be read; those that cannot are appended to `skipped`.
 
-        Args:
-            read: reads the sample of an index; whatever it raises but `MemoryError` means that it cannot be read.
-            epoch: number of the epoch.
-            index: the sample.
-            skipped: samples that could not be read are added to it.
-
-        Raises:
-            UserError: if no stand-in can be read either.
+        Any error of `read` but `MemoryError` means that the sample cannot be read. Raises `UserError` if all replacements fail.
         """
         errors: list[Exception] = []
         for source in (index, *self.candidates(epoch, index)):
@@ -76,24 +60,16 @@ class ReplacementSampler:
                 return read(source)
             except MemoryError:
                 raise
-            except Exception as error:  # what a decoder or a data set of one's own raises has no end
+            except Exception as error:  # a decoder or user code can raise anything
                 skipped.append(BadSample(source, _reason(error)))
                 errors.append(error)
-        raise UserError(
-            f"data.on_error: sample {index} cannot be read, nor can any of {DRAWS} drawn in its place; the first: "
-            f"{_reason(errors[0])}"
-        ) from errors[0]
+        problem = f"sample {index} cannot be read, nor can any of {DRAWS} replacements; the first: {_reason(errors[0])}"
+        raise UserError("data.on_error", problem) from errors[0]
 
     def sources(self, places: Tensor, epoch: int, unreadable: Tensor) -> Tensor:
-        """Which sample is read for each, where it is known beforehand which ones cannot be read.
+        """The sample that is read for each of `places`, given those that are known to be unreadable.
 
-        Args:
-            places: samples, int64 of shape (B,), on the CPU.
-            epoch: number of the epoch.
-            unreadable: those that cannot be read, int64 of shape (U,), on the CPU.
-
-        Raises:
-            UserError: if no stand-in of a sample can be read.
+        Both are int64 on the CPU, of shape (B,) and (U,). Raises `UserError` if all replacements of a sample fail.
         """
         missing = torch.isin(places, unreadable)
         if not bool(missing.any()):
@@ -111,21 +87,26 @@ class ReplacementSampler:
 
 
 def missing(unreadable: Tensor, indices: Indices) -> Tensor:
-    """Those of the samples that cannot be read which belong to a split."""
+    """The unreadable samples that belong to a split."""
     return unreadable if isinstance(indices, AllSamples) else unreadable[torch.isin(unreadable, indices)]
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error in one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    kind, text = type(error).__name__, one_line(error)
+    return text if isinstance(error, UserError) or text == kind else f"{kind}: {text}"
 
 
 class BadSampleLog:
-    """The list of samples that could not be read: each is told once, and written down as soon as it is found."""
+    """Log of the samples that could not be read: each is reported once, and written as soon as it is found."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, int], dict[str, Any]] = {}
-        self._waiting: list[dict[str, Any]] = []  # found before it was known where to write
+        self._waiting: list[dict[str, Any]] = []  # found before `open`
         self._path: Path | None = None
         self._cut_short = False
         self._tell: Callable[[str], None] | None = None
@@ -134,7 +115,7 @@ class BadSampleLog:
         return len(self._entries)
 
     def reasons(self, split: str) -> dict[int, str]:
-        """The samples of a split that could not be read so far, each with the file if it has one, and the reason."""
+        """The unreadable samples of a split so far, each with its file, if it has one, and the reason."""
         return {
             sample: entry["reason"] if entry["path"] is None else f"{entry['path']}: {entry['reason']}"
             for (name, sample), entry in self._entries.items()
@@ -142,7 +123,7 @@ class BadSampleLog:
         }
 
     def noting(self, split: str, dataset: Any) -> Callable[[Sequence[BadSample]], None]:
-        """Gives a function that takes down samples of a split, whose files the data set names if it has `path`."""
+        """A function that logs samples of a split; the data set names their files if it has a method `path`."""
 
         def note(found: Sequence[BadSample]) -> None:
             for sample, reason in found:
@@ -157,18 +138,13 @@ class BadSampleLog:
         return note
 
     def open(self, path: Path | None, tell: Callable[[str], None]) -> None:
-        """Say where the list is written, and who is told of the first one.
-
-        Args:
-            path: a file of JSON lines, which is continued; None writes none.
-            tell: called with a sentence.
-        """
+        """Set the file of JSON lines, which is continued (None writes none), and the callback for warnings."""
         self._path, self._tell = path, tell
         if path is not None and path.is_file():
             try:
                 text = read_regular(path, _LARGEST_LIST).decode("utf-8", "replace")
             except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror or error}; move it away") from error
+                raise UserError(str(path), f"cannot be read: {error.strerror or error}", "move it away") from error
             for line in text.splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
                     entry = json.loads(line)
@@ -183,12 +159,12 @@ class BadSampleLog:
         if len(new) == len(self._entries):
             first = new[0]
             told = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]
-            tell(f"sample {first['sample']} of {first['split']} cannot be read and another takes its place: {told}")
+            tell(f"sample {first['sample']} of {first['split']} cannot be read and is replaced by another: {told}")
         if self._path is None:
             return
         try:
             if len(new) < len(self._entries) and not self._path.exists():
-                tell(f"{self._path} was deleted during the run; it was written again")
+                tell(f"{self._path} was deleted during the run and was written again")
                 new, self._cut_short = list(self._entries.values()), False
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("\n" if self._cut_short else "")
@@ -199,10 +175,10 @@ class BadSampleLog:
             self._path = None
 
     def summary(self) -> str:
-        """How many there were, for the end of a run; empty if there were none."""
+        """The counts per split, for the end of a run; empty if there were none."""
         if not self._entries:
             return ""
         counts = Counter(split for split, _ in self._entries)
         share = ", ".join(f"{count:,} of {split}" for split, count in counts.items())
         where = f"; they are listed in {self._path}" if self._path else ""
-        return f"samples could not be read, and others took their places: {share}{where}"
+        return f"samples could not be read and were replaced by others: {share}{where}"

@@ -1,4 +1,4 @@
-"""From the sections `data` and `transform` of the config to splits that give batches."""
+"""Build the splits, which give batches, from the sections `data` and `transform` of the config."""
 
 from __future__ import annotations
 
@@ -23,28 +23,20 @@ from runner.data.leakage import find_leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
-from runner.data.samples import (
-    SampleTransform,
-    as_pair,
-    as_target,
-    as_tensor,
-    transformed,
-    unreadable,
-    untransformed,
-)
+from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import WorkerLoader
 
-_MOST_CLASSES = 2**16  # that are numbered where a data set has no names for them and fewer samples
-_MEASURED = 2048  # images that statistics are measured on where they are read one by one
+_MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
+_MEASURED = 2048  # images that statistics are measured on if they are read one by one
 
 
 @dataclass
 class SplitData:
-    """One split: batches as the model is given them, and what was done to them on the device; blending last, if any."""
+    """One split: batches as the model takes them, and how they are prepared on the device; mixing comes last, if any."""
 
     loader: Loader
     prepare: Pipeline
@@ -54,25 +46,26 @@ class SplitData:
 
 @dataclass
 class DataModule:
-    """A data set, ready to be trained and evaluated on.
+    """A data set, ready for training and evaluation.
 
     Attributes:
-        train, val, test: the splits; val and test are None where there is none.
+        train, val, test: the splits; val and test are None if there is none.
+        train_for_eval: the training split in order, without augmentation.
         classes: names of the classes; empty for regression.
         class_counts: training samples of each class, int64 of shape (C,), or None.
         channels: colour channels of an image.
         image_size: height and width.
         mean, std: statistics that images are normalised with.
         example: the first training sample, image (1, C, H, W) and target (1, ...), on the device.
-        choices: rows of (label, value, reason) for people.
+        choices: rows of (label, value, reason) to show.
         warnings: settings without effect.
-        bad_samples: the samples that could not be read, so far.
-        fingerprint: tells which data these are, for checkpoints.
+        bad_samples: the samples that could not be read so far.
+        fingerprint: computes a fingerprint of the data, for checkpoints.
         parts: for each split the data set that it is read from, and its samples in it.
         examples: for each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
-        incompatibilities: why the splits cannot be used together; `check` looks at such data too, everything else refuses them.
+        targets: the targets of the whole data set, (N, ...), of each split where they are known without reading samples.
+        incompatibilities: why the splits cannot be used together; `check` examines such data, all else refuses them.
         searched_for_nonfinite: splits that were searched for samples that are not finite.
-        targets: for each split of which they are known without reading samples the targets of its whole data set, (N, ...).
     """
 
     train: SplitData
@@ -124,16 +117,15 @@ def build_data(
     """Read the data set and prepare its splits.
 
     Args:
-        data: section of the config.
-        transform: section of the config.
+        data, transform: sections of the config.
         seed: seed of the run, for sample order and augmentation.
         device: where batches are wanted.
         eval_batch_size: samples of a batch of an evaluation.
         channels_last: memory layout of the batches.
-        make_cache: False uses a cache of `data.cache` that is there and makes none, for images that are read once.
+        make_cache: False uses an existing cache of `data.cache` and makes none, for images that are read once.
 
     Raises:
-        UserError: if the data cannot be found, read or split, or does not fit the settings.
+        UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
     facts = {name: getattr(data, name) for name in ("root", "download", "image_size", "max_pixels")}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
@@ -141,99 +133,94 @@ def build_data(
     sample_train = callables("transform.sample_train", transform.sample_train)
     sample_eval = callables("transform.sample_eval", transform.sample_eval)
 
-    replacements = (
-        {name: ReplacementSampler(seed, indices) for name, (_, indices) in parts.items()}
-        if data.on_error == "skip"
-        else {}
-    )
-    skipped = BadSampleLog()
+    skips = data.on_error == "skip"
+    replacements = {name: ReplacementSampler(seed, indices) for name, (_, indices) in parts.items() if skips}
+    bad_samples = BadSampleLog()
     train_set, train_indices = parts["train"]
     first, target = _first("train", train_set, train_indices, sample_eval, replacements.get("train"))
+    examples = {"train": (first, target)}
     with preserved_rng():
-        held_out = {name: part for name, part in parts.items() if name != "train"}
-        others = {name: _first(name, *part, sample_eval, replacements.get(name)) for name, part in held_out.items()}
-    examples = {"train": (first, target), **others}
-    reading = plan_placement(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
-    sources = {name: reading.source(dataset) for name, (dataset, _) in parts.items()}
-    known, more = known_targets(parts, sources, examples)
+        for name, part in parts.items():
+            if name != "train":
+                examples[name] = _first(name, *part, sample_eval, replacements.get(name))
+    placement = plan_placement(data, parts, sample_train, sample_eval, device, first, eval_batch_size, make_cache)
+    sources = {name: placement.source(dataset) for name, (dataset, _) in parts.items()}
+    known, doubts = known_targets(parts, sources, examples)
     classes = _classes(train_set)
-    misfits, doubts = [], more
-    for found in (
+    incompatibilities = []
+    for check in (
         functools.partial(check_images, parts, examples, sample_eval, data.normalize),
         functools.partial(check_classes, parts, classes, known),
     ):
         try:
-            doubts += found()
+            doubts += check()
         except UserError as error:
-            misfits.append(error)
-    choices, warnings = reading.choices, [*reading.warnings, *doubts, *find_leaks(parts, data.split.group)]
+            incompatibilities.append(error)
+    choices, warnings = placement.choices, [*placement.warnings, *doubts, *find_leaks(parts, data.split.group)]
     mean, std = data.normalize.mean, data.normalize.std
     if mean is None or std is None:
-        mean, std = _measure(train_set, train_indices, sample_eval, bool(replacements))
-        choices.append(("normalize", f"mean {_short(mean)}, std {_short(std)}", "measured on the training split"))
+        mean, std = _measure(train_set, train_indices, sample_eval, skips)
+        shown = (", ".join(f"{value:.4f}" for value in values) for values in (mean, std))
+        choices.append(("normalize", "mean {}, std {}".format(*shown), "measured on the training split"))
     channels, height, width = first.shape
     if data.image_size is not None and (height, width) != (data.image_size, data.image_size):
         warnings.append(
-            f"data.image_size={data.image_size} has no effect: this data set gives images of {height}x{width} as they are"
+            f"data.image_size={data.image_size} has no effect: the images of this data set are {height}x{width}"
         )
-    _check_statistics(mean, channels)
+    if len(mean) not in (1, channels):
+        problem = f"has {len(mean)} values, but the images have {channels} channels"
+        raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
+    mixing = _mixing(transform.mix, seed, len(classes))
 
     def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
         dataset, indices = parts[name]
         size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
-        others, note = replacements.get(name), skipped.noting(name, dataset)
-        if reading.in_memory is not None:
-            images, numbers = reading.stored(dataset)
+        replacing, note = replacements.get(name), bad_samples.noting(name, dataset)
+        if placement.in_memory is not None:
+            images, numbers = placement.stored(dataset)
             source_of = None
-            if others is not None and len(unreadable := missing(reading.unreadable(dataset), indices)):
+            if replacing is not None and len(unreadable := missing(placement.unreadable(dataset), indices)):
                 note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
-                source_of = functools.partial(others.sources, unreadable=unreadable)
+                source_of = functools.partial(replacing.sources, unreadable=unreadable)
             return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare, mix, source_of)
         return WorkerLoader(
-            reading.source(dataset),
+            placement.source(dataset),
             indices,
             size,
             seed,
             shuffle,
             device,
             sample_train if training else sample_eval,
-            reading.workers,
+            placement.workers,
             data.prefetch,
             data.persistent_workers,
-            reading.pin,
+            placement.pin,
             data.non_blocking,
             prepare,
             mix,
-            others,
+            replacing,
             note,
             data.timeout_s,
             name,
         )
 
-    def part(name: str, training: bool) -> SplitData | None:
-        if name not in parts:
-            return None
-        key = "train" if training else "eval"
-        nodes = transform.train if training else transform.eval
-        steps = callables(f"transform.{key}", nodes)
-        pipeline = Pipeline(steps, mean, std, seed, device, channels_last)
+    def split_data(name: str, training: bool = False) -> SplitData:
+        key, nodes = ("train", transform.train) if training else ("eval", transform.eval)
+        pipeline = Pipeline(callables(f"transform.{key}", nodes), mean, std, seed, device, channels_last)
         mix = mixing if training else None
         return SplitData(loader(name, training, pipeline, mix), pipeline, len(parts[name][1]), mix)
 
-    mixing = _mixing(transform.mix, seed, len(classes))
-    train, again = part("train", True), part("train", False)
-    assert train is not None
-    assert again is not None
+    train, train_for_eval = split_data("train", training=True), split_data("train")
     counts, targets = None, targets_of(train_set)
     if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
         numbers = targets[train_indices[:]]
-        # Others are refused by the task.
+        # The task refuses targets out of range.
         counts = torch.bincount(numbers[(numbers >= 0) & (numbers < len(classes))], minlength=len(classes))
     return DataModule(
         train=train,
-        val=part("val", False),
-        test=part("test", False),
-        train_for_eval=again,
+        val=split_data("val") if "val" in parts else None,
+        test=split_data("test") if "test" in parts else None,
+        train_for_eval=train_for_eval,
         classes=classes,
         class_counts=counts,
         channels=channels,
@@ -243,12 +230,12 @@ def build_data(
         example=(first[None].to(device), target[None].to(device)),
         choices=choices,
         warnings=warnings,
-        bad_samples=skipped,
+        bad_samples=bad_samples,
         fingerprint=functools.partial(fingerprint_data, parts, sources, data.identity == "full"),
         parts=parts,
         examples=examples,
         targets=known,
-        incompatibilities=misfits,
+        incompatibilities=incompatibilities,
     )
 
 
@@ -257,47 +244,31 @@ def _as_splits(made: Any) -> dict[str, Dataset[Any]]:
     for name, dataset in datasets.items():
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise UserError(
-                f"data.dataset: its '{name}' is a {type(dataset).__name__}, which has no length or no items\n"
-                "    allowed: a map-style data set giving (image, target), or a mapping of split names to such"
+                "data.dataset",
+                f"its '{name}' is a {type(dataset).__name__}, which has no length or no items",
+                "a map-style data set giving (image, target), or a mapping of split names to such",
             )
     return datasets
 
 
 def _mixing(node: dict[str, Any] | None, seed: int, classes: int) -> Mixing | None:
-    if node is None:
-        return None
-    made = build("transform.mix", node)
-    if not callable(made):
-        raise UserError(f"transform.mix: {node['_target_']} gives something that cannot be called")
-    return Mixing(made, seed, classes or None)
+    return None if node is None else Mixing(_callable("transform.mix", node), seed, classes or None)
 
 
 def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
-    """Build a list of transforms.
+    """Build a list of transforms; raises `UserError` if one refuses its arguments or cannot be called."""
+    return [_callable(f"{key}.{index}", node) for index, node in enumerate(nodes)]
 
-    Raises:
-        UserError: if one refuses its arguments, or is nothing that can be called.
-    """
-    built = [build(f"{key}.{index}", node) for index, node in enumerate(nodes)]
-    for index, made in enumerate(built):
-        if not callable(made):
-            raise UserError(f"{key}.{index}: {nodes[index]['_target_']} gives something that cannot be called")
-    return built
+
+def _callable(key: str, node: dict[str, Any]) -> Any:
+    made = build(key, node)
+    if not callable(made):
+        raise UserError(key, f"{node['_target_']} gives something that cannot be called")
+    return made
 
 
 def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:
-    try:
-        image, target = as_pair(dataset[index], index, name)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        raise unreadable(error, index, name) from error
-    try:
-        image = transformed(image, transforms)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        raise untransformed(error, index, name) from error
+    image, target = read_sample(lambda index: as_pair(dataset[index], index, name), index, name, transforms)
     return as_tensor(image), as_target(target)
 
 
@@ -322,20 +293,13 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
         return ()
     if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
-        index = int(targets.argmax())
         raise UserError(
-            f"data.dataset: the target of sample {index} of 'train' is {largest}, and the data set does not name its classes\n"
-            "    allowed: class numbers from 0 on, or an attribute classes with their names"
+            "data.dataset",
+            f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and the data set does not name its "
+            "classes",
+            "class numbers from 0 on, or an attribute classes with their names",
         )
     return tuple(str(number) for number in range(largest + 1))
-
-
-def _check_statistics(mean: list[float], channels: int) -> None:
-    if len(mean) not in (1, channels):
-        raise UserError(
-            f"data.normalize: has {len(mean)} values, but the images have {channels} channels\n"
-            "    allowed: one value a channel, one for all, or null to measure them"
-        )
 
 
 def _measure(
@@ -343,14 +307,15 @@ def _measure(
 ) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1.
 
-    With `skips`, samples that cannot be read are left out.
+    With `skips`, samples that cannot be read are skipped.
     """
+    measured = indices[:: max(1, len(indices) // _MEASURED)].tolist()
     if isinstance(dataset, ImageArrays) and not transforms:
         chunks: Iterator[Tensor] = (
             dataset.images[indices[start : start + 4096]] for start in range(0, len(indices), 4096)
         )
     else:
-        chunks = _read_one_by_one(dataset, _measured(indices), transforms, skips)
+        chunks = (image for _, image in _read_one_by_one(dataset, measured, transforms, skips))
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for chunk in chunks:
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
@@ -360,34 +325,22 @@ def _measure(
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     if not bool((mean + std).isfinite().all()):
-        raise _not_finite(dataset, indices, transforms, skips)
+        given = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
+        for index, image in _read_one_by_one(dataset, measured, transforms, skips):
+            if not bool(image.isfinite().all()):
+                problem = (
+                    f"sample {index} of 'train' has values that are not finite, and data.normalize is measured on them"
+                )
+                raise UserError("data.dataset", problem, f"this sample corrected or removed, {given}")
+        problem = "the mean or the standard deviation of 'train' is not finite, as its values are too large"
+        raise UserError("data.normalize", problem, f"smaller values, {given}")
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
 
 
-def _not_finite(dataset: Dataset[Any], indices: Indices, transforms: list[SampleTransform], skips: bool) -> UserError:
-    """The error that names a sample whose values make the statistics infinite or not a number."""
-    settings = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
-    for index in _measured(indices):
-        for image in _read_one_by_one(dataset, [index], transforms, skips):
-            if not bool(image.isfinite().all()):
-                return UserError(
-                    f"data.dataset: sample {index} of 'train' has values that are not finite, and data.normalize is "
-                    f"measured on them\n    allowed: this sample corrected or removed, {settings}"
-                )
-    return UserError(
-        "data.normalize: the mean or the standard deviation of 'train' is not finite, as its values are too large\n"
-        f"    allowed: smaller values, {settings}"
-    )
-
-
-def _measured(indices: Indices) -> list[int]:
-    return indices[:: max(1, len(indices) // _MEASURED)].tolist()
-
-
 def _read_one_by_one(
     dataset: Dataset[Any], indices: list[int], transforms: list[SampleTransform], skips: bool
-) -> Iterator[Tensor]:
+) -> Iterator[tuple[int, Tensor]]:
     for index in indices:
         try:
             image, _ = _sample("train", dataset, index, transforms)
@@ -397,8 +350,4 @@ def _read_one_by_one(
             if not skips:
                 raise
             continue
-        yield image[None]
-
-
-def _short(values: list[float]) -> str:
-    return ", ".join(f"{value:.4f}" for value in values)
+        yield index, image[None]

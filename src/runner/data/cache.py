@@ -1,4 +1,4 @@
-"""Decoded and resized images kept on the disk, so that each is decoded once and not once an epoch."""
+"""Decoded and resized images kept on disk, so that each is decoded once instead of once per epoch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _GIB = 2**30
 
 
 class Opened(NamedTuple):
-    """A cache ready to be read, and what was done to get it.
+    """A cache ready to be read.
 
     Attributes:
-        images: the images; None if they are not there and not to be made, or a signal asked the run to stop meanwhile.
+        images: the images; None if there are none and none are to be made, or a signal asked the run to stop.
         done: 'opened', or 'made' and in what time.
-        complaint: why a file that was there could not be used; empty if there was none.
+        complaint: why an existing file could not be used; empty if there was none.
     """
 
     images: CachedImages | None
@@ -62,7 +62,7 @@ class Cache:
     """Where the images of a data set are kept.
 
     Attributes:
-        folder: holds one file a split.
+        folder: holds one file per split.
         name: short name of the data set, for the names of the files.
         recipe: what the data set is built from, as plain containers; another recipe gets other files.
         skips: whether images that cannot be read are marked as such; otherwise the first one is an error.
@@ -80,12 +80,12 @@ class Cache:
         return self.folder / f"{plain}-{split}-{digest[:12]}.images"
 
     def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
-        """Open the images of a data set, which are decoded first if they are not there, damaged or others.
+        """Open the images of a data set; they are decoded first if they are missing, damaged or of other data.
 
         Args:
             dataset: map-style data set of uint8 images of one size; reading it draws no random numbers.
             split: its name.
-            workers: how many processes are to decode; asked if something is to be decoded. None opens what is there.
+            workers: gives the number of processes that decode; called only if needed. None opens an existing file only.
 
         Raises:
             UserError: if the images cannot be kept, or there is no space for them.
@@ -97,10 +97,10 @@ class Cache:
         if workers is None:
             return Opened(None, "")
         example, target = _example(dataset, self.skips)
-        with _noticing_signals() as stopped, _alone(path, stopped) as locked:
+        with _noticing_signals() as stopped, _exclusive(path, stopped) as locked:
             if stopped():
                 return Opened(None, "")
-            found = self._existing(path, key, dataset)  # another process may have made it while we waited
+            found = self._existing(path, key, dataset)  # another process may have made it in the meantime
             if isinstance(found, CachedImages):
                 return Opened(found, "opened")
             began = time.perf_counter()
@@ -118,33 +118,38 @@ class Cache:
             return Opened(CachedImages(path, key, dataset), f"made in {time.perf_counter() - began:.1f} s", found)
 
     def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
-        """The cache at `path`, or why there is none to use: empty if there is no file."""
+        """The cache at `path`, or why it cannot be used: empty if there is no file."""
         try:
             cached = CachedImages(path, key, dataset)
+            problem = self._mismatch(cached, dataset)
         except FileNotFoundError:
             return ""
         except OSError as error:
-            return f"{path} was made anew: it cannot be read ({error.strerror or error})"
+            problem = f"it cannot be read ({error.strerror or error})"
         except Unusable as error:
-            return f"{path} was made anew: {error}"
+            problem = str(error)
+        return f"{path} was rebuilt: {problem}" if problem else cached
+
+    def _mismatch(self, cached: CachedImages, dataset: Dataset[Any]) -> str:
+        """How a cache differs from its data set, of which a few samples are read; empty if it does not."""
         count = len(dataset)  # type: ignore[arg-type]
         if len(cached) != count:
-            return f"{path} was made anew: it has {len(cached):,} images for {count:,}"
+            return f"it has {len(cached):,} images for {count:,}"
         missing = set(cached.unreadable.tolist())
         if missing and not self.skips:
-            return f"{path} was made anew: {len(missing):,} of its images could not be read, and data.on_error=raise"
+            return f"{len(missing):,} of its images could not be read, and data.on_error=raise"
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
             try:
                 image, target = _sample(dataset, place)
             except UserError:
                 if not self.skips:
                     raise
-                return f"{path} was made anew: image {place} cannot be read any more"
+                return f"image {place} cannot be read any more"
             if problem := cached.images.problem(place):
-                return f"{path} was made anew: image {place} is damaged: {problem}"
+                return f"image {place} is damaged: {problem}"
             if not (_same(cached.images[place], image) and _same(cached.targets[place], target)):
-                return f"{path} was made anew: image {place} is another than in the data set"
-        return cached
+                return f"image {place} differs from the data set"
+        return ""
 
 
 class _Stopped(Exception):
@@ -152,21 +157,21 @@ class _Stopped(Exception):
 
 
 def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
-    """A digest of all that the images of a data set depend on, as far as can be told without reading them.
+    """A digest of all that the images of a data set depend on, as far as is known without reading them.
 
-    A data set with a method `fingerprint` says it itself. Of any other it is the recipe, the length, the targets, the file
-    that its class is written in, and the versions of the libraries that decode.
+    A data set may define it with a method `fingerprint`. Otherwise it covers the recipe, the length, the targets, the
+    file that defines the class, and the versions of the libraries that decode.
     """
-    told = getattr(dataset, "fingerprint", None)
-    if callable(told):
-        return hashlib.sha256(str(told()).encode()).hexdigest()
+    fingerprint = getattr(dataset, "fingerprint", None)
+    if callable(fingerprint):
+        return hashlib.sha256(str(fingerprint()).encode()).hexdigest()
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode())
     kind = type(dataset)
     digest.update(repr((kind.__qualname__, len(dataset), torch.__version__, PIL.__version__)).encode())  # type: ignore[arg-type]
     targets = targets_of(dataset)
     if targets is not None:
         digest.update(targets.numpy().tobytes())
-    with contextlib.suppress(TypeError, OSError):  # classes that were defined nowhere
+    with contextlib.suppress(TypeError, OSError):  # a class without a source file
         digest.update(Path(inspect.getfile(kind)).read_bytes())
     return digest.hexdigest()
 
@@ -181,44 +186,42 @@ def _sample(dataset: Dataset[Any], index: int, epoch: int = 0) -> tuple[Tensor, 
 
 
 def _example(dataset: Dataset[Any], skips: bool) -> tuple[Tensor, Tensor]:
-    """The first sample, or another if it cannot be read, for its shape; checked to be of a kind that can be kept."""
-    (image, target), (again, _) = _readings(dataset, skips)
-    if image.dtype != torch.uint8:
-        raise UserError(
-            f"data.cache: 'disk' keeps uint8 images, and this data set gives {str(image.dtype).removeprefix('torch.')}\n"
-            "    allowed: data.cache=null, or a data set of uint8 images"
-        )
-    if target.is_complex():
-        raise UserError(
-            "data.cache: 'disk' keeps targets that are real numbers, and this data set gives complex ones\n"
-            "    allowed: data.cache=null, or real targets"
-        )
-    if not _same(image, again):
-        raise UserError(
-            "data.cache: 'disk' would keep one random version of each image: this data set gives another at every reading\n"
-            "    allowed: data.cache=null, or random changes in the section transform"
-        )
-    return image, target
+    """The first sample that can be read, checked to be of a kind that can be kept."""
 
-
-def _readings(dataset: Dataset[Any], skips: bool) -> list[tuple[Tensor, Tensor]]:
-    """Two readings of one sample."""
-
-    def read(index: int) -> list[tuple[Tensor, Tensor]]:
+    def read_twice(index: int) -> list[tuple[Tensor, Tensor]]:
         return [_sample(dataset, index, epoch) for epoch in (0, 1)]
 
     everything = AllSamples(len(dataset))  # type: ignore[arg-type]
-    return ReplacementSampler(0, everything).read(read, 0, 0, []) if skips else read(0)
+    twice = ReplacementSampler(0, everything).read(read_twice, 0, 0, []) if skips else read_twice(0)
+    (image, target), (again, _) = twice
+    for wrong, problem, allowed in (
+        (
+            image.dtype != torch.uint8,
+            f"keeps uint8 images, and this data set gives {_dtype(image)}",
+            "a data set of uint8 images",
+        ),
+        (
+            target.is_complex(),
+            "keeps targets that are real numbers, and this data set gives complex ones",
+            "real targets",
+        ),
+        (
+            not _same(image, again),
+            "would keep one random version of each image: this data set gives another at every reading",
+            "random changes in the section transform",
+        ),
+    ):
+        if wrong:
+            raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
+    return image, target
 
 
 def _cannot_write(path: Path, reason: str) -> UserError:
-    return UserError(
-        f"data.cache_dir: cannot write {path}: {reason}\n    allowed: a folder that can be written, or data.cache=null"
-    )
+    return UserError("data.cache_dir", f"cannot write {path}: {reason}", "a writable folder, or data.cache=null")
 
 
 def _remove_useless(path: Path, unfinished: bool) -> None:
-    """Make room: remove a cache that cannot be used and, if nobody else can be at work, what killed processes have left."""
+    """Remove a cache that cannot be used and, if no other process can be writing, what killed processes have left."""
     left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if unfinished else ()
     try:
         for useless in (path, *left):
@@ -232,9 +235,10 @@ def _require_space(folder: Path, samples: int, example: Tensor, target: Tensor) 
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"data.cache: {samples:,} images of {'x'.join(map(str, example.shape))} need {needed / _GIB:.2f} GiB, and "
-            f"{folder} has {free / _GIB:.2f} GiB free\n"
-            "    allowed: data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"
+            "data.cache",
+            f"{samples:,} images of {'x'.join(map(str, example.shape))} need {needed / _GIB:.2f} GiB, and {folder} has "
+            f"{free / _GIB:.2f} GiB free",
+            "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null",
         )
 
 
@@ -248,37 +252,37 @@ def _decoded(
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """All samples in order, in batches; those that cannot be read are added to `missing`, or an error if it is None."""
     count = len(dataset)  # type: ignore[arg-type]
-    cpu = torch.device("cpu")
     everything = AllSamples(count)
     extra: dict[str, Any] = {}
-    if missing is not None:
-        # Others stand in the places of those: something must, and they are never looked at.
-        extra = {
-            "replacements": ReplacementSampler(0, everything),
-            "on_skipped": lambda found: missing.update(unreadable.sample for unreadable in found),
-        }
+    if missing is not None:  # their places hold other images, which are never used
+        extra["replacements"] = ReplacementSampler(0, everything)
+        extra["on_skipped"] = lambda found: missing.update(unreadable.sample for unreadable in found)
+    cpu = torch.device("cpu")
     loader = WorkerLoader(dataset, everything, DECODED_AT_ONCE, 0, False, cpu, (), workers, persistent=False, **extra)
-    shown = _Progress(split, count)
+    progress = _Progress(split, count)
     with contextlib.closing(loader):
         for batch in loader.batches(0, 0, count):
             if stopped():
                 raise _Stopped
             if batch.images.dtype != torch.uint8 or batch.images.shape[1:] != example.shape:
-                raise UserError(
-                    f"data.cache: 'disk' keeps uint8 images of one size, and beside {_kind(example)} there is "
-                    f"{_kind(batch.images[0])}\n    allowed: data.image_size=224, say, or data.cache=null"
-                )
+                kinds = f"{_dtype(example)} {_shape(example)} and {_dtype(batch.images)} {_shape(batch.images[0])}"
+                problem = f"'disk' keeps uint8 images of one size, and this data set gives {kinds}"
+                raise UserError("data.cache", problem, "data.image_size=224, for example, or data.cache=null")
             yield batch.images, batch.targets
-            shown.advance(len(batch.indices))
-    shown.end()
+            progress.advance(len(batch.indices))
+    progress.end()
 
 
-def _kind(image: Tensor) -> str:
-    return f"{str(image.dtype).removeprefix('torch.')} {'x'.join(map(str, image.shape))}"
+def _dtype(image: Tensor) -> str:
+    return str(image.dtype).removeprefix("torch.")
+
+
+def _shape(image: Tensor) -> str:
+    return "x".join(map(str, image.shape))
 
 
 class _Progress:
-    """Says on standard error how far it is, once it has taken a while; on a terminal in one line."""
+    """Progress on standard error, once the work has taken a while; on a terminal in one line."""
 
     def __init__(self, split: str, total: int) -> None:
         self._split, self._total, self._done = split, total, 0
@@ -308,7 +312,7 @@ class _Progress:
 
 @contextlib.contextmanager
 def _noticing_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether a signal came that the run has a handler of its own for, which is called too."""
+    """Gives a function that tells whether a signal with a handler of the run arrived; the handler is called too."""
     received: list[int] = []
     before: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
@@ -330,10 +334,10 @@ def _noticing_signals() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
-    """Let one process at a time make a cache; the lock of one that is killed ends with it.
+def _exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
+    """Let one process at a time make a cache; the lock of a killed process ends with it.
 
-    Gives whether no other can be at work: some file systems have no locks. There, both make it and the last one stays.
+    Gives whether the lock is held. Some file systems have none: there, two processes both write and the last one wins.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -341,24 +345,24 @@ def _alone(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
     except OSError as error:
         raise _cannot_write(path, error.strerror or str(error)) from error
     try:
-        locked = _locked(lock, path, stopped)
+        locked = _wait_for_lock(lock, path, stopped)
         yield locked
-        if locked:  # and not by closing alone: a process that was forked meanwhile would go on holding it
+        if locked:  # closing alone is not enough: a process forked in the meantime would still hold it
             fcntl.flock(lock, fcntl.LOCK_UN)
     finally:
         os.close(lock)
 
 
-def _locked(lock: int, path: Path, stopped: Callable[[], bool]) -> bool:
-    told = False
+def _wait_for_lock(lock: int, path: Path, stopped: Callable[[], bool]) -> bool:
+    reported = False
     while not stopped():
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if not told:
+            if not reported:
                 print(f"waiting for another process that makes {path}", file=sys.stderr, flush=True)
-            told = True
+            reported = True
             time.sleep(_POLL_S)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):

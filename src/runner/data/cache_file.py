@@ -1,9 +1,10 @@
 """The file that keeps decoded images: one line of text, then raw bytes, which are never unpickled.
 
-The first 4096 bytes are a mark, a CRC-32 and the JSON object that it is of, padded with spaces; then come the images (uint8,
-N x C x H x W), the targets, the numbers of the images that could not be read (int64), in whose places others stand, and a
-CRC-32 of each image (uint32). The JSON object has a CRC-32 of all that follows the images. A file is whole or it is not
-there: it is written under another name and renamed once it is on the disk.
+The first 4096 bytes are a mark, a CRC-32 and a JSON object, padded with spaces; then come the images (uint8, N x C x H x W),
+the targets, the numbers of the images that could not be read (int64), whose places hold other images, and a CRC-32 of each
+image (uint32). The JSON object has a CRC-32 of all that follows the images.
+
+This is one file instead of .npy files beside a JSON: one rename makes it appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +39,6 @@ _DTYPES = {
     for dtype in (torch.int64, torch.float32, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32)
 }
 
-T = TypeVar("T")
-
 
 class Unusable(Exception):
     """A file is no cache of the images that are wanted; the message says why."""
@@ -51,13 +50,12 @@ class Unwritable(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about itself.
+    """The description of a file.
 
     Attributes:
         key: digest of all that its images depend on.
-        images: (N, C, H, W).
-        targets: (N, ...).
-        targets_dtype: name of a dtype that torch has.
+        images, targets: their shapes, (N, C, H, W) and (N, ...).
+        targets_dtype: name of a torch dtype.
         rest_crc32: checksum of all that follows the images.
         unreadable: how many images could not be read.
     """
@@ -91,40 +89,34 @@ class Header:
 
 
 def parse(block: bytes, size: int) -> Header:
-    """Read a header, and check it against the size of its file before anything relies on it.
-
-    Raises:
-        Unusable: if it is none, or says something else than the size.
-    """
+    """Read a header, and check it against the size of its file before anything relies on it; raises `Unusable`."""
     if len(block) < HEADER_BYTES or not block.startswith(_MARK.encode()):
         raise Unusable("it is not a cache of images of this version")
     checksum, _, text = block.removeprefix(_MARK.encode()).partition(b" ")
-    if checksum != f"{zlib.crc32(text.rstrip()):08x}".encode():
-        raise Unusable("its header is damaged")
+    damaged = checksum != f"{zlib.crc32(text.rstrip()):08x}".encode()
     try:
-        fields = json.loads(text)
-        images, targets = (tuple(fields[name]) for name in ("images", "targets"))
-        facts = fields["targets_dtype"], fields["rest_crc32"], fields["unreadable"]
-        header = Header(fields["key"], images, targets, *facts)
+        fields = {} if damaged else json.loads(text)
+        images, targets = fields["images"], fields["targets"]
+        header = Header(**fields | {"images": tuple(images), "targets": tuple(targets)})
+        numbers = (*images, *targets, header.unreadable + 1)
+        damaged = not all(type(number) is int and number > 0 for number in numbers)
+        damaged |= len(images) != 4 or images[:1] != targets[:1] or header.targets_dtype not in _DTYPES
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise Unusable("its header is damaged") from None
-    whole = all(type(number) is int and number > 0 for number in (*images, *targets))
-    known = isinstance(header.targets_dtype, str) and header.targets_dtype in _DTYPES
-    counted = type(header.unreadable) is int and header.unreadable >= 0
-    if not whole or len(images) != 4 or images[:1] != targets[:1] or not known or not counted:
+        damaged = True
+    if damaged:
         raise Unusable("its header is damaged")
     if header.file_bytes != size:
-        raise Unusable(f"it has {size:,} bytes in place of {header.file_bytes:,}")
+        raise Unusable(f"it has {size:,} bytes instead of {header.file_bytes:,}")
     return header
 
 
 class CachedImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images and targets in a file; the system keeps in memory what has room, for all processes.
+    """Images and targets in a file, which the page cache of the system shares between processes.
 
     Args:
         path: the file.
         key: digest that the file must have; None for any.
-        source: what the images were read from, for those that turn out to be damaged.
+        source: what the images were read from, to replace damaged ones.
 
     Attributes:
         images: uint8 (N, C, H, W); read from the file when they are gathered.
@@ -162,11 +154,7 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample, a copy: a transform may write to it.
-
-        Raises:
-            UserError: if it could not be read when the file was made.
-        """
+        """One sample, a copy; raises `UserError` if it could not be read when the file was made."""
         if index in self._missing:
             raise UserError(NOT_READ)
         return self.images[index], self.targets[index]
@@ -194,91 +182,65 @@ def write(
     batches: Iterator[tuple[Tensor, Tensor]],
     unreadable: Collection[int] = (),
 ) -> None:
-    """Write a file; a crash at any instant leaves either what was there or all of the new one.
+    """Write a file; a crash at any instant leaves either the old file or the whole new one.
 
     Args:
         path: the file; its folder exists.
         key: digest of all that the images depend on.
-        samples: how many there will be.
+        samples: number of samples.
         batches: images uint8 (B, C, H, W) of one shape, and targets (B, ...).
-        unreadable: images in whose places others stand; looked at after the last batch.
+        unreadable: images whose places hold others; used after the last batch.
 
     Raises:
-        Unwritable: if it cannot be written; nothing is left behind.
+        Unwritable: if it cannot be written; nothing is left behind. What `batches` raises is passed on.
     """
     temporary = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(6)}"
+    kept, shape, checksums = [], torch.Size(), array.array("I")
     try:
-        with _told(), temporary.open("xb") as file:
-            _fill(file, key, samples, batches, unreadable)
-        with _told():
+        with _writing():
+            file = temporary.open("xb")
+        with file:
+            with _writing():
+                file.write(b" " * HEADER_BYTES)
+            for images, targets in batches:  # an OSError of the data is none of writing
+                pixels = images.contiguous().numpy()
+                with _writing():
+                    file.write(pixels.data)
+                checksums.extend(map(zlib.crc32, pixels))
+                kept.append(targets)
+                shape = images.shape[1:]
+            joined = torch.cat(kept)
+            missing = torch.tensor(sorted(unreadable), dtype=torch.int64)
+            rest = joined.numpy().tobytes() + missing.numpy().tobytes() + checksums.tobytes()
+            dtype = str(joined.dtype).removeprefix("torch.")
+            header = Header(key, (samples, *shape), tuple(joined.shape), dtype, zlib.crc32(rest), len(missing))
+            with _writing():
+                file.write(rest)
+                assert file.tell() == header.file_bytes, "every sample was written"
+                file.seek(0)
+                file.write(header.dump())
+                file.flush()
+                os.fsync(file.fileno())
+        with _writing():
             os.replace(temporary, path)
-            _flush_folder(path.parent)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _fill(
-    file: IO[bytes],
-    key: str,
-    samples: int,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    unreadable: Collection[int],
-) -> None:
-    kept, shape, checksums = [], torch.Size(), array.array("I")
-    file.write(b" " * HEADER_BYTES)
-    for images, targets in _apart(batches):
-        pixels = images.contiguous().numpy()
-        file.write(pixels.data)
-        checksums.extend(map(zlib.crc32, pixels))
-        kept.append(targets)
-        shape = images.shape[1:]
-    joined = torch.cat(kept)
-    missing = torch.tensor(sorted(unreadable), dtype=torch.int64)
-    rest = joined.numpy().tobytes() + missing.numpy().tobytes() + checksums.tobytes()
-    file.write(rest)
-    dtype = str(joined.dtype).removeprefix("torch.")
-    header = Header(key, (samples, *shape), tuple(joined.shape), dtype, zlib.crc32(rest), len(missing))
-    assert file.tell() == header.file_bytes, "every sample was written"
-    file.seek(0)
-    file.write(header.dump())
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class _OfTheData(Exception):
-    """Carries an `OSError` of what gives the batches past those of writing."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-def _apart(batches: Iterator[T]) -> Iterator[T]:
-    try:
-        yield from batches
-    except OSError as error:
-        raise _OfTheData(error) from error
-
-
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _writing() -> Iterator[None]:
     try:
         yield
-    except _OfTheData as found:
-        raise found.error from None
     except OSError as error:
         raise Unwritable(error.strerror or str(error)) from error
 
 
-def _flush_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 def temporary_prefix(path: Path) -> str:
-    """What the names of unfinished files begin with."""
+    """The beginning of the names of unfinished files."""
     return f".{path.name}.unfinished-"

@@ -1,6 +1,6 @@
-"""Whether the splits of a data set agree with each other and with what they say of themselves.
+"""Checks that the splits of a data set agree with each other and with their attributes.
 
-Targets are checked all at once where they are known without reading samples; of images only a few are read.
+All targets are checked if they are known without reading samples; only a few images are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.data.splits import targets_of
 _SHOWN = 5  # names of classes in a message
 _READ = 8  # float images of a split that are read for their range of values
 _OTHER_SCALE = 10  # times the largest value of another split
-_COLOURS = (1, 3, 4)  # sizes that the last dimension has where channels come last
+_COLOURS = (1, 3, 4)  # sizes of the last dimension if channels come last
 
 Parts = Mapping[str, tuple[Dataset[Any], Indices]]
 """For each split the data set that it is read from, and its samples in it."""
@@ -33,18 +33,9 @@ Examples = Mapping[str, tuple[Tensor, Tensor]]
 def known_targets(
     parts: Parts, sources: Mapping[str, Dataset[Any]], examples: Examples
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The targets of all samples, of data sets whose attribute `targets` is what their samples give.
+    """The targets of all samples, (N, ...) for each split where the attribute `targets` agrees with its first sample; warnings.
 
-    Args:
-        parts: the splits.
-        sources: for each split what is read in place of its data set.
-        examples: their first samples.
-
-    Returns:
-        For each split with known targets those of its whole data set, (N, ...); and warnings.
-
-    Raises:
-        UserError: if the attribute does not have one target for each sample.
+    `sources` are what is read instead of the data sets. Raises `UserError` if the attribute has another length.
     """
     known, warnings = {}, []
     for name, (dataset, indices) in parts.items():
@@ -54,10 +45,8 @@ def known_targets(
         samples = len(dataset)  # type: ignore[arg-type]
         if targets.ndim == 0 or len(targets) != samples:
             count = "one entry" if targets.ndim == 0 else f"{len(targets)} entries"
-            raise UserError(
-                f"data.dataset: its attribute targets has {count} for {samples} samples of '{name}'\n"
-                "    allowed: one target for each sample, or no such attribute"
-            )
+            problem = f"its attribute targets has {count} for {samples} samples of '{name}'"
+            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
         listed = targets[index]
         if listed.shape == read.shape and torch.allclose(listed.double(), read.double(), equal_nan=True):
             known[name] = targets
@@ -70,28 +59,17 @@ def known_targets(
 
 
 def check_classes(parts: Parts, classes: Sequence[str], known: Mapping[str, Tensor]) -> list[str]:
-    """Compare the names of classes between splits, and look for classes without samples.
+    """Warnings about names of classes, and about classes without samples.
 
-    Args:
-        parts: the splits.
-        classes: names of the classes of the training split; empty for regression.
-        known: targets that are known, see `known_targets`.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        UserError: if a class has one number in one split and another in another.
+    Raises `UserError` if a class has different numbers in two splits. `classes` is empty for regression.
     """
     train = parts["train"][0]
     for name, (dataset, _) in parts.items():
         theirs = [] if dataset is train else [str(label) for label in getattr(dataset, "classes", None) or ()]
         for number, (one, other) in enumerate(zip(classes, theirs, strict=False)):
             if one != other:
-                raise UserError(
-                    f"data.dataset: class {number} is '{other}' in '{name}' and '{one}' in 'train', so class numbers mean "
-                    "different things\n    allowed: the same classes in the same order in every split"
-                )
+                problem = f"class {number} is '{other}' in '{name}' and '{one}' in 'train', so class numbers differ in meaning"
+                raise UserError("data.dataset", problem, "the same classes in the same order in every split")
     return _same_names(classes) + _without_samples(parts, classes, known)
 
 
@@ -101,7 +79,7 @@ def _same_names(classes: Sequence[str]) -> list[str]:
     first = {name: number for number, name in reversed(list(enumerate(classes)))}
     twins = [(first[name], number, name) for number, name in enumerate(classes) if first[name] != number]
     one, other, name = twins[0]
-    more = f", and {len(twins) - 1} more are called as another" if len(twins) > 1 else ""
+    more = f", and {len(twins) - 1} more share their name with another" if len(twins) > 1 else ""
     return [f"data.dataset: classes {one} and {other} are both called '{name}'{more}: give them different names"]
 
 
@@ -109,7 +87,7 @@ def _without_samples(parts: Parts, classes: Sequence[str], known: Mapping[str, T
     warnings = []
     for name, targets in known.items():
         dataset, indices = parts[name]
-        # A small split that is carved out of another cannot have samples of every class.
+        # A small split that was taken from another need not have samples of every class.
         if not classes or targets.ndim != 1 or (name != "train" and dataset is parts["train"][0]):
             continue
         numbers = targets[indices[:]].long()
@@ -119,7 +97,7 @@ def _without_samples(parts: Parts, classes: Sequence[str], known: Mapping[str, T
             names = ", ".join(f"'{classes[number]}' ({number})" for number in empty[:_SHOWN])
             what = "class" if len(empty) == 1 else f"{len(empty)} classes"
             more = ", ..." if len(empty) > _SHOWN else ""
-            consequence = "it is never learned" if name == "train" else f"metrics of '{name}' say nothing about it"
+            consequence = "it is never learned" if name == "train" else f"metrics of '{name}' do not measure it"
             warnings.append(
                 f"data.dataset: '{name}' has no sample of the {what} {names}{more}: {consequence}; add samples, or correct "
                 "the names of the classes"
@@ -130,7 +108,7 @@ def _without_samples(parts: Parts, classes: Sequence[str], known: Mapping[str, T
 def check_images(
     parts: Parts, examples: Examples, transforms: Sequence[SampleTransform], normalize: Normalize
 ) -> list[str]:
-    """Compare channels, dtype and range of values of the images between splits; a few float images of each are read.
+    """Warnings about channels, dtype and range of values of the images; a few float images of each split are read.
 
     Args:
         parts: the splits.
@@ -138,11 +116,8 @@ def check_images(
         transforms: sample transforms of an evaluation.
         normalize: section of the config.
 
-    Returns:
-        Warnings.
-
     Raises:
-        UserError: if the images of one split cannot be used beside those of another.
+        UserError: if the images of one split cannot be used with those of another.
     """
     first = examples["train"][0]
     channels, height, width = first.shape
@@ -154,10 +129,8 @@ def check_images(
         )
     for name, (image, _) in examples.items():
         if image.shape[0] != channels:
-            raise UserError(
-                f"data.dataset: images of '{name}' have {image.shape[0]} channels, and those of 'train' {channels}\n"
-                "    allowed: images with the same channels in every split"
-            )
+            problem = f"images of '{name}' have {image.shape[0]} channels, and those of 'train' {channels}"
+            raise UserError("data.dataset", problem, "images with the same channels in every split")
     if all(image.dtype == torch.uint8 for image, _ in examples.values()):
         return warnings
     ranges = {name: _range(name, *part, examples[name][0], transforms) for name, part in parts.items()}
@@ -166,8 +139,10 @@ def check_images(
         low, high = ranges[one]
         if kinds[other] == "uint8" != kinds[one] and (low < 0 or high > 1):
             raise UserError(
-                f"data.dataset: images of '{one}' are {kinds[one]} with values from {low:g} to {high:g}, and those of "
-                f"'{other}' uint8, which are divided by 255\n    allowed: uint8 in every split, or floats from 0 to 1"
+                "data.dataset",
+                f"images of '{one}' are {kinds[one]} with values from {low:g} to {high:g}, and those of '{other}' uint8, "
+                "which are divided by 255",
+                "uint8 in every split, or floats from 0 to 1",
             )
         size, usual = (max(abs(end) for end in ranges[name]) for name in (one, other))
         if size > _OTHER_SCALE * usual > 0 and "train" in (one, other):
@@ -187,39 +162,31 @@ def check_images(
 def _range(
     name: str, dataset: Dataset[Any], indices: Indices, example: Tensor, transforms: Sequence[SampleTransform]
 ) -> tuple[float, float]:
-    """The smallest and the largest value of a few images of a split; 0 and 1 for uint8, which is divided by 255.
+    """The extreme values of a few images of a split; 0 and 1 for uint8, which is divided by 255.
 
-    Raises:
-        UserError: if one of a split that is evaluated is not finite.
+    Raises `UserError` if an image of an evaluated split is not finite.
     """
     if example.dtype == torch.uint8:
         return 0.0, 1.0
-    keyed, count = SeededDataset(dataset, 0, transforms, split=name), min(_READ, len(indices))
+    seeded, count = SeededDataset(dataset, 0, transforms, split=name), min(_READ, len(indices))
     ends: list[float] = []
     for place in range(count):
         index = int(indices[place * (len(indices) - 1) // max(1, count - 1)])
         try:
-            image = as_tensor(keyed[0, index][0]).float()
-        except UserError:  # reported where it is needed, or skipped
+            image = as_tensor(seeded[0, index][0]).float()
+        except UserError:  # reported when it is used, or skipped
             continue
         finite = image[image.isfinite()]
         if name != "train" and finite.numel() < image.numel():
-            raise UserError(
-                f"data.dataset: sample {index} of '{name}' has pixels that are not finite\n"
-                "    allowed: images of finite numbers; correct this one, or remove it"
-            )
+            problem = f"sample {index} of '{name}' has pixels that are not finite"
+            raise UserError("data.dataset", problem, "images of finite numbers; correct this one, or remove it")
         if finite.numel():
             ends += [float(finite.min()), float(finite.max())]
     return (min(ends), max(ends)) if ends else (0.0, 1.0)
 
 
 def not_finite(batches: Any, name: str) -> str:
-    """The first sample whose image or target is not finite, in words; empty if there is none.
-
-    Args:
-        batches: of a split, as the model is given them.
-        name: of the split.
-    """
+    """A sentence on the first sample of a split with a pixel or target that is not finite; empty if there is none."""
     for images, targets, indices in batches:
         for what, values in (("pixels", images), ("a target", targets)):
             wrong = (~values.isfinite()).flatten(1).any(1) if values.ndim > 1 else ~values.isfinite()

@@ -1,4 +1,4 @@
-"""The next batch is copied to a GPU and prepared there while the model computes on this one."""
+"""Copies the next batch to a GPU and prepares it there while the model computes on the current one."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
 
 def prefetch_to_cuda(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
-    """Give the same batches, each made one ahead on a stream of its own; anywhere but on CUDA, just the batches.
+    """The same tuples of tensors, each made one ahead on its own stream; on other devices than CUDA, just `batches`.
 
-    What makes the batches must draw from no generator that has a state: one batch is always made before it is asked for,
-    and a checkpoint that is written in between must not depend on that.
-
-    Args:
-        batches: gives tuples of tensors on the device; what it computes is put on the stream.
-        device: where the batches are.
+    The producer must use no stateful generator: one batch is always made before it is requested, and a checkpoint written in
+    between must not depend on that.
     """
     return _ahead(batches, device) if device.type == "cuda" else batches
 
 
 def _ahead(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # What batches are made from, such as the statistics of the normalisation, was computed on the other stream.
+    # The inputs of batches, such as the statistics of the normalisation, were computed on the other stream.
     side.wait_stream(torch.cuda.current_stream(device))
 
     def made() -> Tensors | None:

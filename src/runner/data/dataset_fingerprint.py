@@ -1,4 +1,4 @@
-"""Which data a run is trained on: lengths, targets, files, and the content of a few samples or of all."""
+"""A fingerprint of the data of a run: lengths, targets, files, and the content of a few samples or of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
 
 _LOOKED_AT = 16
-_PLACES = 0xDA7A  # keeps the places apart from every other draw
+_PLACES = 0xDA7A  # separates these random numbers from all others
 _DIFFERENCES = {
     "targets": "has other targets",
     "files": "has other files, or files of other sizes",
@@ -31,18 +31,13 @@ _DIFFERENCES = {
 def fingerprint_data(
     parts: Mapping[str, tuple[Dataset[Any], Indices]], sources: Mapping[str, Dataset[Any]], full: bool = False
 ) -> dict[str, Any]:
-    """What tells the data of a run from other data, at the cost of a few samples a split.
-
-    Args:
-        parts: for each split the data set, and its samples in it.
-        sources: for each split what is read in place of the data set.
-        full: whether every sample is read.
+    """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
     Returns:
-        For each split `samples`, its length, and SHA-256 digests: `content`, of the places, images and targets of some of
-        its samples as they are read, before any transform; and, where they are known without reading samples, `targets`,
-        `files` (path below the folder that all have in common, and size) and `images` (those in memory). With `full` also
-        `bytes`, of every file, or of every sample where there are no files.
+        For each split `samples`, its length, and SHA-256 digests: `content`, of the indices, images and targets of some of
+        its samples, before any transform; and, if known without reading samples, `targets`, `files` (path relative to the
+        common folder, and size) and `images` (those in memory). With `full` also `bytes`, of every file, or of every sample
+        if there are no files.
     """
     found = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
@@ -70,15 +65,15 @@ def _places(count: int) -> Iterable[int]:
 
 
 def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> str:
-    keyed, digest = SeededDataset(dataset, 0), hashlib.sha256()
+    seeded, digest = SeededDataset(dataset, 0), hashlib.sha256()
     for place in places:
         index = int(indices[place])
         digest.update(f"sample {index}".encode())
         try:
-            item = keyed[0, index]
+            item = seeded[0, index]
         except MemoryError:
             raise
-        except Exception:  # one that cannot be read is told, or passed over, where it is needed
+        except Exception:  # reported, or skipped, when it is used
             digest.update(b"unreadable")
             continue
         for tensor in (as_tensor(item[0]), as_target(item[1])):
@@ -88,7 +83,7 @@ def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> 
 
 
 def _files_of(dataset: Any) -> list[bytes]:
-    """The file of each sample of a data set, where it is one of files: of this program's kind, or of torchvision's."""
+    """The file of each sample, if the data set is one of files, this program's or torchvision's; else empty."""
     if callable(getattr(dataset, "file_names", None)):
         return list(dataset.file_names())
     samples = getattr(dataset, "samples", None)
@@ -100,12 +95,12 @@ def _files_of(dataset: Any) -> list[bytes]:
 
 def _listing(files: list[bytes], indices: Indices) -> str:
     digest = hashlib.sha256()
-    # From where they have in common, so that a folder may move.
+    # Without the common prefix, so that a folder may move.
     common = len(os.path.commonpath((min(files), max(files))))
     for index in indices[:].tolist():
         try:
             size = os.stat(files[index]).st_size  # noqa: PTH116  a Path for each of a million files would cost more
-        except OSError:  # reported where it is read
+        except OSError:  # reported when it is read
             size = -1
         digest.update(b"%s\0%d\0" % (files[index][common:], size))
     return digest.hexdigest()
@@ -127,12 +122,7 @@ def data_changes(
 ) -> list[str]:
     """How the data differ from those of a checkpoint, in clauses; empty if they do not.
 
-    What is another at every reading is not compared, and neither is what only one of the two has.
-
-    Args:
-        before: what `fingerprint_data` gave when the checkpoint was written.
-        now: what it has given of the data at hand.
-        identify: gives it again.
+    Facts that change at every reading, or that only one of the two has, are not compared; `identify` computes `now` again.
     """
     if before == now:
         return []
@@ -144,7 +134,7 @@ def data_changes(
             continue
         old, new = before[name], now[name]
         if old["samples"] != new["samples"]:
-            found.append(f"'{name}' has {new['samples']:,} samples in place of {old['samples']:,}")
+            found.append(f"'{name}' has {new['samples']:,} samples instead of {old['samples']:,}")
             continue
         for key, difference in _DIFFERENCES.items():
             if key in old and key in new and old[key] != new[key] and new[key] == again[name].get(key):
@@ -154,8 +144,8 @@ def data_changes(
 
 
 def class_changes(before: list[str], now: list[str]) -> list[str]:
-    """The same of the names of the classes."""
-    return [] if before == now else [f"its classes are {_shown(now)} in place of {_shown(before)}"]
+    """`data_changes` for the names of the classes."""
+    return [] if before == now else [f"its classes are {_shown(now)} instead of {_shown(before)}"]
 
 
 def _shown(classes: list[str]) -> str:

@@ -22,13 +22,11 @@ _FOLDS = "data.split.folds"
 def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
     """The group of each sample of a data set, as text.
 
-    Args:
-        dataset: has an attribute of this name with a group for each sample, or `paths`, the files of its samples.
-        group: the name of the attribute; or a regular expression that is searched for in the path of each file, below the
-            folder that all files have in common. Its first group in parentheses counts if it has one, else all of it.
+    `group` is an attribute of the data set with a group for each sample; or a regular expression that is searched for in the
+    path of each file of `dataset.paths`, relative to their common folder: its first group in parentheses, or the whole match.
 
     Raises:
-        UserError: if the data set has neither, there are other than one for each sample, or a file does not match.
+        UserError: if the data set has neither, the numbers differ, or a file does not match.
     """
     samples = len(dataset)  # type: ignore[arg-type]
     if group.isidentifier() and hasattr(dataset, group):
@@ -37,39 +35,26 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
         counted = isinstance(values, Sequence) and not isinstance(values, str)
         if not counted or len(values) != samples:
             count = f"{len(values)} entries" if counted else f"a {type(values).__name__}"
-            raise UserError(
-                f"{_KEY}: the attribute '{group}' of the data set has {count} for {samples} samples\n"
-                "    allowed: an attribute with a group for each sample"
-            )
+            problem = f"the attribute '{group}' of the data set has {count} for {samples} samples"
+            raise UserError(_KEY, problem, "an attribute with a group for each sample")
         return [str(value) for value in values]
     if not hasattr(dataset, "paths"):
-        raise UserError(
-            f"{_KEY}: the data set has no attribute '{group}', and no files that a pattern could be searched in\n"
-            "    allowed: null, an attribute with a group for each sample, or image files"
-        )
-    return _matched([Path(path) for path in dataset.paths], _pattern(group))
-
-
-def _pattern(group: str) -> re.Pattern[str]:
+        problem = f"the data set has no attribute '{group}', and no files whose paths a pattern could match"
+        raise UserError(_KEY, problem, "null, an attribute with a group for each sample, or image files")
     try:
-        return re.compile(group)
+        pattern = re.compile(group)
     except re.error as error:
-        raise UserError(
-            f"{_KEY}: '{group}' is no regular expression: {error}\n    allowed: such as '(patient[0-9]+)'"
-        ) from error
-
-
-def _matched(paths: list[Path], pattern: re.Pattern[str]) -> list[str]:
+        problem = f"'{group}' is no regular expression: {error}"
+        raise UserError(_KEY, problem, "for example '(patient[0-9]+)'") from error
+    paths = [Path(path) for path in dataset.paths]
     common = os.path.commonpath([path.parent for path in paths])
     found = []
     for path in paths:
         name = Path(os.path.relpath(path, common)).as_posix()
         match = pattern.search(name)
         if match is None:
-            raise UserError(
-                f"{_KEY}: '{pattern.pattern}' is not found in {name}\n"
-                "    allowed: a pattern that is found in the path of every file, or an attribute of the data set"
-            )
+            problem = f"'{pattern.pattern}' is not found in {name}"
+            raise UserError(_KEY, problem, "a pattern found in the path of every file, or an attribute of the data set")
         found.append(match[1] if pattern.groups and match[1] is not None else match[0])
     return found
 
@@ -81,14 +66,13 @@ def numbered(groups: Sequence[str]) -> Tensor:
 
 
 def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order: Tensor) -> Tensor:
-    """Give every group whole to one of several splits, so that each has about its share of every class.
+    """Assign whole groups to splits, so that each split has about its share of every class.
 
-    Large groups go first, those of one size in a random order; each to the split that lacks most of what the group has. So no
+    Large groups go first, those of one size in random order; each to the split that lacks most of what the group has. So no
     split is further from its share than the groups are large.
 
     Args:
-        classes: class of each sample, int64 (N,) from 0 on; all 0 for no classes.
-        groups: group of each sample, int64 (N,) from 0 on.
+        classes, groups: of each sample, int64 (N,) from 0 on; classes all 0 for none.
         shares: share of each split, together 1.
         order: a random permutation of the samples, int64 (N,).
 
@@ -100,13 +84,13 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
     np.add.at(table, (groups.numpy(), classes.numpy()), 1)
     totals = table.sum(0)
     lacking = np.outer(np.asarray(shares), totals)
-    # The place of a group's first sample in the random order is the group's own.
+    # A group is placed in the random order by its first sample.
     place = np.full(count, len(groups))
     np.minimum.at(place, groups[order].numpy(), np.arange(len(groups)))
     of_group = np.zeros(count, dtype=np.int64)
     for group in sorted(range(count), key=lambda group: (-table[group].sum(), place[group])):
         needs = (lacking * table[group] / np.maximum(totals, 1)).sum(1)
-        # Rounded, so that what is equal is, and goes to the smaller split.
+        # Rounded, so that ties are ties, and go to the smaller split.
         chosen = max(range(len(shares)), key=lambda split: (round(needs[split], 9), lacking[split].sum()))
         lacking[chosen] -= table[group]
         of_group[group] = chosen
@@ -114,28 +98,16 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
 
 
 def stratified_folds(classes: Tensor, folds: int, order: Tensor) -> Tensor:
-    """Deal samples out into folds, class by class, so that folds and each class in them differ by one sample at most.
+    """The fold of each sample, int64 (N,): folds, and each class in them, differ by at most one sample in size.
 
-    Args:
-        classes: class of each sample, int64 (N,) from 0 on; all 0 for no classes.
-        folds: number of folds.
-        order: a random permutation of the samples, int64 (N,).
-
-    Returns:
-        The fold of each sample, int64 (N,).
-
-    Raises:
-        UserError: if a class has fewer samples than there are folds.
+    `classes` and `order` are as for `split_groups`. Raises `UserError` if a class has fewer samples than there are folds.
     """
     counts = torch.bincount(classes)
-    if len(counts) and bool(((counts < folds) & (counts > 0)).any()):
-        scarce = int(((counts < folds) & (counts > 0)).nonzero()[0])
-        of_class = f"class number {scarce} has" if len(counts) > 1 else "there are"
-        raise UserError(
-            f"{_FOLDS}: is {folds}, but {of_class} {int(counts[scarce])} samples to divide\n"
-            f"    allowed: at most {int(counts[counts > 0].min())}"
-            + (", or data.split.stratified=false" if len(counts) > 1 else "")
-        )
+    scarce = ((counts < folds) & (counts > 0)).nonzero()[:, 0].tolist()
+    if scarce:
+        of_class = f"class number {scarce[0]} has" if len(counts) > 1 else "there are"
+        allowed = f"at most {int(counts[counts > 0].min())}" + ", or data.split.stratified=false" * (len(counts) > 1)
+        raise UserError(_FOLDS, f"is {folds}, but {of_class} {int(counts[scarce[0]])} samples to divide", allowed)
     sorted_places = order[torch.sort(classes[order], stable=True).indices]
     fold = torch.empty_like(classes)
     fold[sorted_places] = torch.arange(len(classes)) % folds
@@ -143,12 +115,8 @@ def stratified_folds(classes: Tensor, folds: int, order: Tensor) -> Tensor:
 
 
 def group_folds(classes: Tensor, groups: Tensor, folds: int, order: Tensor) -> Tensor:
-    """Folds that keep groups together: see `split_groups`.
-
-    Raises:
-        UserError: if there are fewer groups than folds.
-    """
+    """Folds that keep groups together, see `split_groups`; raises `UserError` if there are fewer groups than folds."""
     count = len(torch.unique(groups))
     if count < folds:
-        raise UserError(f"{_FOLDS}: is {folds}, but there are {count} groups to divide\n    allowed: at most {count}")
+        raise UserError(_FOLDS, f"is {folds}, but there are {count} groups to divide", f"at most {count}")
     return split_groups(classes, groups, [1 / folds] * folds, order)

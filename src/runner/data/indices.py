@@ -11,11 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AllSamples:
-    """All samples of a data set in its order, without a list of them: as `torch.arange(samples)` where it is read.
-
-    Attributes:
-        samples: how many there are.
-    """
+    """All samples of a data set in order, without a list: reads like `torch.arange(samples)`."""
 
     samples: int
 

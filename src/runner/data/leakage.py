@@ -1,4 +1,4 @@
-"""Leakage: groups or identical images that are in two splits."""
+"""Leakage: groups or identical images in two splits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ from runner.data.sources.arrays import ImageArrays
 
 
 def find_leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
-    """Warnings about groups that are in two splits, and about images in memory that are.
-
-    Args:
-        parts: for each split the data set that it is read from, and its samples in it.
-        group: what tells the groups, see `groups_of`; None for no groups.
-    """
+    """Warnings about groups (see `groups_of`; None for none), and images in memory, that are in two splits."""
     found = _shared_groups(parts, group) if group is not None else []
     arrays = {name: part for name, part in parts.items() if isinstance(part[0], ImageArrays)}
     return found + _shared_images(arrays)
@@ -36,9 +31,8 @@ def _shared_groups(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str
             try:
                 known[id(dataset)] = groups_of(dataset, group)
             except UserError as error:  # a test set that comes with the data need not name groups
-                return [
-                    f"whether groups are in '{name}' and in another split is not known: {error.args[0].splitlines()[0]}"
-                ]
+                problem = error.args[0].splitlines()[0]
+                return [f"whether groups are in '{name}' and in another split is not known: {problem}"]
         of_split[name] = dict.fromkeys(known[id(dataset)][index] for index in indices[:].tolist())
     found = []
     for one, other in itertools.combinations(of_split, 2):
@@ -63,7 +57,7 @@ def _shared_images(arrays: Mapping[str, tuple[Any, Indices]]) -> list[str]:
         place = int(np.flatnonzero(of_split[one] == of_split[other][again[0]])[0])
         twins = int(firsts[place]), int(seconds[int(again[0])])
         if not torch.equal(first.images[twins[0]], second.images[twins[1]]):
-            continue  # two images of one digest, as happens once in 10^19 pairs
+            continue  # two images with the same digest, which happens once in 10^19 pairs
         count = "1 image is" if len(again) == 1 else f"{len(again):,} images are"
         found.append(
             f"{count} in '{other}' and, pixel for pixel, in '{one}', such as sample {twins[1]} as sample {twins[0]}: what "

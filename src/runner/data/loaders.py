@@ -1,8 +1,8 @@
 """Batches for the engine, and the loader that makes them from tensors in memory.
 
-There are two ways to the same batches: gathered from tensors in memory, or read sample by sample through workers (see
-`runner.data.workers`). Both give batch k of an epoch as the samples of slice k of `EpochOrder`; what is random about a sample
-depends on (seed, epoch, sample) alone. So a run has the same bits on either way, and resuming is starting at a slice.
+The same batches come from tensors in memory, or from workers that read sample by sample (`runner.data.workers`). Batch k of
+an epoch is slice k of `EpochOrder`, and the random numbers of a sample depend on (seed, epoch, sample) alone. So a run has the
+same bits either way, and resuming starts at a slice.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from runner.data.indices import Indices
 from runner.data.sampler import EpochOrder
 from runner.data.sources.stored_images import StoredImages
 
-# Batches are gathered and prepared many at a time, as much as stays in a cache (CPU) or hides launches (GPU).
+# Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
 _CHUNK_BYTES_ELSEWHERE = 2**26
-# Slices start where an allocation of their own would: matrix libraries round differently on other addresses.
+# Slices start at the alignment of an allocation: matrix libraries round differently on other addresses.
 _ALIGNMENT = {"cpu": 64}
 _ALIGNMENT_ELSEWHERE = 512
 
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     """Samples on the device.
 
     Attributes:
-        images: (B, C, H, W), as the model is given them.
+        images: (B, C, H, W), as the model takes them.
         targets: (B,) int64 classes or (B, ...) float values.
         indices: identity of each sample in its data set, (B,) int64.
     """
@@ -41,10 +41,10 @@ class Batch(NamedTuple):
 
 
 class Prepare(Protocol):
-    """What is done to images on the device, see `runner.data.transforms.augment.Pipeline`.
+    """Prepares images on the device, see `runner.data.transforms.augment.Pipeline`.
 
     Attributes:
-        per_sample: whether a sample comes out the same in any batch, and no generator with a state is drawn from.
+        per_sample: whether a sample gets the same result in any batch, and no stateful generator is used.
     """
 
     per_sample: bool
@@ -59,7 +59,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class Loader(Protocol):
-    """What the engine asks of a source of batches."""
+    """A source of batches for the engine."""
 
     samples: int
     batch_size: int
@@ -77,17 +77,16 @@ class MemoryLoader:
     """Batches gathered from tensors in memory.
 
     Args:
-        images: uint8 of shape (N, C, H, W) for the whole data set, where they are to stay: on the device, in RAM or in a file.
+        images: uint8 (N, C, H, W) of the whole data set, where they stay: on the device, in RAM or in a file.
         targets: (N, ...) likewise.
         indices: samples of this split.
         batch_size: samples of a batch; the last one of an epoch may be smaller.
         seed: seed of the sample order.
         shuffle: False keeps the order of `indices`.
         device: where batches are wanted.
-        prepare: what is done to images on the device; None leaves them as they are in the data set.
+        prepare: prepares images on the device; None keeps them as in the data set.
         mix_batch: blends the samples of a batch; None for nothing.
-        source_of: (samples, epoch) -> samples whose images and targets are taken for them, int64 (B,) on the CPU; None for
-            their own.
+        source_of: (samples, epoch) -> samples to read instead, int64 (B,) on the CPU; None for the samples themselves.
     """
 
     def __init__(
@@ -112,24 +111,24 @@ class MemoryLoader:
         self._chunk = self._batches_at_once()
 
     def _batches_at_once(self) -> int:
-        """Batches that are gathered together, of which each batch is a slice."""
+        """Batches that are gathered together; each batch is a slice of them."""
         if self._prepare is not None and not self._prepare.per_sample:
             return 1
         bytes_of_batch = max(1, self.batch_size * self._images.shape[1:].numel() * 4)
         return max(1, _CHUNK_BYTES.get(self._device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 
     def _starts_right(self, images: Tensor) -> bool:
-        """Whether each batch of a chunk starts where an allocation of its own could."""
+        """Whether each batch of a chunk is aligned like an allocation."""
         bytes_of_batch = self.batch_size * images.shape[1:].numel() * images.element_size()
         return bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE) == 0
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch."""
         batches = self._gathered(epoch, start, stop)
-        # Only what draws from no generator with a state may be done before it is asked for.
+        # Only what uses no stateful generator may run before it is requested.
         if self._images.device != self._device and (self._prepare is None or self._prepare.per_sample):
             batches = prefetch_to_cuda(batches, self._device)
-        return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
+        return mixed(batches, self._mix, epoch)
 
     def _gathered(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         size = self.batch_size
@@ -156,16 +155,17 @@ class MemoryLoader:
     def _on_device(self, tensor: Tensor) -> Tensor:
         return _moved(tensor, self._device)
 
-    def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
-        for batch in batches:
-            yield Batch(*mix_batch(*batch, epoch), batch.indices)
-
     def close(self) -> None:
         """Nothing to end."""
 
 
+def mixed(batches: Iterator[Batch], mix_batch: Mix | None, epoch: int) -> Iterator[Batch]:
+    """Batches whose samples are blended; the batches themselves where `mix_batch` is None."""
+    return batches if mix_batch is None else (Batch(*mix_batch(*batch, epoch), batch.indices) for batch in batches)
+
+
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, without waiting for the copy."""
+    """The tensor on a device; the copy is not waited for."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Which transform gives different pixels for the same sample: each is tried by itself, several times over."""
+"""Find the transform that gives different pixels for the same sample: each is tried alone, several times."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ _NONE: Any = None
 
 
 class Nondeterminism(NamedTuple):
-    """What gives something else for the same sample.
+    """What gives different results for the same sample: key of the config, and type of the transform or data set.
 
-    Attributes:
-        key: of the config.
-        name: type of the transform or the data set.
-        by_worker: whether that depends on the worker process alone, and not on how often it was called.
+    `by_worker` is whether the result depends on the worker process alone, and not on the number of calls.
     """
 
     key: str
@@ -38,27 +35,18 @@ class Nondeterminism(NamedTuple):
 
 
 def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
-    """Find what gives different images, or targets, for the same samples of a training split.
+    """Find what gives different images, or targets, for the same samples of a training split; None if all repeats.
 
-    Every part is given the same input several times, with the generators seeded alike, as if in this process and as if in
-    different workers. What the data set and the transforms remember of earlier calls is changed by that.
-
-    Args:
-        loader: of the training split.
-        seed: seed of the run.
-        epoch: number of the epoch.
-        indices: identities of the samples.
-
-    Returns:
-        The first part that does not repeat, or None if all do.
+    Every part gets the same input several times, with the generators seeded alike, as if in this process and as if in
+    different workers. State that the data set or the transforms keep between calls is changed.
     """
     if isinstance(loader, WorkerLoader):
-        keyed = loader._loader.dataset
-        assert isinstance(keyed, SeededDataset), "a worker loader reads with keyed draws"
-        found = _of_samples(keyed, seed, epoch, indices)
+        seeded = loader._loader.dataset
+        assert isinstance(seeded, SeededDataset), "a worker loader reads with SeededDataset"
+        found = _of_samples(seeded, seed, epoch, indices)
         if found is not None:
             return found
-        read = collate(keyed.__getitems__([(epoch, index) for index in indices]))
+        read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
         images, targets = read.images.to(loader._device), torch.from_numpy(read.targets).to(loader._device)
     elif isinstance(loader, MemoryLoader):
         chosen = torch.tensor(list(indices), device=loader._images.device)
@@ -70,12 +58,12 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
     return _of_batch(loader._prepare, loader._mix, images, targets, seed, epoch, indices)
 
 
-def _of_samples(keyed: SeededDataset, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
+def _of_samples(seeded: SeededDataset, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
     """The data set or a sample transform that does not repeat."""
-    dataset, cut = keyed._dataset, keyed._cut
+    dataset, cut = seeded._dataset, seeded._cut
     for index in indices:
 
-        def seeded(call: Callable[[], Any], index: int = index) -> Any:
+        def run_seeded(call: Callable[[], Any], index: int = index) -> Any:
             with preserved_rng():
                 seed_generators(seed, epoch, index)
                 return call()
@@ -85,15 +73,15 @@ def _of_samples(keyed: SeededDataset, seed: int, epoch: int, indices: Sequence[i
                 return dataset.read_part(index, cut.region, cut.size)  # type: ignore[attr-defined]
             return dataset[index]
 
-        item, verdict = _tried(lambda: seeded(read))
+        item, verdict = _tried(lambda: run_seeded(read))
         if verdict is not None:
             name = dataset if cut is None else cut
             return Nondeterminism(
                 "data.dataset" if cut is None else "transform.sample_train.0", type(name).__name__, verdict
             )
         image = item[0]
-        for place, transform in enumerate(keyed._transforms, start=cut is not None):
-            image, verdict = _tried(lambda: seeded(lambda: transform(copy.deepcopy(image))))  # noqa: B023
+        for place, transform in enumerate(seeded._transforms, start=cut is not None):
+            image, verdict = _tried(lambda: run_seeded(lambda: transform(copy.deepcopy(image))))  # noqa: B023
             if verdict is not None:
                 return Nondeterminism(f"transform.sample_train.{place}", type(transform).__name__, verdict)
     return None
@@ -130,7 +118,7 @@ def _of_batch(
 
 
 def _tried(call: Callable[[], Any], workers: int = _WORKERS) -> tuple[Any, bool | None]:
-    """What a call gives, and None if it gives that every time; otherwise whether it depends on the worker alone."""
+    """The result of a call, and None if it is always the same, else whether it depends on the worker alone."""
     first = call()
     if not all(_same(first, call()) for _ in range(_TRIES)):
         return first, False
@@ -138,7 +126,7 @@ def _tried(call: Callable[[], Any], workers: int = _WORKERS) -> tuple[Any, bool 
         try:
             with _as_worker(number, workers):
                 other = call()
-        except Exception:  # what only pretends to be a worker may lack what a transform asks for
+        except Exception:  # a simulated worker may lack what a transform needs
             continue
         if not _same(first, other):
             return first, True
@@ -147,7 +135,7 @@ def _tried(call: Callable[[], Any], workers: int = _WORKERS) -> tuple[Any, bool 
 
 @contextlib.contextmanager
 def _as_worker(number: int, workers: int) -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info` answer as in worker `number`."""
+    """Make `torch.utils.data.get_worker_info` answer as in worker `number`."""
     import torch.utils.data._utils.worker as torch_worker  # private: without it nothing is tried as a worker
 
     before = torch_worker._worker_info
@@ -160,7 +148,7 @@ def _as_worker(number: int, workers: int) -> Iterator[None]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two images, targets, or containers of such, are the same; what cannot be compared counts as the same."""
+    """Whether two images, targets, or containers of them are equal; what cannot be compared counts as equal."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, Tensor) and isinstance(b, Tensor):

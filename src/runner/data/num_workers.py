@@ -1,4 +1,4 @@
-"""How many worker processes read samples: measured at the start, since it depends on the images, the disk and the cores."""
+"""The number of worker processes: measured at the start, since it depends on the images, the disk and the cores."""
 
 from __future__ import annotations
 
@@ -23,21 +23,15 @@ from runner.data.samples import SampleTransform, SeededDataset
 _MOST = 16
 _BUDGET_S = 0.25  # time to spend on measuring
 _CHEAP_S = 0.002  # a batch that is read faster than this is not worth another process
-_START_S = 0.1  # what it takes to start one
-_MESSAGE_S = 0.0005  # what it takes to ask a worker for a batch and to be told of it
+_START_S = 0.1  # to start a process
+_MESSAGE_S = 0.0005  # to ask a worker for a batch and to receive the reply
 _SHARED_MEMORY = Path("/dev/shm")  # where workers put their batches, on Linux
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class WorkerChoice:
-    """The workers that read samples.
-
-    Attributes:
-        workers: processes; 0 reads in the main one.
-        reason: why as many; empty if they were set.
-        warnings: what will not go well with as many.
-    """
+    """The worker processes (0 reads in the main one), the reason (empty if they were set), and problems to expect."""
 
     workers: int
     reason: str = ""
@@ -46,13 +40,7 @@ class WorkerChoice:
 
 @dataclass(frozen=True)
 class BatchTiming:
-    """What a batch costs, in seconds.
-
-    Attributes:
-        read: reading it on one core.
-        handed_over: passing it from one process to another.
-        epoch: reading all samples on one core.
-    """
+    """Seconds to read a batch on one core, to pass it to another process, and to read an epoch on one core."""
 
     read: float
     handed_over: float
@@ -61,39 +49,35 @@ class BatchTiming:
 
 def choose_num_workers(
     wanted: int | Literal["auto"],
-    prefetch: int,
     dataset: Dataset[Any],
     indices: Indices,
     transforms: Sequence[SampleTransform],
     batch_size: int,
-    samples_ahead: int,
+    bytes_ahead: int,
     sample_bytes: int,
     replacements: ReplacementSampler | None = None,
 ) -> WorkerChoice:
-    """Choose how many workers read, by reading a few samples if that is to be found out.
+    """Choose how many workers read, by reading a few samples if `wanted` is 'auto'.
 
-    The global generators are untouched, and no sample comes out as another for it.
-
-    Args:
-        wanted: the setting.
-        prefetch: batches that each worker reads ahead.
-        dataset: what the training split is read from.
-        indices: its samples.
-        transforms: callables on one image.
-        batch_size: samples of a batch.
-        samples_ahead: samples of one batch of every loader that may hold batches at the same time.
-        sample_bytes: bytes of an image.
-        replacements: what is read in place of samples that cannot be.
+    The global generators are untouched, and measuring changes no sample. `bytes_ahead` are the bytes of all batches that one
+    worker of every loader may hold at the same time, `sample_bytes` those of an image.
     """
-    ahead = prefetch * samples_ahead * sample_bytes
     room = _free_shared_memory()
     if wanted != "auto":
-        return WorkerChoice(wanted, warnings=_doubts(wanted, ahead, room))
-    allowed = workers_with_room(ahead)
+        warnings = []
+        if wanted > cores():
+            warnings.append(f"data.num_workers={wanted} is more than the {cores()} CPU cores there are")
+        if room is not None and wanted * bytes_ahead > room:
+            warnings.append(
+                f"data.num_workers={wanted} reads up to {_size(wanted * bytes_ahead)} of batches ahead, and "
+                f"{_SHARED_MEMORY} has {_size(room)} free: set fewer workers, a smaller data.prefetch or batch size, or "
+                "give the container more"
+            )
+        return WorkerChoice(wanted, warnings=warnings)
+    allowed = workers_with_room(bytes_ahead)
     if allowed == 0:
-        return WorkerChoice(
-            0, f"auto: {_SHARED_MEMORY} has {_size(room or 0)} free, too little for batches of {_size(ahead)}"
-        )
+        free = f"{_SHARED_MEMORY} has {_size(room or 0)} free"
+        return WorkerChoice(0, f"auto: {free}, too little for batches of {_size(bytes_ahead)}")
     per_sample = _seconds_a_sample(SeededDataset(dataset, 0, transforms, replacements), indices, batch_size)
     shared = _seconds_to_share(batch_size * sample_bytes)
     timing = BatchTiming(per_sample * batch_size, _MESSAGE_S + shared, per_sample * len(indices))
@@ -101,15 +85,10 @@ def choose_num_workers(
 
 
 def enough(timing: BatchTiming, cores: int, allowed: int) -> tuple[int, str]:
-    """The fewest workers that keep ahead of any consumer, and why.
+    """The fewest workers that keep ahead of any consumer, and why; `allowed` is how many there is memory for.
 
-    How long a training step takes is not known yet. But the main process cannot take batches faster than they are handed
-    over: workers beyond the time to read divided by the time to hand over would never be waited for.
-
-    Args:
-        timing: what a batch costs.
-        cores: CPU cores.
-        allowed: workers that there is memory for.
+    How long a training step takes is not known yet. But the main process cannot receive batches faster than they are handed
+    over: more workers than the time to read divided by the time to hand over would never be waited for.
     """
     read = f"auto: a batch takes {_time(timing.read)} to read"
     if timing.read < max(_CHEAP_S, 2 * timing.handed_over):
@@ -120,47 +99,32 @@ def enough(timing: BatchTiming, cores: int, allowed: int) -> tuple[int, str]:
     count = min(wanted, cores, allowed, _MOST)
     if count == wanted:
         return count, f"{read} on one core and {_time(timing.handed_over)} to hand over"
-    if count == cores:
-        return count, f"{read} on one core; {cores} cores"
-    if count == allowed:
-        return count, f"{read} on one core; {_SHARED_MEMORY} has room for as many"
-    return count, f"{read} on one core; at most {_MOST}"
+    limits = {allowed: f"{_SHARED_MEMORY} has room for as many", cores: f"{cores} cores"}
+    return count, f"{read} on one core; {limits.get(count, f'at most {_MOST}')}"
 
 
 def workers_with_room(ahead: int) -> int:
-    """How many workers shared memory has room for, 16 at most, if each keeps so many bytes of batches there."""
+    """How many workers shared memory has room for, at most 16, if each keeps `ahead` bytes of batches there."""
     room = _free_shared_memory()
     return _MOST if room is None else min(_MOST, room // max(1, ahead))
 
 
-def _doubts(workers: int, ahead: int, room: int | None) -> list[str]:
-    doubts = []
-    if workers > cores():
-        doubts.append(f"data.num_workers={workers} is more than the {cores()} CPU cores there are")
-    if room is not None and workers * ahead > room:
-        doubts.append(
-            f"data.num_workers={workers} reads up to {_size(workers * ahead)} of batches ahead, and {_SHARED_MEMORY} has "
-            f"{_size(room)} free: set fewer workers, a smaller data.prefetch or batch size, or give the container more"
-        )
-    return doubts
-
-
 def _free_shared_memory() -> int | None:
-    """Bytes that workers can still put batches into; None where there is no such limit."""
+    """Bytes of shared memory for batches; None where there is no such limit."""
     if _SHARED_MEMORY.is_dir():
         return shutil.disk_usage(_SHARED_MEMORY).free
     return 0 if sys.platform == "linux" else None
 
 
-def _seconds_a_sample(keyed: SeededDataset, indices: Indices, most: int) -> float:
-    """Time samples that are spread over the split, more and more at a time, until it has taken long enough."""
+def _seconds_a_sample(seeded: SeededDataset, indices: Indices, most: int) -> float:
+    """Time samples spread over the split, in growing chunks, until the budget is used."""
     count = min(most, len(indices))
     spread = indices[_spread(len(indices), count)].tolist()
-    keyed[0, spread[0]]  # the first one also opens files and imports what is needed
+    seeded[0, spread[0]]  # the first one also opens files and imports modules
     began, done = time.perf_counter(), 0
     while done < count and time.perf_counter() - began < _BUDGET_S:
         upto = min(count, 2 * done + 1)
-        keyed.__getitems__([(0, index) for index in spread[done:upto]])
+        seeded.__getitems__([(0, index) for index in spread[done:upto]])
         done = upto
     return (time.perf_counter() - began) / done
 
@@ -171,7 +135,7 @@ def _spread(samples: int, count: int) -> Tensor:
 
 
 def _seconds_to_share(size: int) -> float:
-    """Time to put this many bytes into fresh shared memory, of which no more than 16 MiB are tried."""
+    """Time to put this many bytes into new shared memory; measured on at most 16 MiB."""
     tried = min(max(1, size), 16 * _MIB)
     own = torch.zeros(tried, dtype=torch.uint8)
     began = time.perf_counter()

@@ -25,6 +25,7 @@ from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.stored_images import StoredImages
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
+_GIB = 2**30
 
 Parts = Mapping[str, tuple[Dataset[Any], Indices]]
 """For each split the data set that it is read from, and its samples in it."""
@@ -40,8 +41,8 @@ class DataPlacement:
         in_memory: where images are gathered from; None to read them one by one.
         workers: processes that read them one by one.
         pin: whether batches that are read one by one go through page-locked memory.
-        choices: rows of (label, value, reason) for people.
-        warnings: settings without effect, and what else people should know.
+        choices: rows of (label, value, reason) to show.
+        warnings: settings without effect, and other advice.
     """
 
     in_memory: torch.device | None = None
@@ -55,16 +56,16 @@ class DataPlacement:
     _cache_missing: bool = False
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
-        """What is read in place of a data set: its cache, or itself."""
+        """What is read instead of a data set: its cache, or the data set itself."""
         return self._caches.get(id(dataset), dataset)
 
     def unreadable(self, dataset: Dataset[Any]) -> Tensor:
-        """Samples of a data set of which it is known that they cannot be read, int64 (U,)."""
+        """Samples of a data set that are known to be unreadable, int64 (U,)."""
         source = self.source(dataset)
         return source.unreadable if isinstance(source, CachedImages) else torch.zeros(0, dtype=torch.int64)
 
     def stored(self, dataset: Dataset[Any]) -> tuple[Tensor | StoredImages, Tensor]:
-        """All images and targets of a data set, where they are to stay; the same tensors at every call."""
+        """All images and targets of a data set, where they stay; the same tensors at every call."""
         assert self.in_memory is not None, "the images are read one by one"
         if id(dataset) not in self._stored:
             source = self.source(dataset)
@@ -90,14 +91,7 @@ def plan_placement(
 ) -> DataPlacement:
     """Decide how the splits are read, and make their cache if there is to be one.
 
-    Args:
-        data: section of the config.
-        parts: the splits.
-        sample_train, sample_eval: transforms of one image.
-        device: where batches are wanted.
-        example: an image as it is read.
-        eval_batch_size: samples of a batch of an evaluation.
-        make_cache: False uses a cache that is there and makes none.
+    `example` is an image as it is read; `make_cache=False` uses an existing cache and makes none.
 
     Raises:
         UserError: if settings contradict each other, or the cache cannot be made.
@@ -105,54 +99,52 @@ def plan_placement(
     plan = DataPlacement()
     train, indices = parts["train"]
     replacements = ReplacementSampler(0, indices) if data.on_error == "skip" else None
-    # An evaluation inside an epoch reads while workers hold batches of training; a cache is made by itself.
+    # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
     ahead = max(data.samples_a_batch + eval_batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
-    def crew(dataset: Dataset[Any]) -> WorkerChoice:
-        size, wanted = data.samples_a_batch, data.num_workers
+    def choose(dataset: Dataset[Any]) -> WorkerChoice:
+        size, bytes_ahead = data.samples_a_batch, data.prefetch * ahead * example.nbytes
         return choose_num_workers(
-            wanted, data.prefetch, dataset, indices, sample_train, size, ahead, example.nbytes, replacements
+            data.num_workers, dataset, indices, sample_train, size, bytes_ahead, example.nbytes, replacements
         )
 
-    decoding = functools.cache(lambda: crew(train))  # asked only if there is a cache to be made
+    decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
     if data.cache is not None:
-        _require_whole_images_unwanted(parts, sample_train, sample_eval)
+        _refuse_crops_from_whole_images(parts, sample_train, sample_eval)
         _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
     elif data.cache_dir is not None:
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
     sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
     _place(plan, data, list(sources.values()), bool(sample_train or sample_eval), device)
-    asked = decoding() if decoding.cache_info().currsize else None
+    choice = decoding() if decoding.cache_info().currsize else None
     if plan.in_memory is None:
-        asked = crew(plan.source(train))
-        plan.workers = asked.workers
+        choice = choose(plan.source(train))
+        plan.workers = choice.workers
         plan.pin = device.type == "cuda" and data.pin_memory is not False
-    if asked is not None:
-        if asked.reason:
-            plan.choices.append(("workers", str(asked.workers), asked.reason))
-        plan.warnings += asked.warnings
+    if choice is not None:
+        if choice.reason:
+            plan.choices.append(("workers", str(choice.workers), choice.reason))
+        plan.warnings += choice.warnings
     plan.warnings += _without_effect(plan, data, device)
     return plan
 
 
-def _require_whole_images_unwanted(
+def _refuse_crops_from_whole_images(
     parts: Parts, sample_train: Sequence[SampleTransform], sample_eval: Sequence[SampleTransform]
 ) -> None:
-    """Refuse a cache of middle squares where a transform is to cut from whole images; evaluation reads every split."""
-    key = None
+    """A cache keeps central squares, and an evaluation reads every split."""
+    key = ""
     if crops_while_decoding(parts["train"][0], sample_train):
-        key = "sample_train"
+        key = "train"
     elif any(crops_while_decoding(dataset, sample_eval) for dataset, _ in parts.values()):
-        key = "sample_eval"
-    if key is not None:
-        raise UserError(
-            f"data.cache: 'disk' keeps the middle squares of images, and transform.{key}.0 cuts from whole images\n"
-            f"    allowed: data.cache=null, or batch transforms in transform.{key.removeprefix('sample_')} in its place"
-        )
+        key = "eval"
+    if key:
+        problem = f"'disk' keeps the central squares of images, and transform.sample_{key}.0 crops from whole images"
+        raise UserError("data.cache", problem, f"data.cache=null, or batch transforms in transform.{key} instead")
 
 
 def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
-    """Open or make the cache of every data set that is not in memory as it is."""
+    """Open or make the cache of every data set that is not in memory."""
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
     for split, (dataset, _) in parts.items():
         if not isinstance(dataset, ImageArrays):
@@ -187,31 +179,27 @@ def cache_of(data: Data) -> Cache:
 def _place(
     plan: DataPlacement, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
 ) -> None:
-    """Decide where images live: on a device, in RAM, in a cache file, or on the disk to be read through workers."""
+    """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
     if data.placement in ("device", "ram") and not possible:
         if not plan._cache_missing:
-            raise UserError(
-                f"data.placement: '{data.placement}' needs a data set of image tensors in memory\n"
-                "    allowed: auto or disk, or data.cache=disk"
-            )
-        plan.warnings.append(f"data.placement={data.placement} has no effect: the cache of data.cache is not there")
+            problem = f"'{data.placement}' needs a data set of image tensors in memory"
+            raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
+        plan.warnings.append(f"data.placement={data.placement} has no effect: data.cache was not made")
     if data.placement == "disk" or not possible or sample_transforms:
-        reason = "images are read one by one"
-        if data.placement == "disk":
-            reason = "as set"
-        elif sample_transforms:
-            reason = "transform has sample transforms"
-        plan.choices.insert(0, ("data path", "workers", reason))
+        reason = "transform has sample transforms" if sample_transforms else "images are read one by one"
+        plan.choices.insert(0, ("data path", "workers", "as set" if data.placement == "disk" else reason))
         return
     cached = any(isinstance(source, CachedImages) for source in arrays)
     size = sum(source.images.nbytes for source in arrays)
-    where, value, reason = _home(data, size, cached, device)
-    if where.type == "cpu" and cached and value == "in RAM":
-        _require_memory(size)
+    plan.in_memory, value, reason = _home(data, size, cached, device)
+    if plan.in_memory.type == "cpu" and cached and value == "in RAM":
+        available = psutil.virtual_memory().available
+        if size > available:
+            problem = f"'ram' needs {size / _GIB:.1f} GiB, and {available / _GIB:.1f} GiB are available"
+            raise UserError("data.placement", problem, "auto, which reads from the cache file")
         plan._in_ram = True
-    plan.in_memory = where
     plan.choices.insert(0, ("data path", value, reason))
 
 
@@ -226,64 +214,41 @@ def _home(data: Data, size: int, cached: bool, device: torch.device) -> tuple[to
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if data.placement == "device":
-            _require_device_memory(size, free, device)
+            # torch returns its reserved memory when an allocation needs it.
+            available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            if size > available:
+                problem = f"'device' needs {size / _GIB:.1f} GiB, and {device} has {available / _GIB:.1f} GiB free"
+                raise UserError("data.placement", problem, "auto or ram, which keep the images in CPU memory")
         elif size > _SHARE_OF_DEVICE * free:
             return cpu, home, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
     return device, f"on {device}", "as set" if data.placement == "device" else f"{shown} fit"
 
 
-def _require_memory(size: int) -> None:
-    available = psutil.virtual_memory().available
-    if size > available:
-        raise UserError(
-            f"data.placement: 'ram' needs {size / 2**30:.1f} GiB, and {available / 2**30:.1f} GiB are available\n"
-            "    allowed: auto, which reads from the cache file and leaves to the system what is in RAM"
-        )
-
-
-def _require_device_memory(size: int, free: int, device: torch.device) -> None:
-    # What torch keeps for later it gives back when an allocation needs it.
-    available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if size > available:
-        raise UserError(
-            f"data.placement: 'device' needs {size / 2**30:.1f} GiB, and {device} has {available / 2**30:.1f} GiB free\n"
-            "    allowed: auto or ram, which leave the images in the memory of the CPU"
-        )
-
-
 def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:
-    """What was set to something else than the default and changes nothing in this run."""
-    useless: list[str] = []
-
-    def say(setting: str, reason: str) -> None:
-        useless.append(f"{setting} has no effect: {reason}")
-
-    if data.placement == "device" and device.type == "cpu":
-        say("data.placement=device", "the device is the CPU")
-    if plan.in_memory is not None:
+    """Settings that differ from the default and change nothing in this run."""
+    in_memory, on_cpu, on_cuda = plan.in_memory is not None, device.type == "cpu", device.type == "cuda"
+    reason = "no worker process reads"
+    if in_memory:
         reason = "the images are in memory (data.placement=disk reads them through workers)"
-        if isinstance(data.num_workers, int) and data.num_workers > 0 and not plan._caches:
-            say(f"data.num_workers={data.num_workers}", reason)
-    else:
-        reason = "no worker process reads"
-    if plan.workers == 0:
-        if data.prefetch != Data.prefetch:
-            say(f"data.prefetch={data.prefetch}", reason)
-        if not data.persistent_workers:
-            say("data.persistent_workers=false", reason)
-        if data.timeout_s != Data.timeout_s:
-            say(f"data.timeout_s={_number(data.timeout_s)}", reason)
-    if data.pin_memory is True and device.type != "cuda":
-        say("data.pin_memory=true", f"it is for copies to a GPU of CUDA's, and the device is {device.type}")
-    elif data.pin_memory != Data.pin_memory and device.type == "cuda" and plan.in_memory is not None:
-        say(f"data.pin_memory={str(data.pin_memory).lower()}", reason)
-    if not data.non_blocking:
-        if device.type == "cpu":
-            say("data.non_blocking=false", "nothing is copied to another device")
-        elif plan.in_memory is not None:
-            say("data.non_blocking=false", reason)
-    return useless
-
-
-def _number(value: float | None) -> str:
-    return "null" if value is None else f"{value:g}"
+    count, timeout = data.num_workers, "null" if data.timeout_s is None else f"{data.timeout_s:g}"
+    unread = plan.workers == 0
+    useless = (
+        (data.placement == "device" and on_cpu, "placement=device", "the device is the CPU"),
+        (in_memory and isinstance(count, int) and count > 0 and not plan._caches, f"num_workers={count}", reason),
+        (unread and data.prefetch != Data.prefetch, f"prefetch={data.prefetch}", reason),
+        (unread and not data.persistent_workers, "persistent_workers=false", reason),
+        (unread and data.timeout_s != Data.timeout_s, f"timeout_s={timeout}", reason),
+        (
+            data.pin_memory is True and not on_cuda,
+            "pin_memory=true",
+            f"it is for copies to a CUDA device, and the device is {device.type}",
+        ),
+        (
+            data.pin_memory != Data.pin_memory and on_cuda and in_memory,
+            f"pin_memory={str(data.pin_memory).lower()}",
+            reason,
+        ),
+        (not data.non_blocking and on_cpu, "non_blocking=false", "nothing is copied to another device"),
+        (not data.non_blocking and not on_cpu and in_memory, "non_blocking=false", reason),
+    )
+    return [f"data.{setting} has no effect: {why}" for applies, setting, why in useless if applies]

@@ -1,7 +1,7 @@
 """Randomness as a function of (seed, epoch, sample): no state, so nothing to restore and nothing to get out of step.
 
-Random numbers are made by hashing integers (the finaliser of splitmix64, Steele et al. 2014), a whole batch at a time and with
-integer arithmetic only, so that they are the same bits on every device, in every batch split and in every worker.
+Random numbers are hashes of integers (the finaliser of splitmix64, Steele et al. 2014), computed for a whole batch with integer
+arithmetic only, so that they have the same bits on every device, in every batch split and in every worker.
 """
 
 from __future__ import annotations
@@ -53,20 +53,19 @@ def splitmix64(bits: np.ndarray) -> np.ndarray:
 
 
 def _hash_anywhere(values: Tensor) -> Tensor:
-    """The same with torch's operations alone, whose shifts of negative numbers fill up with ones."""
+    """The same with torch alone, whose right shifts of negative numbers fill with ones."""
     values = (values ^ ((values >> 30) & ((1 << 34) - 1))) * _signed(_FIRST)
     values = (values ^ ((values >> 27) & ((1 << 37) - 1))) * _signed(_SECOND)
     return values ^ ((values >> 31) & ((1 << 33) - 1))
 
 
 class SampleRNG:
-    """Random numbers for the samples of one batch: each call gives new ones, a number a sample.
+    """Random numbers for the samples of one batch: each call gives new ones, one per sample.
 
     Args:
-        seed: seed of the run.
-        epoch: number of the epoch.
-        indices: identity of each sample in the data set, int64 of shape (B,), on the device the draws are wanted on.
-        stream: number that sets apart consumers with the same samples, such as the place in a list of transforms.
+        seed, epoch: of the run.
+        indices: identity of each sample in the data set, int64 of shape (B,), on the device of the numbers.
+        stream: separates consumers of the same samples, such as the place in a list of transforms.
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor, stream: int = 0) -> None:
@@ -89,32 +88,32 @@ class SampleRNG:
         return ((_hash(self._keys + self._calls) >> 32) & 0x7FFFFFFF) % count
 
     def batch_integer(self, count: int) -> Tensor:
-        """One int64 number from 0 to `count` - 1 for the whole batch, of shape (); the order of the samples plays no part."""
+        """One int64 number from 0 to `count` - 1 for the whole batch, of shape (); independent of the order of the samples."""
         self._calls += 1
         return ((_hash(self._keys.sum(0, keepdim=True) + self._calls)[0] >> 32) & 0x7FFFFFFF) % count
 
     def partners(self) -> Tensor:
-        """Another sample of the batch for each, int64 of shape (B,): its neighbour where all stand in a ring in random order.
+        """A partner in the batch for each sample, int64 of shape (B,): its neighbour in a ring of random order.
 
-        Every sample is the neighbour of exactly one, and of itself only where it is alone. Who is whose follows from the
-        samples of the batch, whatever order they come in.
+        Every sample is the partner of exactly one, and of itself only if it is alone. Partners depend on the set of samples
+        alone, not on their order.
         """
         self._calls += 1
         order = torch.argsort(_hash(self._keys + self._calls), stable=True)
         return torch.empty_like(order).scatter_(0, order, order.roll(1))
 
     def without_epoch(self) -> SampleRNG:
-        """Draws of the same samples that are the same in every epoch."""
+        """Random numbers of the same samples that are the same in every epoch."""
         return SampleRNG(self.seed, -1, self.indices, self.stream)
 
     def fork(self, number: int) -> SampleRNG:
-        """Draws of the same samples for consumer `number` of several, apart from these and from each other's."""
+        """Independent random numbers of the same samples, for consumer `number` of several."""
         return SampleRNG(self.seed, self.epoch, self.indices, hash_ints(self.stream, number))
 
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Leave the CPU generators of Python, NumPy and torch as they were found."""
+    """Restore the CPU generators of Python, NumPy and torch afterwards."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield

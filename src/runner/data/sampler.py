@@ -1,7 +1,7 @@
-"""Sample order: a pure function of seed and epoch, of which any part is known without the rest.
+"""Sample order: a pure function of seed and epoch, any slice of which can be computed alone.
 
-Batch k of an epoch is a slice of its order, so resuming is starting at a slice. The order depends on the number of samples,
-the seed and the epoch alone: not on workers, on how many samples a batch has, or on where an epoch is entered.
+Batch k of an epoch is a slice of its order, so resuming starts at a slice. The order depends on the number of samples, the
+seed and the epoch alone: not on workers, on the batch size, or on where an epoch is entered.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from runner.data.sample_rng import hash_ints, splitmix64
 
 LISTED = 2**16
 """Up to so many samples an order is a list."""
-_AT_ONCE = 2**14  # positions that are computed together: calls cost more than numbers where there are few
+_AT_ONCE = 2**14  # positions that are computed together: for few, calls cost more than numbers
 _TURNS = 8
 
 
 class EpochOrder:
     """The order of the samples in an epoch: a permutation of 0 to `samples` - 1, given in slices.
 
-    Up to `LISTED` samples it is `torch.randperm`, drawn once for the epoch: every permutation is about equally likely, and
-    the list takes half a megabyte at most. Beyond, a list would cost memory and time in proportion to the data set, in every
-    epoch and at every resume. There the permutation is computed: a slice of k positions costs O(k) time and memory, wherever
-    it lies.
+    Up to `LISTED` samples it is `torch.randperm`, once per epoch: every permutation is about equally likely, and the list
+    takes at most half a megabyte. Beyond, a list would cost memory and time in proportion to the data set, in every epoch and
+    at every resume; the permutation is computed instead: a slice of k positions costs O(k), wherever it lies.
 
     Args:
         samples: number of samples.
@@ -41,7 +40,7 @@ class EpochOrder:
         self.samples, self.seed, self.epoch, self.shuffle = samples, seed, epoch, shuffle
 
     def slice(self, start: int, stop: int) -> Tensor:
-        """Which samples stand at positions `start` to `stop` - 1; positions beyond the last are left out.
+        """The samples at positions `start` to `stop` - 1; positions beyond the last are skipped.
 
         Returns:
             int64 of shape (stop - start,) or less, on the CPU. The global generator is untouched.
@@ -77,7 +76,7 @@ class EpochOrder:
         return rows, -(-self.samples // rows)
 
     def _permuted(self, positions: np.ndarray) -> np.ndarray:
-        """Where positions go: numbers beyond the last sample go on until they are none, which keeps it one to one."""
+        """The permuted positions: numbers beyond the last sample are permuted again, which keeps it one to one."""
         numbers = self._shuffled(positions)
         beyond = np.flatnonzero(numbers >= self.samples)
         while len(beyond):
@@ -86,15 +85,15 @@ class EpochOrder:
         return numbers
 
     def _shuffled(self, numbers: np.ndarray) -> np.ndarray:
-        """A keyed permutation of the rectangle's fields, uint64 of any shape (N,).
+        """A keyed permutation of the cells of the rectangle, uint64 (N,).
 
-        A Feistel network over rows and columns (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): in turns
-        each row number is moved on by a hash of the column number, and the other way round. Moving on can be undone, so
-        whatever the hash, no two fields come to the same place.
+        A Feistel network over rows and columns (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): in turns,
+        each row number is shifted by a hash of the column number, and vice versa. A shift can be undone, so whatever the hash,
+        no two cells collide.
 
-        With up to four turns it shows: of the pairs of samples in one column, twice as many as by chance keep their
-        distance in rows. From five turns on, tens of thousands of such pairs show nothing. Eight leave a margin, and are
-        what the NIST standard for small domains takes (SP 800-38G, FF3).
+        Up to four rounds are visibly not random: of the pairs of samples in one column, twice as many as by chance keep their
+        distance in rows. From five rounds on, tens of thousands of such pairs show nothing. Eight leave a margin, as in the
+        NIST standard for small domains (SP 800-38G, FF3).
         """
         rows, columns = self._sides
         row, column = np.divmod(numbers, np.uint64(columns))
@@ -108,7 +107,7 @@ class EpochOrder:
 
 
 def _moved(numbers: np.ndarray, others: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Numbers below `size`, moved on in a circle by as much as a hash of the others says."""
+    """Numbers below `size`, shifted cyclically by a hash of the others."""
     step = splitmix64(others + np.uint64(key)) >> np.uint64(32)
     moved: np.ndarray = numbers + (step * np.uint64(size) >> np.uint64(32))
     np.subtract(moved, np.uint64(size), out=moved, where=moved >= size)

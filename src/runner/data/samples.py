@@ -1,4 +1,4 @@
-"""Samples of any data set as tensors, read many at a time with random draws of their own."""
+"""Samples of any data set as tensors, read many at a time with random numbers of their own."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from runner.data.sample_rng import preserved_rng, seed_generators
 
 SampleTransform = Callable[[Any], Any]
 
-_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch computes little with them
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
 
 class Read(NamedTuple):
-    """A batch as it comes from where it was read.
+    """A batch as it was read.
 
     Attributes:
         images: (B, C, H, W), uint8 with values 0 to 255 or float; in shared memory if a worker read it.
         targets: (B, ...) numbers. An array, since a small one passes between processes faster than a tensor.
-        skipped: samples that could not be read, in whose places others are.
+        skipped: samples that could not be read, which others replace.
     """
 
     images: Tensor
@@ -37,7 +37,7 @@ class Read(NamedTuple):
 
 
 class Items(list[tuple[Any, Any]]):
-    """Pairs of image and target, and which samples could not be read on the way to them."""
+    """Pairs of image and target, and the samples that could not be read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,16 +45,11 @@ class Items(list[tuple[Any, Any]]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A data set that is asked for (epoch, index), many at a time, random draws keyed by both.
+    """A data set that is indexed by (epoch, index), many at a time; both seed the generators of a sample.
 
-    Args:
-        dataset: map-style data set giving (image, target).
-        seed: seed of the run.
-        transforms: callables on one image, in order. If the first has a method `region(height, width)` and a `size`, and
-            the data set a method `read_part`, the data set is asked for that part of the image instead of the whole.
-        replacements: what is read in place of a sample that cannot be; None raises what reading it raised. What a stand-in
-            goes through is drawn as for the sample itself.
-        split: name of the split, for messages.
+    If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
+    only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
+    random numbers of the sample. `split` is for messages.
     """
 
     def __init__(
@@ -67,10 +62,8 @@ class SeededDataset(Dataset[Any]):
     ) -> None:
         self._split = split
         self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
-        self._stand_ins = replacements
-        self._cut: Any = None
-        if crops_while_decoding(dataset, transforms):
-            self._cut = self._transforms.pop(0)
+        self._replacements = replacements
+        self._cut: Any = self._transforms.pop(0) if crops_while_decoding(dataset, transforms) else None
 
     def __getitems__(self, places: list[tuple[int, int]]) -> Items:
         items = Items()
@@ -88,22 +81,10 @@ class SeededDataset(Dataset[Any]):
                 item = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
             return as_pair(item, source, self._split)
 
-        try:
-            image, target = (
-                read(index) if self._stand_ins is None else self._stand_ins.read(read, epoch, index, skipped)
-            )
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:
-            raise unreadable(error, index, self._split) from error
-        if not self._transforms:
-            return image, target
-        try:
-            return transformed(image, self._transforms), target
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:
-            raise untransformed(error, index, self._split) from error
+        def read_or_replace(source: int) -> tuple[Any, Any]:
+            return read(source) if self._replacements is None else self._replacements.read(read, epoch, source, skipped)
+
+        return read_sample(read_or_replace, index, self._split, self._transforms)
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]
@@ -112,44 +93,49 @@ class SeededDataset(Dataset[Any]):
         return len(self._dataset)  # type: ignore[arg-type]
 
 
-def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
-    """A sample as image and target.
+def read_sample(
+    read: Callable[[int], tuple[Any, Any]], index: int, split: str, transforms: Sequence[SampleTransform]
+) -> tuple[Any, Any]:
+    """Read and transform sample `index`; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
+    try:
+        image, target = read(index)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            "data.dataset",
+            f"{_name(index, split)} cannot be read: {_located(error)}",
+            "a data set that gives each of its samples, or data.on_error=skip to skip those that it cannot",
+        ) from error
+    if not transforms:
+        return image, target
+    try:
+        return transformed(image, transforms), target
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            "transform.sample_train, transform.sample_eval",
+            f"cannot take {_name(index, split)}: {_located(error)}",
+            "transforms that accept every image of the data set",
+        ) from error
 
-    Raises:
-        UserError: if it is something else.
-    """
+
+def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
+    """A sample as image and target; raises `UserError` if it is something else."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
-        raise UserError(
-            f"data.dataset: {_sample(index, split)} is not a pair (image, target), but {what}\n"
-            "    allowed: a data set whose samples are pairs (image, target)"
-        )
+        problem = f"{_name(index, split)} is not a pair (image, target), but {what}"
+        raise UserError("data.dataset", problem, "a data set whose samples are pairs (image, target)")
     return item[0], item[1]
 
 
-def unreadable(error: Exception, index: int, split: str) -> UserError:
-    """What to say of a sample that a data set cannot give."""
-    return UserError(
-        f"data.dataset: {_sample(index, split)} cannot be read: {_told(error)}\n"
-        "    allowed: a data set that gives every sample that its length says, or data.on_error=skip to skip those that it "
-        "cannot"
-    )
-
-
-def untransformed(error: Exception, index: int, split: str) -> UserError:
-    """What to say of a sample that a sample transform cannot take."""
-    return UserError(
-        f"transform.sample_train, transform.sample_eval: cannot take {_sample(index, split)}: {_told(error)}\n"
-        "    allowed: transforms that take every image of the data set"
-    )
-
-
-def _sample(index: int, split: str) -> str:
+def _name(index: int, split: str) -> str:
     return f"sample {index} of '{split}'" if split else f"sample {index}"
 
 
-def _told(error: Exception) -> str:
-    """An error in one line, with the last line of the user's own code that it passed."""
+def _located(error: Exception) -> str:
+    """An error in one line, with the last line of user code in its traceback."""
     own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -160,7 +146,7 @@ def _told(error: Exception) -> str:
 
 
 def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
-    """What the transforms make of an image, which stays as it is: it may be a view of the data set itself."""
+    """The transformed image; the original, which may be a view of the data set, is not changed."""
     if transforms and isinstance(image, Tensor):
         image = image.clone()
     elif transforms and isinstance(image, np.ndarray):
@@ -171,7 +157,7 @@ def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
 
 
 def crops_while_decoding(dataset: Dataset[Any], transforms: Sequence[SampleTransform]) -> bool:
-    """Whether the first transform says which part of an image to decode, and the data set can do that."""
+    """Whether the first transform chooses the part of an image to decode, and the data set supports that."""
     first = transforms[0] if transforms else None
     return hasattr(dataset, "read_part") and hasattr(first, "region") and getattr(first, "size", None) is not None
 
@@ -197,28 +183,26 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
         UserError: if images have different shapes or dtypes, or something is no image or no number.
     """
     images = [as_tensor(image) for image, _ in items]
-    shapes = {tuple(image.shape) for image in images}
-    if len(shapes) > 1:
-        first, second = sorted(shapes)[:2]
-        raise UserError(
-            f"images of one batch have different shapes, such as {first} and {second}; "
-            "set data.image_size, or add a transform that makes them equal (transform.sample_train, sample_eval)"
-        )
+    if differ := _two_shapes(images):
+        allowed = "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)"
+        raise UserError("data.dataset", f"images of one batch have different shapes, such as {differ}", allowed)
     dtypes = {str(image.dtype) for image in images}
     if len(dtypes) > 1:
-        raise UserError(f"data.dataset: images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
+        raise UserError("data.dataset", f"images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
     targets = [as_target(target) for _, target in items]
-    if len(target_shapes := {tuple(target.shape) for target in targets}) > 1:
-        first, second = sorted(target_shapes)[:2]
-        raise UserError(
-            f"data.dataset: targets of one batch have different shapes, such as {first} and {second}\n"
-            "    allowed: targets of one shape"
-        )
+    if differ := _two_shapes(targets):
+        problem = f"targets of one batch have different shapes, such as {differ}"
+        raise UserError("data.dataset", problem, "targets of one shape")
     return Read(default_collate(images), torch.stack(targets).numpy(), tuple(getattr(items, "skipped", ())))
 
 
+def _two_shapes(tensors: list[Tensor]) -> str:
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    return f"{shapes[0]} and {shapes[1]}" if len(shapes) > 1 else ""
+
+
 def as_target(target: Any) -> Tensor:
-    """One target as a tensor; floats of any width become float32, unsigned integers wider than a byte int64.
+    """One target as a tensor; floats become float32, unsigned integers wider than a byte int64.
 
     Raises:
         UserError: if it is no number.
@@ -226,9 +210,8 @@ def as_target(target: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"data.dataset: a target is {str(target)[:80]!r}, which is not a number; give class numbers, or numbers to regress"
-        ) from error
+        problem = f"a target is {str(target)[:80]!r}, which is not a number"
+        raise UserError("data.dataset", problem, "class numbers, or numbers to regress") from error
     if tensor.dtype in _WIDE_UNSIGNED:
         return tensor.long()
     return tensor.float() if tensor.is_floating_point() else tensor
@@ -246,15 +229,13 @@ def as_tensor(image: Any) -> Tensor:
     else:
         array = np.asarray(image)
         if array.dtype == object or array.ndim not in (2, 3):
-            kind = type(image).__name__
-            raise UserError(
-                f"data.dataset: gave {kind} where an image was expected (a tensor, an array or a PIL image)"
-            )
-        # A copy in any case: the memory may be another's, or not to be written to.
+            problem = f"gave {type(image).__name__} where an image was expected"
+            raise UserError("data.dataset", problem, "a tensor, an array or a PIL image")
+        # Always a copy: the memory may be shared or read-only.
         tensor = torch.from_numpy(np.array(array.transpose(2, 0, 1) if array.ndim == 3 else array, order="C"))
     if tensor.ndim == 2:
         tensor = tensor[None]
     if tensor.ndim != 3:
-        raise UserError(f"data.dataset: an image has shape {tuple(tensor.shape)}; expected (channels, height, width)")
+        raise UserError("data.dataset", f"an image has shape {tuple(tensor.shape)}", "(channels, height, width)")
     tensor = tensor if tensor.dtype == torch.uint8 or tensor.is_floating_point() else tensor.float()
     return tensor.contiguous()

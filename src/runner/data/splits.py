@@ -1,4 +1,8 @@
-"""Which samples are trained on and which are held out: pure functions of the data, the fractions and the seed."""
+"""Which samples are trained on and which are held out: pure functions of the data, the fractions and the seed.
+
+Own code instead of `sklearn.model_selection`: the samples of a split for a given seed must never change, and the exact
+sizes per class are a promise; scikit-learn draws other samples, and rounds otherwise.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from runner.config.schema.sections import Split
 from runner.data.groups import group_folds, groups_of, numbered, split_groups, stratified_folds
 from runner.data.indices import AllSamples, Indices
 
-_MOST_SAMPLES = 10**9  # an order of them takes 8 GB
+_MOST_SAMPLES = 10**9  # their order takes 8 GB
 _HELD_OUT = ("val", "test")
 # Keeps the split apart from every other permutation that is drawn from the same seed.
 _SALT = 0x5B117
@@ -27,10 +31,9 @@ def split_indices(
 ) -> dict[str, Tensor]:
     """Divide samples 0 .. n-1 into 'train' and the held-out splits named in `fractions`.
 
-    Every held-out split has exactly `round(fraction * n)` samples, and when stratified every class has within one of
-    `fraction` times its size in it (apportionment by largest remainder). The splits are disjoint and together are
-    everything. Changing the fraction of 'test' alone leaves 'val' as it was, unless it is stratified with classes of
-    so few samples that the two would compete for the last one.
+    Every held-out split has exactly `round(fraction * n)` samples; if stratified, the count of every class in it is within
+    one of `fraction` times the size of the class (largest remainders). Changing the fraction of 'test' alone keeps 'val',
+    unless classes are so small that both compete for the last sample.
 
     Args:
         targets: (n,) integer classes to stratify by; None, floats or more dimensions mean a plain random split.
@@ -90,11 +93,9 @@ def _divided(
 ) -> dict[str, Tensor]:
     """`split_indices`, or the same with groups kept together, or with a fold for validation.
 
-    The test split is set apart first, so that it is the same for every fold; the folds share out what is left.
+    The test split is set apart first, so that it is the same for every fold; the rest is divided into folds.
     """
-    shares = dict(fractions)
-    if split.folds is not None:
-        shares.pop("val")
+    shares = {name: share for name, share in fractions.items() if name != "val" or split.folds is None}
     if groups is None:
         splits = split_indices(targets, n, shares, split.seed, split.stratified)
     else:
@@ -114,71 +115,62 @@ def _whole_groups(
     targets: Tensor | None, groups: Tensor, n: int, fractions: Mapping[str, float], split: Split
 ) -> dict[str, Tensor]:
     _checked_sizes(fractions, n)
-    names = ["train", *fractions]
     classes = _strata(targets if split.stratified else None, n)
     shares = [1 - sum(fractions.values()), *fractions.values()]
     number = split_groups(classes, groups, shares, _order(n, split.seed))
-    splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(names)}
+    splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(["train", *fractions])}
     for name, indices in splits.items():
         if len(indices) == 0:
-            raise UserError(
-                f"data.split.group: there are {int(groups.max()) + 1} groups, too few or too large for any to be in "
-                f"'{name}'\n    allowed: more groups, other shares, or a share of 0 for no such split"
-            )
+            problem = f"there are {int(groups.max()) + 1} groups, too few or too large for any to be in '{name}'"
+            raise UserError("data.split.group", problem, "more groups, other shares, or a share of 0 for no such split")
     return splits
 
 
 def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
-    """Complete the splits of a data set: what it does not give is carved from 'train'.
-
-    Args:
-        datasets: 'train' and optionally 'val' and 'test', map-style data sets.
-        split: section of the config: the shares of 'train' that are held out where there is no such split, 0 for none;
-            or the folds of which one is; and what is kept together.
+    """Complete the splits of a data set: those that it does not have are taken from 'train'.
 
     Returns:
-        For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and the
-        indices in it, ascending. A split that the data set gives is used whole, whatever the fractions say. A whole data
-        set has no list of indices, so that it may be of any size.
+        For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and its indices,
+        ascending. A split of the data set is used whole, whatever the fractions; it has no list of indices, so it may have any
+        size.
 
     Raises:
         UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, a
-            fraction above 0 comes to no sample, or folds or groups cannot be made.
+            fraction above 0 gives no sample, or folds or groups cannot be made.
     """
     for name in datasets:
         if name not in ("train", *_HELD_OUT):
-            raise UserError(f"data.dataset: it gives a split named '{name}'; allowed are train, val and test.")
+            raise UserError("data.dataset", f"it gives a split named '{name}'", "train, val and test")
     if "train" not in datasets:
-        raise UserError(f"data.dataset: it gives no 'train' split, only {', '.join(datasets) or 'nothing'}.")
+        raise UserError("data.dataset", f"it gives no 'train' split, only {', '.join(datasets) or 'nothing'}")
     sizes = {name: _length(name, dataset) for name, dataset in datasets.items()}
     source, n = datasets["train"], sizes["train"]
     if split.folds is not None and "val" in datasets:
-        raise UserError(
-            f"data.split.folds: is {split.folds}, but this data set has a validation split of its own\n    allowed: null"
-        )
-    asked = (("val", split.val if split.folds is None else 1 / split.folds), ("test", split.test))
-    fractions = {name: share for name, share in asked if name not in datasets and share != 0}
-    targets = _matching_targets(source, n) if fractions and split.stratified else None
-    groups = numbered(groups_of(source, split.group)) if fractions and split.group is not None else None
-    carved: dict[str, Indices] = {"train": AllSamples(n)}
+        problem = f"is {split.folds}, but this data set has a validation split of its own"
+        raise UserError("data.split.folds", problem, "null")
+    wanted = {"val": split.val if split.folds is None else 1 / split.folds, "test": split.test}
+    fractions = {name: share for name, share in wanted.items() if name not in datasets and share != 0}
+    found: dict[str, tuple[Dataset[Any], Indices]] = {"train": (source, AllSamples(n))}
     if fractions:
-        carved |= _divided(targets, groups, n, fractions, split)
-    for name, indices in carved.items():
-        if len(indices) == 0:
-            raise UserError(
-                f"data.split.{name}={fractions[name]} of {n} training samples is not even one; "
-                f"set at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split."
-            )
-    given = {name: (datasets[name], AllSamples(sizes[name])) for name in _HELD_OUT if name in datasets}
-    found = {name: (source, indices) for name, indices in carved.items()} | given
+        targets = targets_of(source) if split.stratified else None
+        if targets is not None and len(targets) != n:
+            problem = f"its attribute targets has {len(targets)} entries for {n} samples of 'train'"
+            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
+        groups = numbered(groups_of(source, split.group)) if split.group is not None else None
+        for name, indices in _divided(targets, groups, n, fractions, split).items():
+            if len(indices) == 0:
+                problem = f"{fractions[name]} of {n} training samples is not even one"
+                allowed = f"at least {math.ceil(1000 / n) / 1000:g}, or 0 for no such split"
+                raise UserError(f"data.split.{name}", problem, allowed)
+            found[name] = source, indices
+    found |= {name: (datasets[name], AllSamples(sizes[name])) for name in _HELD_OUT if name in datasets}
     return {name: found[name] for name in ("train", *_HELD_OUT) if name in found}
 
 
 def targets_of(dataset: Dataset[Any]) -> Tensor | None:
-    """The targets of a data set without reading its samples, from its attribute `targets` if it has one.
+    """The attribute `targets` of a data set on the CPU, int64 for whole numbers and float32 for others.
 
-    Returns:
-        A CPU tensor, int64 for whole numbers and float32 for others, or None if there are none or no numbers.
+    None if there is none, or it holds no numbers.
     """
     raw = getattr(dataset, "targets", None)
     if raw is None:
@@ -198,27 +190,24 @@ def targets_of(dataset: Dataset[Any]) -> Tensor | None:
 def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
     for name, fraction in fractions.items():
         if not 0 <= fraction < 1:
-            raise UserError(f"data.split.{name}: must be a fraction from 0 to below 1, got {fraction}.")
-    asked = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
+            raise UserError(f"data.split.{name}", f"cannot be {fraction}", "a fraction from 0 to below 1")
+    given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
     if sum(fractions.values()) >= 1:
-        raise UserError(f"{asked}: together they must be below 1, so that something is left to train on.")
+        raise UserError("data.split", f"{given} leave no training sample", "fractions that are together below 1")
     sizes = {name: round(fraction * n) for name, fraction in fractions.items()}
     if n - sum(sizes.values()) < 1:
-        held = f"{asked} hold out all of them; set less" if sizes else "there must be at least one"
-        raise UserError(f"data.split: no training sample is left of {n}: {held}.")
+        reason = f"{given} hold out all of them" if sizes else "the data set is empty"
+        raise UserError("data.split", f"no training sample is left of {n}: {reason}")
     return sizes
 
 
 def _apportion(counts: np.ndarray, fractions: list[float], sizes: list[int]) -> list[np.ndarray]:
-    """How many samples of each class go to each of at most two splits.
+    """How many samples of each class go to each of at most two splits, int64 (classes,) for each split.
 
     Every entry is its share rounded down or up, every split has its exact size, and no class gives more than it has.
-    Rounded down, a split lacks some samples; they come from the classes with the largest remainders. Only a class
-    whose training share is below one can be unable to give one more to both splits: the first split takes so few
-    of these contested classes that enough are left for the second.
-
-    Returns:
-        int64 (classes,) for each split.
+    What a split lacks when all is rounded down comes from the classes with the largest remainders. Only a class whose
+    training share is below one may be unable to give one more to both splits: the first split takes so few of these
+    contested classes that enough are left for the second.
     """
     shares = [fraction * counts for fraction in fractions]
     amounts = [np.floor(share).astype(np.int64) for share in shares]
@@ -250,28 +239,13 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except TypeError:
-        raise UserError(
-            f"data.dataset: its '{name}' split has no length; a map-style one with __len__ and __getitem__ is needed."
-        ) from None
+        problem = f"its '{name}' split has no length"
+        raise UserError("data.dataset", problem, "a map-style data set with __len__ and __getitem__") from None
     except Exception as error:
-        raise UserError(
-            f"data.dataset: the length of its '{name}' split is not known: {type(error).__name__}: {error}\n"
-            "    allowed: a data set whose __len__ gives the number of its samples"
-        ) from error
+        problem = f"the length of its '{name}' split is not known: {type(error).__name__}: {error}"
+        raise UserError("data.dataset", problem, "a data set whose __len__ gives the number of its samples") from error
     if size > _MOST_SAMPLES:
-        raise UserError(
-            f"data.dataset: its '{name}' split has {size:,} samples; at most {_MOST_SAMPLES:,} can be put in order."
-        )
+        raise UserError("data.dataset", f"its '{name}' split has {size:,} samples", f"at most {_MOST_SAMPLES:,}")
     if size == 0:
-        raise UserError(f"data.dataset: its '{name}' split is empty.")
+        raise UserError("data.dataset", f"its '{name}' split is empty")
     return size
-
-
-def _matching_targets(dataset: Dataset[Any], n: int) -> Tensor | None:
-    targets = targets_of(dataset)
-    if targets is not None and len(targets) != n:
-        raise UserError(
-            f"data.dataset: its attribute targets has {len(targets)} entries for {n} samples of 'train'\n"
-            "    allowed: one target for each sample, or no such attribute"
-        )
-    return targets

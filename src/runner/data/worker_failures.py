@@ -1,4 +1,8 @@
-"""Worker processes that die: heard of while a batch is waited for, and told in a sentence."""
+"""Worker processes that die or hang: noticed while a batch is waited for, and reported in a sentence.
+
+Uses private attributes of torch's DataLoader iterators (`_workers`, `_shutdown`, `_shutdown_workers`), nowhere else used;
+tests/data/test_worker_failures.py notices a change.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +30,16 @@ _NO_ROOM = {
 _PATIENCE_S = 2.0
 _END_S = 5.0
 _MOMENT_S = 10.0
+_IN_MAIN = "data.num_workers=0, which reads in the main process"
 _FROM_A_WORKER = "in DataLoader worker process"
 _OF_TORCH = "torch.utils.data._utils.signal_handling"
 
 
 class _Listener:
-    """Stands in for torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
+    """Replaces torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
 
-    In the middle of a step that would leave half of it done, and in some places, such as a callback of the garbage collector,
-    what is raised is lost. So it is put off until the next batch is asked for; while one is waited for, torch's loader
-    looks every five seconds whether its workers live.
+    That would leave a step half done, and an exception raised in a callback of the garbage collector is lost. So it is
+    deferred until the next batch is requested; while one is waited for, torch's loader checks its workers every five seconds.
     """
 
     def __init__(self, handler: Any, before: Any) -> None:
@@ -48,7 +52,7 @@ class _Listener:
             self._before(number, frame)
 
     def catch_up(self) -> None:
-        """Raise now for a worker that died meanwhile."""
+        """Raise now for a worker that died in the meantime."""
         if self._missed:
             self._missed = False
             self._handler(signal.SIGCHLD, None)
@@ -56,7 +60,7 @@ class _Listener:
 
 @contextlib.contextmanager
 def wait_for_batch() -> Iterator[None]:
-    """Wait for workers, or start them: a RuntimeError is raised if one is dead or dies meanwhile."""
+    """Wait for workers, or start them; raises RuntimeError if one is dead or dies in the meantime."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -73,17 +77,17 @@ def wait_for_batch() -> Iterator[None]:
 
 
 class TimedOut(RuntimeError):
-    """Nothing came from the workers in time."""
+    """No batch came from the workers in time."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
     """Raise `TimedOut` if the block takes longer, whatever it waits for.
 
-    torch's own time limit covers an empty queue alone. A tensor arrives as a message, and its memory as a file descriptor
-    that a thread of the worker sends over a socket: a worker that was frozen in between would be waited for without end.
+    torch's own timeout covers an empty queue only. A tensor arrives as a message, and its memory as a file descriptor that a
+    thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever.
 
-    Without effect outside of the main thread, and where a timer of the user's own code runs (`signal.setitimer`).
+    Without effect outside of the main thread, and while user code runs a timer (`signal.setitimer`).
     """
     main = threading.current_thread() is threading.main_thread()
     if seconds is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:
@@ -94,67 +98,51 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         yield
 
 
-def describe_failure(iterators: Sequence[Any], error: Exception) -> str:
-    """Which worker of some iterators of DataLoaders died, of what, and what to do; empty if none did.
+def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
+    """What is wrong with the workers of the iterators of all loaders, and what is allowed; None if all is well.
 
-    Args:
-        iterators: those of all loaders.
-        error: what was raised where a batch was waited for.
+    `error` is what was raised while a batch was waited for.
     """
-    if full := _no_shared_memory(error):
-        return full
+    text = str(error)
+    if _FROM_A_WORKER in text and "</torch_" in text:  # how torch names its shared memory
+        for number, reason in _NO_ROOM.items():
+            if os.strerror(number) in text:
+                problem = f"a worker process cannot put a batch into shared memory: {reason}"
+                return problem, f"a larger limit, a smaller data.batch_size, or {_IN_MAIN}"
     # Once an iterator ends its workers, they may have ended with status 0.
     busy = [iterator for iterator in iterators if not getattr(iterator, "_shutdown", True)]
     unasked = {worker for iterator in busy for worker in iterator._workers}
     workers = [pair for iterator in iterators for pair in enumerate(getattr(iterator, "_workers", ()))]
-    # A broken connection is seen a moment before the system says that the process at its other end is gone.
-    broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in str(error)
+    # A broken connection is seen a moment before the system reports that the process at its other end is gone.
+    broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in text
     deadline = time.monotonic() + (_MOMENT_S if broken else 0)
     while True:
         for number, worker in workers:
             if worker.exitcode or (worker.exitcode == 0 and worker in unasked):
-                return _sentence(number, worker.pid, worker.exitcode)
+                problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
+                return problem, f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
         if time.monotonic() >= deadline:
-            return ""
+            return None
         time.sleep(0.01)
 
 
-def _no_shared_memory(error: Exception) -> str:
-    """The sentence for a worker that could not put a batch into shared memory, or an empty string."""
-    text = str(error)
-    if _FROM_A_WORKER not in text or "</torch_" not in text:  # how torch names its shared memory
-        return ""
-    for number, reason in _NO_ROOM.items():
-        if os.strerror(number) in text:
-            return (
-                f"data.num_workers: a worker process cannot put a batch into shared memory: {reason}\n"
-                "    allowed: a larger limit, a smaller data.batch_size, or data.num_workers=0, which reads in the main "
-                "process"
-            )
-    return ""
-
-
-def _sentence(number: int, pid: int, exitcode: int) -> str:
+def _how_it_ended(exitcode: int) -> str:
     if exitcode == 0:
-        how = "ended with status 0 (the data set or a transform may have called exit())"
-    elif exitcode > 0:
-        how = f"ended with status {exitcode}"
-    else:
-        name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")
-        how = f"was killed by {name}" + (f" ({_ADVICE[name]})" if name in _ADVICE else "")
-    return (
-        f"data.num_workers: worker process {number} (pid {pid}) {how}\n"
-        "    allowed: fewer workers, a smaller data.prefetch or data.batch_size, or data.num_workers=0, which reads in the "
-        "main process"
-    )
+        return "ended with status 0 (the data set or a transform may have called exit())"
+    if exitcode > 0:
+        return f"ended with status {exitcode}"
+    name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")
+    return f"was killed by {name}" + (f" ({_ADVICE[name]})" if name in _ADVICE else "")
 
 
 def shut_down(iterator: Any) -> None:
-    """Ask an iterator's workers to end, and kill those that have not ended soon after.
+    """Ask an iterator's workers to end, and kill those that do not end soon.
 
-    torch alone would wait for 5 seconds for each worker that is frozen, and as long again after a SIGTERM.
+    torch alone would wait 5 seconds for each frozen worker, and as long again after a SIGTERM.
     """
-    if sys.is_finalizing():  # a thread that is started now never runs, and start() would wait for it without end
+    if not hasattr(iterator, "_workers"):  # it reads in this process, or there is none
+        return
+    if sys.is_finalizing():  # a thread started now never runs, and start() would wait for it forever
         kill(iterator)
         iterator._shutdown_workers()
         return
@@ -170,7 +158,7 @@ def shut_down(iterator: Any) -> None:
 
 
 def kill(iterator: Any) -> None:
-    """End what is left of an iterator's workers, whatever they are at."""
+    """Kill what is left of an iterator's workers."""
     _send_sigkill(iterator)
     for worker in getattr(iterator, "_workers", ()):
         worker.join(_END_S)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import DataFailed, UserError
 from runner.config.signals import STOPPING
@@ -22,19 +21,14 @@ from runner.data import worker_failures
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cuda_prefetch import prefetch_to_cuda
 from runner.data.indices import Indices
-from runner.data.loaders import Batch, Mix, Prepare
+from runner.data.loaders import Batch, Mix, Prepare, mixed
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import EpochOrder
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
 
 
 class _Request:
-    """Part of an epoch: its batches are worked out when workers are to read them, and kept until they have.
-
-    Args:
-        epoch: number of the epoch.
-        parts: the samples of each batch.
-    """
+    """Part of an epoch: batches of samples, computed when workers are to read them and kept until they have."""
 
     def __init__(self, epoch: int, parts: Iterator[Tensor]) -> None:
         self._epoch, self._parts = epoch, parts
@@ -47,7 +41,7 @@ class _Request:
 
 
 class _Slices(Sampler[list[tuple[int, int]]]):
-    """Batches of (epoch, index) for the part of an epoch that was asked for last."""
+    """Batches of (epoch, index) of the request that was made last."""
 
     def __init__(self) -> None:
         self.request = _Request(0, iter(()))
@@ -65,7 +59,7 @@ def _start_worker(_: int) -> None:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Hold signals back while workers start: they begin with our mask, so none dies before it can ignore one."""
+    """Block signals while workers start: they inherit the mask, so none dies before it can ignore one."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield
@@ -75,7 +69,7 @@ def _signals_wait() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Keep torch from warning about the number of workers, because the builder already reported it."""
+    """Silence torch's warning about the number of workers, which `num_workers` reports already."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
@@ -99,9 +93,9 @@ class WorkerLoader:
         non_blocking: copies overlap with computing.
         prepare: what is done to images on the device; None leaves them as they are in the data set.
         mix_batch: blends the samples of a batch; None for nothing.
-        replacements: what is read in place of samples that cannot be; None raises what reading them raised.
-        on_skipped: told of samples that could not be read, when the batch that they belong to is taken.
-        timeout_s: seconds to wait for a batch of the workers; None waits for ever.
+        replacements: replaces samples that cannot be read; None raises the error.
+        on_skipped: called with samples that could not be read, when their batch is taken.
+        timeout_s: seconds to wait for a batch of the workers; None waits forever.
         split: name of the split, for messages.
 
     Attributes:
@@ -161,7 +155,7 @@ class WorkerLoader:
         order, size = EpochOrder(self.samples, self._seed, epoch, self._shuffle), self.batch_size
         parts = (self._indices[positions] for positions in order.pieces(size, start * size, stop * size))
         batches: Iterator[Batch] = self._copied(_Request(epoch, parts))
-        # Only what draws from no generator with a state may be done before it is asked for.
+        # Only what uses no stateful generator may run before it is requested.
         early = self._prepare is None or self._prepare.per_sample
         if early:
             batches = self._prepared(batches, epoch)
@@ -169,7 +163,7 @@ class WorkerLoader:
             batches = prefetch_to_cuda(batches, self._device)
         if not early:
             batches = self._prepared(batches, epoch)
-        return batches if self._mix is None else self._mixed(batches, self._mix, epoch)
+        return mixed(batches, self._mix, epoch)
 
     def _copied(self, request: _Request) -> Iterator[Batch]:
         self._slices.request = request
@@ -185,10 +179,6 @@ class WorkerLoader:
     def _prepared(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         for images, targets, places in batches:
             yield Batch(images if self._prepare is None else self._prepare(images, places, epoch), targets, places)
-
-    def _mixed(self, batches: Iterator[Batch], mix_batch: Mix, epoch: int) -> Iterator[Batch]:
-        for batch in batches:
-            yield Batch(*mix_batch(*batch, epoch), batch.indices)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():
@@ -218,12 +208,12 @@ class WorkerLoader:
             raise UserError(message or str(error)) from error
         finally:
             if not self._persistent:  # an epoch that was left early has not ended them itself
-                _end(iterator)
+                worker_failures.shut_down(iterator)
                 self._iterator = None if self._iterator is iterator else self._iterator
 
     @contextlib.contextmanager
     def _watched(self, request: _Request, timeout_s: float | None) -> Iterator[None]:
-        """Wait for workers, and say what is wrong if one dies or nothing comes."""
+        """Wait for workers; raises `DataFailed` if one dies or nothing comes."""
         if not self.workers:
             yield
             return
@@ -231,34 +221,26 @@ class WorkerLoader:
             with worker_failures.wait_for_batch(), worker_failures.time_limit(timeout_s):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
-            complaint = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
+            failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
             late = isinstance(error, worker_failures.TimedOut) or str(error).startswith("DataLoader timed out")
-            if late and not complaint:
-                complaint = self._nothing_came(request)
-            if not complaint:
+            if failure is None and not late:
                 raise
             worker_failures.kill(self._iterator)
             self.close()
-            raise DataFailed(complaint) from error
-
-    def _nothing_came(self, request: _Request) -> str:
-        waited_for = request.pending[0].tolist() if request.pending else []
-        shown = ", ".join(map(str, waited_for[:8])) + (", ..." if len(waited_for) > 8 else "")
-        return (
-            f"data.timeout_s: no batch came from the workers for {self._timeout_s:g} s; the one that was waited for has the "
-            f"samples {shown}\n    allowed: a larger data.timeout_s, null to wait for ever, or data.num_workers=0 to see "
-            "where reading stands still"
-        )
+            if failure is not None:
+                raise DataFailed("data.num_workers", *failure) from error
+            samples = request.pending[0].tolist() if request.pending else []
+            shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+            raise DataFailed(
+                "data.timeout_s",
+                f"no batch came from the workers for {self._timeout_s:g} s; the next batch has the samples {shown}",
+                "a larger data.timeout_s, null to wait forever, or data.num_workers=0 to see where reading stops",
+            ) from error
 
     def close(self) -> None:
         """End the worker processes."""
-        _end(self._iterator)
+        worker_failures.shut_down(self._iterator)
         self._iterator = self._loader._iterator = None
-
-
-def _end(iterator: Any) -> None:
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        worker_failures.shut_down(iterator)
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
@@ -266,7 +248,7 @@ _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
 
 @atexit.register
 def _end_workers() -> None:
-    """End what an error has left running: at its end Python waits for workers, which ignore its signal to stop."""
+    """Kill what an error has left running: Python would wait at exit for workers, which ignore its signal to stop."""
     for loader in list(_LOADERS):
         worker_failures.kill(loader._iterator)
         loader.close()

@@ -41,13 +41,6 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
     """Train on the batches of a step again, without an update, and see where the first number that is not finite comes from.
 
     Weights, buffers, gradients and random generators are left as they are.
-
-    Args:
-        state: what training changes, with the weights that the step began with.
-        parts: what a step is made of.
-        batches: the batches of the step.
-        step: its number, from 1.
-        epoch: number of its epoch, from 1.
     """
     with no_trace(state.model, parts.loss), torch.enable_grad(), uncompiled():
         for batch in batches:

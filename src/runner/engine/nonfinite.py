@@ -30,12 +30,6 @@ class NonFiniteGuard:
         scaled: whether the loss is scaled.
         by_kernel: whether the optimizer's kernel obeys the flag.
         steps: steps since `found` was asked.
-
-    Args:
-        model: what is trained.
-        optimizer: what steps.
-        policy: what is to happen.
-        scaled: whether the loss is scaled.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:

@@ -56,12 +56,7 @@ class Extractor(nn.Module):
 
 
 class ExtractorPerImage:
-    """Intermediate features with a row for each image.
-
-    Args:
-        layers: returns features of images.
-        key: the key of the config that names them, for messages.
-    """
+    """Intermediate features with a row for each image."""
 
     def __init__(self, layers: Extractor, key: str = "features") -> None:
         self._layers, self._key = layers, key

@@ -3,6 +3,9 @@
 After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174), by `torch.utils.checkpoint` in its
 non-reentrant form. Results stay the same bit for bit: dropout repeats its draws, and buffers such as the statistics of
 BatchNorm change once, in the forward pass. `runner.runtime.blocks` decides which blocks.
+
+`apply_activation_checkpointing` of `torch.distributed.algorithms._checkpoint` is not used: it is private, renames the entries of
+the state dict, and computing again updates buffers a second time.
 """
 
 from __future__ import annotations
@@ -129,10 +132,6 @@ class _Shield:
     """Keeps buffers as they are while a block is computed again, and shows it those that it saw the first time.
 
     Random draws are repeated by torch itself, but for those of Apple's GPU.
-
-    Args:
-        modules: the modules whose buffers, and their children's, the block may change.
-        inputs: tensors that the block is given.
     """
 
     def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor] = ()) -> None:

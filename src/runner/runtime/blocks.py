@@ -63,10 +63,10 @@ class Recomputed:
 
 
 def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, autocast: Autocast) -> Recomputed | None:
-    """Have blocks of a model computed again in backward, as `activation_checkpointing` says.
+    """Recompute blocks of a model in backward, as `activation_checkpointing` says.
 
-    What is saved is measured on two and on three copies of a sample, so that what does not grow with the batch is left
-    out. Weights, buffers, modes and random generators stay as they are.
+    What is saved is measured on two and on three copies of a sample, so that what does not grow with the batch is not
+    counted. Weights, buffers, modes and random generators stay as they are.
 
     Args:
         model: the model, on its device, not yet compiled.
@@ -103,7 +103,7 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     after = probe.bytes_of_sample()
     probe.backward()
     warnings += _without_effect(model, setting, blocks, found, before, after)
-    warnings += [f"{_KEY}: '{name}' did not run" for name in probe.idle(blocks)]
+    warnings += [f"{_KEY}: '{name}' did not run" for name in probe.idle([name for name, _ in blocks])]
     kinds = Counter(type(module).__name__ for _, module in blocks)
     names = ", ".join(kinds if len(kinds) == 1 else (f"{count} {name}" for name, count in kinds.items()))
     return Recomputed(tuple(name for name, _ in blocks), names, found, before, after, setting, warnings)
@@ -128,7 +128,7 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks that a model is built of, in order.
 
     These are modules of three or more layers with weights whose class occurs more than once. One that holds a container
-    of several such blocks, a stage or an encoder, is looked into; of others the outermost counts. Where there are none,
+    of several such blocks, a stage or an encoder, is searched; of others the outermost counts. Where there are none,
     the `Sequential`s inside a container are the blocks.
     """
     kinds = Counter(type(module) for module in model.modules() if _is_composite(module))
@@ -253,25 +253,29 @@ def _fewest(
 
 
 class _Probe:
-    """Trains on copies of one sample, as far as to see what autograd keeps, and leaves no trace."""
+    """Trains on copies of one sample, as far as is needed to measure what autograd keeps, and leaves no trace."""
 
     def __init__(self, model: nn.Module, image: Tensor, autocast: Autocast) -> None:
         self._model, self._image, self._autocast = model, image, autocast
 
-    def _forward(self, samples: int) -> Any:
-        with self._autocast():
-            try:
-                return self._model(torch.cat([self._image] * samples))
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                shape = (samples, *self._image.shape[1:])
-                raise UserError(f"model: cannot be trained on images of shape {shape}: {first_line(error)}") from error
+    @contextlib.contextmanager
+    def _outputs(self, samples: int) -> Iterator[Any]:
+        """What the model returns for copies of the sample in training mode."""
+        with no_trace(self._model), torch.enable_grad():
+            self._model.train()
+            with self._autocast():
+                try:
+                    outputs = self._model(torch.cat([self._image] * samples))
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    shape = (samples, *self._image.shape[1:])
+                    problem = f"cannot be trained on images of shape {shape}: {first_line(error)}"
+                    raise UserError("model", problem) from error
+            yield outputs
 
     def _saved(self, samples: int) -> SavedTensors:
-        with _training(self._model), SavedTensors(self._model) as saved:
-            # What comes out holds the graph, so it must live until all is counted.
-            outputs = self._forward(samples)
+        # The outputs hold the graph, so they must live until everything is counted.
+        with SavedTensors(self._model) as saved, self._outputs(samples):
             saved.activations  # noqa: B018  # counts up to here
-            del outputs
         return saved
 
     def bytes_of_sample(self) -> int:
@@ -282,14 +286,11 @@ class _Probe:
         """Bytes kept of three samples, by the module that was running."""
         return self._saved(3).by_module
 
-    def idle(self, blocks: Sequence[tuple[str, nn.Module]]) -> list[str]:
-        """Those blocks that the forward pass does not call."""
+    def idle(self, names: Sequence[str]) -> list[str]:
+        """The modules that the forward pass does not call."""
         ran: set[str] = set()
-        names = [name for name, _ in blocks]
-        observer = Observer(self._model, before=lambda name, *_: ran.add(name), names=names)
-        with _training(self._model), torch.no_grad(), observer:
-            self._forward(2)
-        return [name for name in names if name not in ran]
+        with Observer(self._model, before=lambda name, *_: ran.add(name), names=names), self._outputs(2):
+            return [name for name in names if name not in ran]
 
     def backward(self) -> None:
         """Find out whether what is checkpointed can be computed again.
@@ -298,8 +299,8 @@ class _Probe:
             UserError: if not.
         """
         weights = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        with _training(self._model):
-            total = sum(tensor.float().sum() for tensor in tensors_in(self._forward(2)) if tensor.requires_grad)
+        with self._outputs(2) as outputs:
+            total = sum(tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad)
             if not isinstance(total, Tensor):
                 return
             try:
@@ -310,11 +311,3 @@ class _Probe:
                     f"what is checkpointed cannot be computed again: {first_line(error)}",
                     "patterns that leave out what is not a function of its input, or false",
                 ) from error
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode with gradients; afterwards everything is as before, and no gradient was accumulated."""
-    with no_trace(model), torch.enable_grad():
-        model.train()
-        yield

@@ -1,4 +1,8 @@
-"""Compilation by `torch.compile`: of the model or of the step, timed apart, with what it could not do told in words."""
+"""Compilation by `torch.compile`, of the model or of the step: how long it takes, and what it could not compile.
+
+What torch says about compiling is private (`torch._dynamo.callback`, `.utils.counters`, `.utils.get_compilation_metrics`,
+`.exc`, `torch._inductor.config`); tests/runtime/test_compilation.py fails if it changes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import inspect
 import re
 import sys
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +24,7 @@ from runner.runtime.device import missing_compiler
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
-_TOLD = 5  # recompilations and graph breaks that are told one by one
+_MOST_REPORTED = 5  # recompilations and graph breaks that are reported one by one
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Options:
 
     Attributes:
         mode: what it optimises for.
-        fullgraph: stop at the first operation that cannot be compiled, in place of leaving it to Python.
+        fullgraph: stop at the first operation that cannot be compiled, instead of running it in Python.
         dynamic: compile once for all batch sizes; None does so when a second one comes; False compiles for each, so
             that which kernel computes a batch depends on its size alone and a resumed run repeats every bit.
     """
@@ -48,84 +52,65 @@ class Options:
         return self.mode in ("reduce-overhead", "max-autotune")
 
 
-class CompileMeter:
-    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward.
+class _Clock:
+    """The time that this process has spent compiling; one for the process, so that no meter is kept alive."""
 
-    Attributes:
-        seconds: time spent compiling.
-    """
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began: float | None = None
+
+    def start(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def end(self, *_: Any) -> None:
+        if self._began is not None:
+            self.seconds += time.perf_counter() - self._began
+            self._began = None
+
+
+_CLOCK = _Clock()
+
+
+class CompileMeter:
+    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward."""
 
     def __init__(self) -> None:
         from torch._dynamo.callback import callback_handler
         from torch._dynamo.utils import counters
 
-        self.seconds = 0.0
+        if _CLOCK.start not in callback_handler.start_callbacks:  # torch.compiler.reset() removes them
+            callback_handler.register_start_callback(_CLOCK.start)
+            callback_handler.register_end_callback(_CLOCK.end)
         self._counters = counters
         self._breaks_before = dict(counters["graph_break"])
-        self._compiled_before = self._compiled()
-        self._made = time.time()
-        self._began: float | None = None
-        # The handlers are the process's own: they must not keep the meter of a run that has ended.
-        start, end = (_weakly(method) for method in (self._on_start, self._on_end))
-        callback_handler.register_start_callback(start)
-        callback_handler.register_end_callback(end)
-        weakref.finalize(self, _remove, callback_handler, start, end)
+        self._graphs_before = int(counters["stats"]["unique_graphs"])
+        self._made, self._seconds_before = time.time(), _CLOCK.seconds
 
-    def _on_start(self) -> None:
-        self._began = time.perf_counter()
-
-    def _on_end(self) -> None:
-        if self._began is not None:
-            self.seconds += time.perf_counter() - self._began
-            self._began = None
-
-    def _compiled(self) -> int:
-        return int(self._counters["stats"]["unique_graphs"])
+    @property
+    def seconds(self) -> float:
+        """Time spent compiling."""
+        return _CLOCK.seconds - self._seconds_before
 
     @property
     def graphs(self) -> int:
         """Graphs compiled."""
-        return self._compiled() - self._compiled_before
+        return int(self._counters["stats"]["unique_graphs"]) - self._graphs_before
 
     def graph_breaks(self) -> dict[str, int]:
         """What could not be compiled, each reason with how often it occurred."""
-        found: dict[str, int] = {}
+        found: Counter[str] = Counter()
         for reason, count in self._counters["graph_break"].items():
-            if count > self._breaks_before.get(reason, 0):
-                said = in_one_line(reason)
-                found[said] = found.get(said, 0) + count - self._breaks_before.get(reason, 0)
-        return found
+            found[in_one_line(reason)] += count - self._breaks_before.get(reason, 0)
+        return dict(+found)
 
     def recompilations(self) -> list[str]:
-        """Why something was compiled anew, in order."""
-        reasons = [getattr(frame, "recompile_reason", None) for frame in _compilations_since(self._made)]
+        """Why something was compiled again, in order."""
+        from torch._dynamo import utils
+
+        frames: list[Any] = getattr(utils, "get_compilation_metrics", list)()
+        later = [frame for frame in frames if (getattr(frame, "start_time", None) or 0.0) >= self._made]
+        reasons = [getattr(frame, "recompile_reason", None) for frame in later]
         return [in_one_line(reason) for reason in reasons if reason]
-
-
-def _compilations_since(moment: float) -> list[Any]:
-    """What torch noted of each compilation that began later; empty where it notes nothing."""
-    from torch._dynamo import utils
-
-    noted: list[Any] = getattr(utils, "get_compilation_metrics", list)()
-    return [frame for frame in noted if (getattr(frame, "start_time", None) or 0.0) >= moment]
-
-
-def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    reference = weakref.WeakMethod(method)
-
-    def call(*_: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
-
-    return call
-
-
-def _remove(handler: Any, start: Callable[..., None], end: Callable[..., None]) -> None:
-    if start in handler.start_callbacks:
-        handler.remove_start_callback(start)
-    if end in handler.end_callbacks:
-        handler.remove_end_callback(end)
 
 
 def in_one_line(reason: str) -> str:
@@ -208,13 +193,13 @@ def compile_learner(
         )
     if what == "model":
         model.compile(**options.arguments())
-        model._compiled_call_impl = _told(model._compiled_call_impl)
+        model._compiled_call_impl = _with_user_errors(model._compiled_call_impl)
     else:
 
         def objective(images: Tensor, targets: Tensor) -> Tensor:
             return loss(model(images), targets)
 
-        compilation.objective = _told(torch.compile(objective, **options.arguments()))
+        compilation.objective = _with_user_errors(torch.compile(objective, **options.arguments()))
     return compilation
 
 
@@ -239,8 +224,8 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
-def _told(compiled: Any) -> Any:
-    """A compiled callable whose failure to compile is a sentence."""
+def _with_user_errors(compiled: Any) -> Any:
+    """A compiled callable that raises a UserError where compiling fails."""
     from torch._dynamo import exc
 
     failures = tuple(
@@ -257,8 +242,8 @@ def _told(compiled: Any) -> Any:
             unsupported = isinstance(error, exc.Unsupported)
             allowed = "compiler.fullgraph=false, " if unsupported else ""
             raise UserError(
-                f"{'compiler.fullgraph' if unsupported else 'compile'}",
-                f"{in_one_line(str(error))}",
+                "compiler.fullgraph" if unsupported else "compile",
+                in_one_line(str(error)),
                 f"{allowed}a change in the model, or compile=false",
             ) from error
 
@@ -268,7 +253,7 @@ def _told(compiled: Any) -> Any:
 def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str:
     """Compile an optimizer's step in place, where that pays and works.
 
-    The learning rate goes in as a tensor while the step runs, as the compiler would compile anew for every number.
+    The learning rate goes in as a tensor while the step runs, as the compiler would compile again for every number.
 
     Returns:
         What was done and why, a clause.
@@ -286,7 +271,9 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str
             group["foreach"] = False
     # Without the hooks around a step, which cannot be compiled.
     bare: Callable[..., Any] = inspect.unwrap(kind.step)
-    update = _told(torch.compile(functools.partial(bare, optimizer), mode=_without_graphs(options), dynamic=False))
+    update = _with_user_errors(
+        torch.compile(functools.partial(bare, optimizer), mode=_without_graphs(options), dynamic=False)
+    )
     rates = [torch.tensor(float(group["lr"])) for group in optimizer.param_groups]
 
     def step(closure: None = None) -> None:
@@ -310,13 +297,7 @@ def _without_graphs(options: Options) -> Mode:
 
 
 class CompileReport:
-    """Tells what compiling cost when the first compiled step has ended, and whenever something is compiled anew.
-
-    Args:
-        compilation: what is compiled.
-        line: shows a line.
-        warn: shows a warning.
-    """
+    """Reports what compiling cost when the first compiled step has ended, and whenever something is compiled again."""
 
     def __init__(self, compilation: Compilation, line: Callable[[str], None], warn: Callable[[str], None]) -> None:
         self._meter, self._line, self._warn = compilation.meter, line, warn
@@ -325,7 +306,7 @@ class CompileReport:
         self._breaks: dict[str, int] = {}
 
     def on_step(self, loop: Any) -> None:
-        """Tell what has been compiled since the last step."""
+        """Report what was compiled since the last step."""
         if self._meter.seconds == self._seconds:
             return
         first = self._seconds == 0.0
@@ -336,16 +317,16 @@ class CompileReport:
         if first:
             graphs = self._meter.graphs
             self._line(f"compiled in {took:.1f} s by the end of step {step}: {graphs} graph{'s' * (graphs != 1)}")
-        elif self._recompiled < _TOLD:
+        elif self._recompiled < _MOST_REPORTED:
             self._line(f"compiled more in {took:.1f} s by the end of step {step}: {'; '.join(reasons) or 'new code'}")
         self._recompiled += len(reasons)
         for reason, count in self._meter.graph_breaks().items():
-            if reason not in self._breaks and len(self._breaks) < _TOLD:
+            if reason not in self._breaks and len(self._breaks) < _MOST_REPORTED:
                 self._warn(f"compile: the graph breaks {count} time{'s' * (count != 1)}: {reason}")
             self._breaks[reason] = count
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
-        """Tell what has been compiled for the evaluation."""
+        """Report what was compiled for the evaluation."""
         self.on_step(loop)
 
     def summary(self) -> dict[str, Any]:

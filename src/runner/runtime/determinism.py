@@ -68,9 +68,6 @@ def _called_by(caller: str) -> str:
 def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
     """Tell of operations without a deterministic form in our words: refused ones as an error, others once each.
 
-    Args:
-        warn: shows a line of text.
-
     Raises:
         UserError: in place of torch's error about such an operation.
     """
@@ -110,11 +107,7 @@ def _stack() -> list[FrameType]:
 
 
 def _caller(frames: list[FrameType]) -> str:
-    """Who called an operation: the innermost module, or the line of code where there is none; empty for our own.
-
-    Args:
-        frames: of a stack, the innermost first.
-    """
+    """Who called an operation: the innermost module, or the line of code where there is none; empty for our own."""
     modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
     if modules:
         return described(modules[0], modules[-1])

@@ -22,9 +22,6 @@ _WORKSPACES = (":4096:8", ":16:8")  # those that cuBLAS repeats with
 def choose_device(name: str) -> tuple[torch.device, str]:
     """The device that `device=` asks for.
 
-    Args:
-        name: `auto` or a device of torch's, such as `cuda:1`.
-
     Returns:
         The device and why it was chosen.
 

@@ -14,12 +14,7 @@ import torch
 
 
 class Peak(NamedTuple):
-    """The most memory in use at one time.
-
-    Attributes:
-        bytes: how much.
-        what: what was counted, for people.
-    """
+    """The most memory in use at one time."""
 
     bytes: int
     what: str

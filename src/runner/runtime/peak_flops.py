@@ -62,12 +62,7 @@ class PeakFlops:
 
 
 def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
-    """What matrix products are computed in, as torch is set.
-
-    Args:
-        autocast: dtype of autocast; None without it.
-        device: where.
-    """
+    """What matrix products are computed in, as torch is set."""
     if autocast is not None:
         return "bf16" if autocast is torch.bfloat16 else "fp16"
     rounded = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
@@ -75,12 +70,7 @@ def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
 
 
 def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
-    """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG).
-
-    Args:
-        name: as `torch.cuda.get_device_name` gives it.
-        kind: what is computed in.
-    """
+    """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG)."""
     if "MIG" in name or "Laptop" in name or "Max-Q" in name:
         return None
     for pattern, half, tf32, single in _TABLE:

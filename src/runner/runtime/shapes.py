@@ -56,10 +56,6 @@ class ShapeWatch:
 
     Training and evaluation are looked at apart, as some models give more in training. A module that is called several times
     in a forward pass is compared call by call.
-
-    Args:
-        model: what is trained; hooks are put on its modules.
-        show: called once with the rows of (module, type, input, output) of the first training batch.
     """
 
     def __init__(self, model: nn.Module, show: Callable[[list[list[str]]], None]) -> None:

@@ -50,13 +50,6 @@ class Toggled:
 def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precision, image: Tensor) -> Toggled:
     """Checkpoint activations, and compile the result, as the config says.
 
-    Args:
-        config: the config.
-        model: the model on its device, in its memory layout.
-        loss: the loss.
-        precision: what forward passes are computed in.
-        image: a sample as the model is given it, (1, C, H, W).
-
     Raises:
         UserError: if a setting cannot be had.
     """

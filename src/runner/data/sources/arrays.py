@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 _SEED = 0x1EA4
-_AT_ONCE = 2**10  # images, so that they stay in a cache
+_AT_ONCE = 2**10  # images, so that they stay in the CPU cache
 
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
-    """Images and targets as two tensors, so that a batch is one gather and the set can live on any device.
+    """Images and targets as two tensors on the CPU, so that a batch is one gather and the set can live on any device.
 
     Attributes:
-        images: uint8 (N, C, H, W) on the CPU, values 0 to 255.
+        images: uint8 (N, C, H, W), values 0 to 255.
         targets: int64 (N,) class indices into `classes`, or finite float32 (N,) values to regress.
         classes: names of the classes; empty for regression, and only then.
 
@@ -60,21 +60,17 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One sample.
-
-        Returns:
-            The image, uint8 (C, H, W), and its target, a scalar tensor; both are views.
-        """
+        """The image, uint8 (C, H, W), and its target, a scalar tensor; both are views."""
         return self.images[index], self.targets[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The samples of a batch by one gather; DataLoader calls this in place of `__getitem__` where it exists."""
+        """The samples of a batch by one gather; DataLoader prefers this to `__getitem__`."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return list(zip(self.images[index].unbind(), self.targets[index].unbind(), strict=True))
 
     @functools.cached_property
     def digests(self) -> np.ndarray:
-        """A number of 64 bits for each image, uint64 (N,): the sum of its bytes, eight at a time, times odd random numbers."""
+        """A 64-bit digest of each image, uint64 (N,): the sum of its 8-byte words times odd random numbers."""
         return _digests(self.images)
 
     @property

@@ -1,4 +1,4 @@
-"""Images on disk, one folder for each class, decoded when they are asked for."""
+"""Images on disk, one folder for each class, decoded when they are read."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ EXTENSIONS = frozenset(
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index).
 
-    Attributes:
+    Args and attributes:
+        paths: the files; the attribute is computed.
         targets: int64 (N,) class indices.
         classes: names of the classes.
-        image_size: edge of the square that every image is resized and cropped to, or None to leave them as they are.
+        image_size: edge of the square that every image is cropped and resized to; None keeps the image's own size.
         channels: 3 for RGB, 1 for grey.
-        crop_share: edge of the square that is cut from the middle, as a share of the shorter side.
+        crop_share: edge of the central square that is cropped, as a share of the shorter side.
         max_pixels: most pixels that a file may have.
     """
 
@@ -55,8 +56,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise ValueError(f"crop_share must be above 0 and at most 1, got {crop_share}")
         if len(paths) != len(targets):
             raise ValueError(f"there are {len(targets)} targets for {len(paths)} paths")
-        # One bytes object and not a list: reading a million strings in a forked worker copies their pages, by and by
-        # all of them, since it counts references in them.
+        # One bytes object instead of a list: reading strings in a forked worker writes their reference counts, which
+        # copies their pages one after the other.
         encoded = [os.fsencode(path) for path in paths]
         self._names = b"".join(encoded)
         self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
@@ -71,41 +72,24 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Decode one image.
-
-        Raises:
-            UserError: if the file cannot be decoded; it names the file.
-        """
+        """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
         middle = functools.partial(middle_square, share=self.crop_share)
         return self._read(index, self.image_size, middle)
 
     def read_part(self, index: int, cut: Cut, size: int) -> tuple[Tensor, int]:
-        """Decode no more of an image than a random crop needs: see `runner.data.transforms.crops`.
-
-        Args:
-            index: number of the item.
-            cut: says which part is wanted of an image of a given height and width.
-            size: edge of the square that the part is resized to.
-
-        Raises:
-            UserError: if the file cannot be decoded; it names the file.
-        """
+        """Decode only the part `cut(height, width)` of an image, resized to a square, see `runner.data.transforms.crops`."""
         return self._read(index, size, cut)
 
     def _read(self, index: int, size: int | None, cut: Cut) -> tuple[Tensor, int]:
         return read_image(self.path(index), size, self.channels, cut, self.max_pixels), int(self.targets[index])
 
     def fingerprint(self) -> str:
-        """A digest of all that the images depend on: files with their sizes and times, settings, decoder.
-
-        Raises:
-            UserError: if a file is gone.
-        """
+        """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
         settings = (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels)
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
         digest = hashlib.sha256(repr((settings, libraries)).encode())
         names = self.file_names()
-        # From where they have in common, so that it does not matter from which folder the program is started.
+        # Without the common prefix, so that the folder that the program starts in does not matter.
         common = len(os.path.commonpath((min(names), max(names)))) if names else 0
         for name in names:
             try:
@@ -141,19 +125,16 @@ def image_folder(
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
 ) -> dict[str, ImageFolder]:
-    """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` for one without splits.
+    """Data sets from `<root>/<split>/<class>/**/image`, or from `<root>/<class>/**/image` without splits.
 
-    Classes and files are taken in the order of their names. Hidden files and folders and files without the ending of
-    an image are passed over.
+    Classes and files are sorted by name. Hidden files and folders, and files without an image extension, are skipped.
 
     Args:
         root: folder of the data set.
-        image_size: the middle of every image is cut out as a square and resized (bilinear, antialiased) to this many
-            pixels a side; None leaves the sizes as they are.
+        image_size: every image is cropped to its central square and resized (bilinear, antialiased) to this many
+            pixels a side; None keeps the sizes.
         channels: 3 for RGB, 1 for grey.
-        train_folder: name of the folder with the training images.
-        val_folder: name of the folder with the validation images; it may be absent.
-        test_folder: name of the folder with the test images; it may be absent.
+        train_folder, val_folder, test_folder: names of the folders of the splits; the last two are optional.
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
 
@@ -167,59 +148,55 @@ def image_folder(
     base = Path(root).expanduser()
     if not base.is_dir():
         what = "is not a folder" if base.exists() else "does not exist"
-        raise UserError(f"data.root: {base.absolute()} {what}; set data.root to the folder that holds the images.")
+        raise UserError("data.root", f"{base.absolute()} {what}", "the folder that holds the images")
     named = {"train": train_folder, "val": val_folder, "test": test_folder}
     folders = {split: base / name for split, name in named.items() if (base / name).is_dir()}
-    if "train" not in folders:
-        if folders:
-            raise UserError(
-                f"data.root: {base.absolute()} has {', '.join(path.name for path in folders.values())} but no folder "
-                f"'{train_folder}'; add it, or set data.dataset.train_folder to the name of the training folder."
-            )
-        folders = {"train": base}
-    classes = {split: _classes_in(folder) for split, folder in folders.items()}
-    for split, names in classes.items():
-        _require_same(classes["train"], names, folders["train"], folders[split])
+    if folders and "train" not in folders:
+        found = ", ".join(path.name for path in folders.values())
+        raise UserError(
+            "data.root",
+            f"{base.absolute()} has {found} but no folder '{train_folder}'",
+            "such a folder, or data.dataset.train_folder=<name of the training folder>",
+        )
+    folders = folders or {"train": base}
+    classes = {split: _class_folders(folder) for split, folder in folders.items()}
     names = classes["train"]
+    for split, others in classes.items():
+        problems = [
+            f"{', '.join(sorted(set(more) - set(less)))} only in {where.absolute()}"
+            for more, less, where in ((names, others, folders["train"]), (others, names, folders[split]))
+            if set(more) - set(less)
+        ]
+        if problems:
+            found = " and ".join(problems)
+            raise UserError("data.root", f"splits have different class folders: {found}", "the same in every split")
     return {
-        split: ImageFolder(*_listed(folder, names), names, image_size, channels, crop_share, max_pixels)
+        split: ImageFolder(*_list_images(folder, names), names, image_size, channels, crop_share, max_pixels)
         for split, folder in folders.items()
     }
 
 
-def _classes_in(folder: Path) -> list[str]:
+def _class_folders(folder: Path) -> list[str]:
     entries = sorted(folder.iterdir())
     names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     if not names:
         loose = sum(entry.suffix.lower() in EXTENSIONS for entry in entries)
         found = f"only {loose} images that belong to no class" if loose else "none"
-        raise UserError(
-            f"data.root: {folder.absolute()} must hold one folder of images for each class; there is {found}."
-        )
+        problem = f"{folder.absolute()} must hold one folder of images for each class; there is {found}"
+        raise UserError("data.root", problem)
     return names
 
 
-def _require_same(expected: Sequence[str], found: Sequence[str], train: Path, other: Path) -> None:
-    problems = [
-        f"{', '.join(sorted(set(more) - set(less)))} only in {where.absolute()}"
-        for more, less, where in ((expected, found, train), (found, expected, other))
-        if set(more) - set(less)
-    ]
-    if problems:
-        raise UserError(
-            f"data.root: every split must have the same class folders, but there is {' and '.join(problems)}."
-        )
-
-
-def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
+def _list_images(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]]:
     paths: list[Path] = []
     targets: list[int] = []
     for target, name in enumerate(classes):
         found = sorted(images_below(folder / name))
         if not found:
             raise UserError(
-                f"data.root: the class folder {(folder / name).absolute()} has no images "
-                f"({' '.join(sorted(EXTENSIONS))}); add some or remove the folder."
+                "data.root",
+                f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})",
+                "add some, or remove the folder",
             )
         paths += found
         targets += [target] * len(found)
@@ -227,19 +204,15 @@ def _listed(folder: Path, classes: Sequence[str]) -> tuple[list[Path], list[int]
 
 
 def images_below(folder: Path) -> Iterator[Path]:
-    """All images under a folder, through links to folders too, but never back up and nowhere twice.
-
-    Raises:
-        UserError: if a folder cannot be read; it names the folder.
-    """
+    """All images under a folder, see `folders_below`."""
     for _, files in folders_below(folder):
         yield from (path for path in files if path.suffix.lower() in EXTENSIONS)
 
 
 def folders_below(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """A folder and those under it, each with its files by name; hidden ones are passed over.
+    """A folder and those under it, each with its files sorted by name; hidden ones are skipped.
 
-    Links to folders are followed, but never back up and nowhere twice.
+    Links to folders are followed, but not to a parent, and no folder is visited twice.
 
     Raises:
         UserError: if a folder cannot be read; it names the folder.
@@ -262,6 +235,6 @@ def folders_below(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
                         below.append(path)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise UserError(f"cannot read the folder {here}: {reason}. Make it readable or leave it out.") from error
+            raise UserError(f"cannot read the folder {here}: {reason}. Make it readable or remove it.") from error
         yield here, files
         pending += reversed(below)

@@ -1,4 +1,4 @@
-"""Images in a file that are read and checked when they are gathered."""
+"""Images in a cache file, read and checked when they are gathered."""
 
 from __future__ import annotations
 
@@ -23,19 +23,12 @@ _COPIED_BYTES = 2**26
 
 
 class StoredImages:
-    """Images in a file, which are read and checked when they are gathered.
+    """Images (N, C, H, W) in a file, read and checked when they are gathered.
 
-    They are read and not mapped into memory: where a mapped file is truncated, the system ends the process with SIGBUS. The
-    checksum of an image is compared when it is first read, and again after the file was written to. An image that is
-    damaged is taken from the data set instead, and the file is removed, so that the next run makes it again.
-
-    Args:
-        path: the file.
-        opened: its descriptor, which is closed with this object.
-        start: where the images begin.
-        shape: (N, C, H, W).
-        checksums: CRC-32 of each image, uint32 (N,).
-        source: what the images were read from; None raises an error for an image that is damaged.
+    They are read with pread instead of mapped: if a mapped file is truncated, the system kills the process with SIGBUS. The
+    CRC-32 of an image is compared when it is first read, and again after the file was changed. A damaged image is read from
+    `source` instead (None makes it an error), and the file is removed, so that the next run rebuilds it. The images begin at
+    offset `start`; the descriptor `opened` is closed with this object.
     """
 
     device = torch.device("cpu")
@@ -56,7 +49,7 @@ class StoredImages:
         self._each = math.prod(shape[1:])
         self._state: tuple[int, int] | None = None
         self._checked = bytearray(len(checksums))
-        self._told = False
+        self._reported = False
         weakref.finalize(self, os.close, opened)
 
     def __len__(self) -> int:
@@ -67,11 +60,7 @@ class StoredImages:
         return self.index_select(0, torch.tensor([range(len(self))[index]]))[0]
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Images by their numbers, as `torch.index_select` along dimension 0 gives them.
-
-        Raises:
-            DataFailed: if one is damaged and cannot be read again.
-        """
+        """Images by their numbers, as `torch.index_select`; raises `DataFailed` if one is damaged and cannot be replaced."""
         assert dim == 0, "images are gathered"
         images = torch.empty((len(index), *self.shape[1:]), dtype=torch.uint8)
         pieces = images.view(-1).numpy().data
@@ -83,7 +72,7 @@ class StoredImages:
         return images
 
     def copied(self, device: torch.device) -> Tensor:
-        """All images on a device; never more than a part of them is in memory twice."""
+        """All images on a device, copied in parts so that little is in memory twice."""
         images = torch.empty(self.shape, dtype=torch.uint8, device=device)
         step = max(1, _COPIED_BYTES // self._each)
         for numbers in torch.arange(len(self)).split(step):  # type: ignore[no-untyped-call]
@@ -91,7 +80,7 @@ class StoredImages:
         return images
 
     def problem(self, number: int) -> str:
-        """What is wrong with an image as it is in the file, empty if nothing is."""
+        """What is wrong with an image in the file; empty if nothing is."""
         return self._read(number, memoryview(bytearray(self._each)))
 
     def _notice_changes(self) -> None:
@@ -114,24 +103,19 @@ class StoredImages:
         return ""
 
     def _read_again(self, number: int, problem: str) -> Tensor:
-        self._give_up_file()
-        complaint = f"data.cache: image {number} in {self._path} is damaged: {problem}"
-        if self._source is None:
-            raise DataFailed(f"{complaint}\n    allowed: the same command again, which makes the cache again")
-        image = as_tensor(SeededDataset(self._source, 0)[0, number][0])
-        if zlib.crc32(image.numpy().data) != self._checksums[number]:
-            raise DataFailed(
-                f"{complaint}, and the data set has another image there now\n"
-                "    allowed: the same command again, which makes the cache again from the data as they are now"
-            )
-        if not self._told:
-            self._told = True
-            again = "Damaged images are read from the data set, and the next run makes the cache again."
-            print(f"warning: {complaint}. {again}", file=sys.stderr, flush=True)
-        return image
-
-    def _give_up_file(self) -> None:
-        """Remove the file, unless another process has replaced it; what was opened can be read on."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another process may have replaced the file; the open one can still be read
             if os.path.samestat(self._path.stat(), os.fstat(self._opened)):
                 self._path.unlink()
+        complaint = f"image {number} in {self._path} is damaged: {problem}"
+        allowed = "the same command again, which rebuilds the cache"
+        if self._source is None:
+            raise DataFailed("data.cache", complaint, allowed)
+        image = as_tensor(SeededDataset(self._source, 0)[0, number][0])
+        if zlib.crc32(image.numpy().data) != self._checksums[number]:
+            changed = f"{complaint}, and the data set has another image there now"
+            raise DataFailed("data.cache", changed, f"{allowed} from the current data")
+        if not self._reported:
+            self._reported = True
+            consequence = "Damaged images are read from the data set, and the next run rebuilds the cache."
+            print(f"warning: data.cache: {complaint}. {consequence}", file=sys.stderr, flush=True)
+        return image

@@ -1,4 +1,4 @@
-"""Made-up images that can be learned: for tests, benchmarks and trying things out without any data."""
+"""Synthetic images that can be learned: for tests, benchmarks and first steps without data."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runner.data.sources.arrays import ImageArrays
 _DEFAULT_SIZE = 32
 _MIDDLE = 128
 _CONTRAST = 48.0
-# Patterns are drawn on this coarse grid and enlarged: smooth shapes, as pictures have, and not white noise.
+# Patterns are random on this coarse grid and enlarged: smooth shapes instead of white noise.
 _GRID = 4
-# Fixed, since the split into chunks decides which draw of the generator goes to which sample.
+# Fixed, since the chunks decide which random number goes to which sample.
 _CHUNK = 256
 
 
@@ -83,7 +83,7 @@ def _classified(count: int, patterns: Tensor, noise: float, generator: Generator
 def _measured(count: int, pattern: Tensor, noise: float, generator: Generator) -> ImageArrays:
     strength = torch.randn(count, generator=generator)
     images = _render(strength, lambda chunk: chunk.view(-1, 1, 1, 1) * pattern, noise, generator)
-    # Whole numbers add up to the same sum in any order, so the targets do not depend on the number of threads.
+    # Integer sums are the same in any order, so the targets do not depend on the number of threads.
     weights = (pattern * 64).round().to(torch.int64)
     sums = torch.cat([((chunk.to(torch.int64) - _MIDDLE) * weights).sum((1, 2, 3)) for chunk in _chunks(images)])
     scale = 64 / (_CONTRAST * float(weights.square().sum()))
@@ -91,7 +91,7 @@ def _measured(count: int, pattern: Tensor, noise: float, generator: Generator) -
 
 
 def _render(sources: Tensor, draw: Callable[[Tensor], Tensor], noise: float, generator: Generator) -> Tensor:
-    """Images uint8 (N, C, H, W) from what `draw` makes of the sources, a chunk at a time to bound the memory."""
+    """Images uint8 (N, C, H, W) from `draw` of the sources, in chunks to bound the memory."""
     chunks = []
     for chunk in _chunks(sources):
         clean = draw(chunk)

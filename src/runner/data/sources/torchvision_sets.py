@@ -84,15 +84,8 @@ def svhn(root: str, download: bool) -> dict[str, ImageArrays]:
 def read_idx(path: Path, dims: int) -> Tensor:
     """Read an idx file of bytes, the format of MNIST (http://yann.lecun.com/exdb/mnist/), gzipped or not.
 
-    Args:
-        path: the file; its first bytes tell whether it is gzipped.
-        dims: required number of dimensions: 3 for images, 1 for labels.
-
-    Returns:
-        uint8 tensor with `dims` dimensions.
-
-    Raises:
-        UserError: if the file cannot be read, is damaged, or is of another kind; it names the file.
+    Returns a uint8 tensor with `dims` dimensions: 3 for images, 1 for labels. Raises `UserError`, which names the file, if it
+    cannot be read, is damaged, or is of another kind.
     """
     header = 4 + 4 * dims
     try:

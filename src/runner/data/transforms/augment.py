@@ -25,17 +25,17 @@ Padding = Literal["zeros", "edge", "reflect"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CIRCLE = 2**24
-# Float images that are normalised together on the CPU, so that they are still in its cache; only batches above a size.
+# Float images that are normalised together on the CPU, to stay in its cache; only for batches above a size.
 _BLOCK_BYTES = 2**19
 _LARGE_BYTES = 2**23
 
 
 class RandomShift:
-    """Move each image by up to a share of its size along both axes: a random crop of the image with a border around it.
+    """Shift each image by up to a share of its size along both axes: a random crop of the padded image.
 
     Args:
         share: largest shift as a share of height and width, from 0 to 0.5; rounded, but at least one pixel if above 0.
-        padding: what comes in at the border: `zeros`, the pixels of the `edge`, or the image, as if in a mirror (`reflect`).
+        padding: of the border: `zeros`, the pixels of the `edge`, or the mirrored image (`reflect`).
     """
 
     per_sample = True
@@ -54,7 +54,7 @@ class RandomShift:
             return images
         _, _, height, width = images.shape
         up, left = (max(1, round(self.share * size)) for size in (height, width))
-        if self.padding == "reflect":  # of a single row there is nothing to reflect
+        if self.padding == "reflect":  # a single row cannot be reflected
             up, left = min(up, height - 1), min(left, width - 1)
         places = 2 * left + 1
         place = rng.integers((2 * up + 1) * places)
@@ -82,12 +82,12 @@ def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
 
 
 def _windows(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
-    """From each image of (B, C, H, W), contiguous, the window of (C, height, width) that starts at pixel `first` (B,)."""
+    """From each image of contiguous (B, C, H, W) the window (C, height, width) that starts at pixel `first` (B,)."""
     return (_rows_copied if padded.device.type == "cpu" else _pixels_gathered)(padded, first, height, width)
 
 
 def _rows_copied(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
-    # Windows at all places at once are a view; picking one for each image copies whole rows.
+    # The windows at all places are a view; selecting one for each image copies whole rows.
     _, channels, rows, columns = padded.shape
     length = (channels - 1) * rows * columns + (height - 1) * columns + width
     places = padded.numel() - length + 1
@@ -108,9 +108,9 @@ class RandomFlip:
     """Mirror images left to right.
 
     Args:
-        p: chance of each image in each epoch.
-        alternate: spread an image's mirrored epochs evenly instead (Jordan 2024, arXiv:2404.00498): with p=0.5 in every
-            other epoch, which of the two being drawn once for each image. So the model sees both sides equally often.
+        p: probability of each image in each epoch.
+        alternate: mirror an image at even intervals instead (Jordan 2024, arXiv:2404.00498): with p=0.5 in every other
+            epoch, starting with a random one of the two. So the model sees both sides equally often.
     """
 
     per_sample = True
@@ -129,24 +129,21 @@ class RandomFlip:
             return images.flip(-1)
         if not self.alternate:
             return chosen_from(rng.uniform() < self.p, images.flip(-1), images)
-        # A point that goes round a circle by p an epoch is in a part of length p at even intervals. In integers, to be exact.
+        # A point that moves by p of a circle per epoch is inside an arc of length p at even intervals; exact in integers.
         stride = round(self.p * _CIRCLE)
         places = (rng.without_epoch().integers(_CIRCLE) + rng.epoch * stride % _CIRCLE) % _CIRCLE
         return chosen_from(places < stride, images.flip(-1), images)
 
 
 def chosen_from(chosen: Tensor, inputs: Tensor, others: Tensor) -> Tensor:
-    """`inputs` where `chosen` and `others` elsewhere; `inputs` is overwritten on the CPU.
+    """`inputs` (B, C, H, W) where `chosen` and `others` elsewhere; `inputs` is overwritten on the CPU.
 
-    Args:
-        chosen: bool, of shape (B,) to choose whole images, or (B, 1, H, W) to choose pixels.
-        inputs: (B, C, H, W).
-        others: of the same shape and dtype.
+    `chosen` is bool, of shape (B,) to choose whole images, or (B, 1, H, W) to choose pixels.
     """
     chosen = chosen.view(-1, 1, 1, 1) if chosen.ndim == 1 else chosen
     if inputs.device.type != "cpu":
         return torch.where(chosen, inputs, others)
-    # On the CPU torch.where takes its operands one element at a time where the condition is broadcast.
+    # torch.where on the CPU goes element by element if the condition is broadcast.
     kind = _INTEGERS[inputs.element_size()]
     mask = chosen.to(kind).neg_()
     bits, other_bits = inputs.view(kind), others.view(kind)
@@ -155,7 +152,7 @@ def chosen_from(chosen: Tensor, inputs: Tensor, others: Tensor) -> Tensor:
 
 
 class RandomBrightnessContrast:
-    """Scale the distance from mid grey and add light, each by a uniform draw; values stay in range.
+    """Scale the distance from mid grey and add light, each by a uniform random amount; values stay in range.
 
     Args:
         brightness: largest change, as a share of white.
@@ -182,14 +179,14 @@ class RandomBrightnessContrast:
 
 
 def rounded(pixels: Tensor) -> Tensor:
-    """Float pixels from 0 to 255, which are overwritten, as uint8."""
-    # By way of int16, as the CPU converts floats to uint8 one by one.
+    """Float pixels from 0 to 255 as uint8; the input is overwritten."""
+    # Through int16, as the CPU does not vectorise the conversion of floats to uint8.
     return pixels.round_().to(torch.int16).to(torch.uint8)
 
 
 def outside(rows: Tensor, columns: Tensor) -> Tensor:
-    """Where a pixel is not in both a row and a column that is chosen: uint8 (B, 1, H, W), of bool (B, H) and (B, W)."""
-    # Not of bool: the CPU takes operands of that type one by one where they are broadcast.
+    """1 where a pixel is not in both a chosen row and a chosen column: uint8 (B, 1, H, W), of bool (B, H) and (B, W)."""
+    # Not bool: the CPU goes element by element if operands of that type are broadcast.
     chosen = rows.to(torch.uint8)[:, None, :, None] & columns.to(torch.uint8)[:, None, None, :]
     return chosen.bitwise_xor_(1)
 
@@ -198,7 +195,7 @@ class RandomErasing:
     """Set a random rectangle of each image to zero with probability `p` (Zhong et al. 2020; DeVries & Taylor 2017).
 
     Args:
-        p: chance for each image.
+        p: probability for each image.
         share: largest side of the rectangle as a share of height and width.
     """
 
@@ -221,20 +218,19 @@ class RandomErasing:
             start = (rng.uniform() * (size + 1 - length)).long()
             places = torch.arange(size, device=images.device)
             inside.append((places >= start[:, None]) & (places < (start + length)[:, None]))
-        # A product, as masked_fill takes elements one by one where its mask is broadcast over the channels.
+        # A product, as masked_fill goes element by element if its mask is broadcast over the channels.
         return images * outside(inside[0] & chosen[:, None], inside[1]).to(images.dtype)
 
 
 class Pipeline:
-    """Batch transforms in order, then pixels normalised: what a model is given.
+    """Batch transforms in order, each with its own stream of random numbers, then normalisation.
 
     Args:
-        transforms: batch transforms; each gets a stream of draws by its place in the list.
-        mean: mean of each channel for pixels in [0, 1], one value for all channels or one for each.
-        std: standard deviation likewise.
+        transforms: batch transforms.
+        mean, std: statistics for pixels in [0, 1], one value for all channels or one for each.
         seed: seed of the run.
         device: device that batches are on.
-        channels_last: give images in NHWC memory layout.
+        channels_last: NHWC memory layout.
 
     Attributes:
         of_bytes: factor and subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
@@ -254,7 +250,7 @@ class Pipeline:
         self.seed = seed
         self._channels = len(mean)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
-        # x * scale - shift, of pixels up to 255 and of pixels up to 1; worked out in float64.
+        # x * scale - shift, for pixels up to 255 and for pixels up to 1; computed in float64.
         inverse = 1 / torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
         shift = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1) * inverse
         self.of_bytes, self._of_floats = (
@@ -262,15 +258,12 @@ class Pipeline:
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise a batch.
+        """Transform and normalise a batch; the result is float32.
 
         Args:
             images: (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1.
             indices: identity of each sample in its data set, int64 of shape (B,), on the device of `images`.
             epoch: number of the epoch.
-
-        Returns:
-            Float32 images of the same batch size.
 
         Raises:
             UserError: if the statistics do not fit the channels.
@@ -278,15 +271,13 @@ class Pipeline:
         for stream, transform in enumerate(self.transforms):
             images = transform(images, SampleRNG(self.seed, epoch, indices, stream))
         if self._channels not in (1, images.shape[1]):
-            raise UserError(
-                f"data.normalize: {self._channels} values, but the images have {images.shape[1]} channels; "
-                "give one value a channel, or null to measure them"
-            )
+            problem = f"has {self._channels} values, but the images have {images.shape[1]} channels"
+            raise UserError("data.normalize", problem, "one value per channel, or null to measure them")
         return self._normalised(images)
 
     def _normalised(self, images: Tensor) -> Tensor:
         scale, shift = self.of_bytes if images.dtype == torch.uint8 else self._of_floats
-        # Arithmetic with a value for each channel is slow in NHWC, so it is done before the conversion.
+        # Arithmetic with a value per channel is slow in NHWC, so it comes before the conversion.
         converts = self._format == torch.channels_last and images.shape[1] > 1
         if images.device.type == "cpu" and (converts or 4 * images.numel() > _LARGE_BYTES):
             normalised = torch.empty(images.shape, memory_format=self._format)
@@ -297,5 +288,5 @@ class Pipeline:
                 else:
                     place.copy_(given).mul_(scale).sub_(shift)
             return normalised
-        # Two operations and not one fused: they round the same wherever in a batch a pixel is.
+        # Two operations instead of one fused: they round the same wherever in a batch a pixel is.
         return images.to(torch.float32, memory_format=self._format, copy=True).mul_(scale).sub_(shift)

@@ -1,6 +1,7 @@
-"""RandAugment and TrivialAugment, a batch at a time on the device, with a change of its own for every image.
+"""RandAugment and TrivialAugment, a batch at a time on the device, with an operation of its own for every image.
 
-The 14 changes and their strengths are torchvision's; blends are rounded where it cuts off, so that a pixel may differ by one.
+The 14 operations and their strengths are torchvision's; blends are rounded where it truncates, so a pixel may differ by one.
+Own code instead of torchvision's, which applies one operation to a whole batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _translate_y(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _rotate(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    # The sine is what the table has, of angles up to 135 degrees: past 90 it is given as 2 less the sine.
+    # The table holds the sine of angles up to 135 degrees: beyond 90, 2 minus the sine.
     sine = torch.where(strength > 1, 2 - strength, strength)
     cosine = (1 - sine * sine).clamp_min(0).sqrt()
     cosine = _beside(torch.where(strength > 1, -cosine, cosine))
@@ -70,7 +71,7 @@ def _sharpness(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     """Blend with the image smoothed by a 3x3 kernel of ones, 5 in the middle; the border stays."""
     if min(images.shape[-2:]) < 3:
         return images
-    whole = images.to(torch.int16)  # sums of whole numbers are the same in any order
+    whole = images.to(torch.int16)  # integer sums are the same in any order
     rows = whole[..., :-2, :] + whole[..., 1:-1, :] + whole[..., 2:, :]
     inner = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * whole[..., 1:-1, 1:-1]
     smooth = images.float()
@@ -79,13 +80,13 @@ def _sharpness(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _posterize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Keep as many bits as the strength says."""
+    """Keep as many bits as `strength`."""
     masks = torch.tensor([256 - 2 ** (8 - bits) for bits in range(9)], dtype=torch.uint8)
     return images & masks.to(images.device, non_blocking=True)[strength.long()].view(-1, 1, 1, 1)
 
 
 def _solarize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Turn the pixels around that are not below the strength, a share of white."""
+    """Invert the pixels that are not below `strength`, a share of white."""
     return torch.where(images >= _beside(strength * 255)[:, None], 255 - images, images)
 
 
@@ -99,10 +100,10 @@ def _auto_contrast(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
 
 
 def _equalize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Give all values of each channel the same number of pixels, as far as that goes."""
+    """Equalize the histogram of each channel."""
     flat = images.flatten(2)
     levels = torch.arange(256, device=images.device, dtype=torch.uint8).expand(*flat.shape[:2], 256).contiguous()
-    # Pixels up to each value: from sorted ones, as a histogram by adding up has no deterministic form everywhere.
+    # The cumulative histogram, from sorted pixels: adding up counts is not deterministic on every device.
     up_to = torch.searchsorted(flat.sort(-1).values, levels, right=True)
     brightest = flat.amax(-1, keepdim=True)
     of_brightest = (flat == brightest).sum(-1, keepdim=True)
@@ -120,12 +121,12 @@ _CHANGES: tuple[Change, ...] = (
 
 
 class _Policy:
-    """Changes of each image, by a table of the strength of each change at each magnitude.
+    """Operations on each image, with a table of the strength of each operation at each magnitude.
 
     Args:
         bins: magnitudes, from none to the largest.
-        largest: strengths of the changes at the largest magnitude: shear, translation (in pixels, or as a share of the
-            side), degrees, share of the blends, bits that are lost.
+        shear, shift, degrees, blend, bits: strengths at the largest magnitude: shear, translation (in pixels, or as a share
+            of the side), rotation, factor of the blends, bits that are lost.
         of_side: whether the translation is a share.
     """
 
@@ -152,11 +153,11 @@ class _Policy:
         self._strengths, self._of_side = torch.tensor(rows), of_side
 
     def _changed(self, images: Tensor, rng: SampleRNG, level: Tensor) -> Tensor:
-        """Make one change of each image, uint8, at its level (B,)."""
+        """Apply one operation to each image, uint8, at its level (B,)."""
         if self._strengths.device != images.device:
             self._strengths = self._strengths.to(images.device)
         chosen, sign = rng.integers(len(_CHANGES)), 1.0 - 2.0 * rng.integers(2)
-        # To read who has which change would be to wait for a device, so all are made there, and one is selected.
+        # Reading the choices would wait for the device: there, all operations are computed and one is selected.
         make = _made_where_chosen if images.device.type == "cpu" else _made_and_selected
         images = images.clone(memory_format=torch.contiguous_format)
         for number, change in enumerate(_CHANGES[1:], 1):
@@ -179,19 +180,19 @@ def _made_and_selected(change: Change, images: Tensor, chosen: Tensor, strength:
 
 
 def _as_bytes(images: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a change of uint8 images makes of images that may be floats from 0 to 1."""
+    """Apply an operation on uint8 images to images that may be floats from 0 to 1."""
     if images.dtype == torch.uint8:
         return change(images)
     return change(rounded(images.float() * 255)).to(images.dtype) / 255
 
 
 class RandAugment(_Policy):
-    """Some of 14 changes of each image, one after the other, all of one strength (Cubuk et al. 2020).
+    """Several of 14 operations on each image, all at one magnitude (Cubuk et al. 2020).
 
-    Float images are computed with 8 bits a pixel.
+    Float images are computed with 8 bits per pixel.
 
     Args:
-        num_ops: changes one after the other.
+        num_ops: operations, one after the other.
         magnitude: their strength, from 0 to `num_magnitude_bins` - 1.
         num_magnitude_bins: strengths from none to the largest.
     """
@@ -217,9 +218,9 @@ class RandAugment(_Policy):
 
 
 class TrivialAugment(_Policy):
-    """One of 14 changes of each image, its strength drawn from a wide range (Müller & Hutter 2021).
+    """One of 14 operations on each image, its magnitude random in a wide range (Müller & Hutter 2021).
 
-    Float images are computed with 8 bits a pixel.
+    Float images are computed with 8 bits per pixel.
 
     Args:
         num_magnitude_bins: strengths from none to the largest.
@@ -247,7 +248,7 @@ def _places(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The nearest pixels to places that broadcast to (B, H, W); zeros outside of the image."""
+    """The pixels nearest to places that broadcast to (B, H, W); zeros outside of the image."""
     batch, channels, height, width = images.shape
     row, column = ((places + 0.5).floor().expand(batch, height, width) for places in (rows, columns))
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
@@ -257,7 +258,7 @@ def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _blended(images: Tensor, others: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """`images` times a factor around 1, and as much of `others` as is missing to 1."""
+    """`images` times a factor, plus `others` times 1 minus the factor."""
     factor = (1 + sign * strength).view(-1, 1, 1, 1)
-    # Each operation rounds on its own: a sample has the same bits in any batch.
+    # Each operation rounds separately: a sample has the same bits in any batch.
     return rounded((images.float() * factor).add_(others * (1 - factor)).clamp_(0, 255))

@@ -1,4 +1,7 @@
-"""Random changes of colour, a batch at a time on the device."""
+"""Random changes of colour, a batch at a time on the device.
+
+Own code instead of torchvision's, which uses one factor for a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ _FIXED_POINT = 2**16
 
 
 class ColorJitter:
-    """Change brightness, contrast, saturation and hue of each image, in this order, by draws of its own.
+    """Change brightness, contrast, saturation and hue of each image, in this order, with its own random factors.
 
-    What the four mean is as in torchvision's `ColorJitter`: pixels times a factor; distances from the mean lightness of
-    the image, and of each pixel from its own lightness, times a factor; hues turned. Factors are uniform from 1 - x to
-    1 + x, not below 0; the hue is turned by up to `hue` of the circle in either direction. torchvision draws the order
-    anew for each call. Values are kept in range after each change. Uint8 is computed in float32 and rounded once.
+    The four are those of torchvision's `ColorJitter`: pixels times a factor; distances from the mean lightness of the image,
+    and of each pixel from its own lightness, times a factor; hues turned. Factors are uniform from 1 - x to 1 + x, at least
+    0; the hue is turned by up to `hue` of the circle in either direction. The order is fixed; torchvision's is random. Values
+    are clipped after each change. Uint8 is computed in float32 and rounded once.
 
     Args:
         brightness: largest change of the factor for brightness.
@@ -53,7 +56,7 @@ class ColorJitter:
             )
         white = 255.0 if images.dtype == torch.uint8 else 1.0
         pixels = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        # Every operation rounds on its own, and none adds up floats: a sample has the same bits in any batch.
+        # Every operation rounds separately, and none sums floats: a sample has the same bits in any batch.
         if self.brightness:
             pixels.mul_(_factor(self.brightness, rng)).clamp_(0, white)
         if self.contrast:
@@ -74,7 +77,7 @@ def _factor(most: float, rng: SampleRNG) -> Tensor:
 
 
 def lightness(pixels: Tensor) -> Tensor:
-    """(B, 1, H, W) of (B, C, H, W): the weighted mean of three channels, or the mean of any other number."""
+    """(B, 1, H, W) of (B, C, H, W): the weighted mean of three channels, the plain mean of any other number."""
     channels = pixels.shape[1]
     weights = _LIGHTNESS if channels == 3 else (1 / channels,) * channels
     weighted = pixels[:, :1] * weights[0]
@@ -84,7 +87,7 @@ def lightness(pixels: Tensor) -> Tensor:
 
 
 def mean_lightness(pixels: Tensor, white: float) -> Tensor:
-    """(B, 1, 1, 1). Summed as integers: a sum of floats depends on its order, and that on the batch and the threads."""
+    """(B, 1, 1, 1). Summed as integers: a sum of floats depends on its order, which depends on the batch and threads."""
     unit = _FIXED_POINT / white
     whole = lightness(pixels).mul_(unit).round_().to(torch.int32)
     return whole.sum((2, 3), keepdim=True).float() / (unit * whole[0].numel())
@@ -93,13 +96,13 @@ def mean_lightness(pixels: Tensor, white: float) -> Tensor:
 def _turned(pixels: Tensor, turn: Tensor) -> Tensor:
     """Pixels (B, 3, H, W) with their hues turned by `turn` sixths of the circle, (B, 1, 1, 1), each from -6 to 6.
 
-    Value and chroma of a pixel are the largest of its channels and the difference to the smallest. A channel is the value
-    less a part of the chroma that depends on the hue alone, which is a polygon in the hue (Smith 1978).
+    Value is the largest channel of a pixel, chroma the difference to the smallest. A channel is the value minus a share of
+    the chroma that depends on the hue alone, which is piecewise linear in the hue (Smith 1978).
     """
     red, green, blue = pixels.unbind(1)
     value = torch.maximum(torch.maximum(red, green), blue)
     chroma = value - torch.minimum(torch.minimum(red, green), blue)
-    # Products with 0 and 1 in place of torch.where, which is several times slower than arithmetic on the CPU.
+    # Products with 0 and 1 instead of torch.where, which is several times slower on the CPU.
     divisor = chroma + (1 - chroma.sign())
     not_red, not_green = (value - red).sign_(), (value - green).sign_()
     of_blue = ((red - green) / divisor).add_(4).mul_(not_green)

@@ -1,4 +1,8 @@
-"""Random crops of photographs, drawn from the generators that are seeded for each sample."""
+"""Random crops of photographs, with the generators that are seeded for each sample.
+
+Own code instead of torchvision's `RandomResizedCrop`: it chooses the part before the file is decoded, and its random numbers
+must not change.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,16 @@ from torch import Tensor
 
 from runner.data.samples import as_tensor
 from runner.data.sources.image_io import Region, resized
+from runner.data.transforms.resized_crop import checked_ranges
 
 _TRIES = 10
 
 
 class RandomResizedCrop:
-    """Cut a part of random area and shape out of an image and resize it to a square (Szegedy et al. 2015).
+    """Crop a part of random area and shape from an image and resize it to a square (Szegedy et al. 2015).
 
-    A sample transform. Where it comes first and the images are files, it is asked for the part before the file is decoded,
-    so that a large photograph is decoded only as large as the part needs.
+    A sample transform. If it comes first and the images are files, it chooses the part before the file is decoded, so that a
+    large photograph is decoded only as large as needed.
 
     Args:
         size: edge of the square in pixels; None for the shorter side of the image.
@@ -32,16 +37,11 @@ class RandomResizedCrop:
     ) -> None:
         if size is not None and size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
-        if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(f"scale must be two shares, above 0, at most 1 and in order, got {list(scale)}")
-        if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
-            raise ValueError(f"ratio must be two numbers above 0 and in order, got {list(ratio)}")
         self.size = size
-        self.scale = (float(scale[0]), float(scale[1]))
-        self.ratio = (float(ratio[0]), float(ratio[1]))
+        self.scale, self.ratio = checked_ranges(scale, ratio)
 
     def region(self, height: int, width: int) -> Region:
-        """Draw the part of an image of this size; the largest middle part of an allowed shape if none is found."""
+        """A random part of an image of this size; the largest central part of an allowed shape if none is found."""
         shortest, longest = (math.log(value) for value in self.ratio)
         for _ in range(_TRIES):
             area = random.uniform(*self.scale) * height * width

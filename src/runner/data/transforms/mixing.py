@@ -1,9 +1,9 @@
-"""Blending of the samples of a batch in training: mixup, CutMix, or one of several a batch.
+"""Mixing of the samples of a batch in training: mixup, CutMix, or one of several per batch.
 
-A way to mix is any callable `(images, targets, rng) -> (images, targets)`: images float32 (B, C, H, W) as the model is to
-be given them, targets float32 whose first axis is the batch (classes are probabilities, (B, C), by then), and `rng` a
-`runner.data.sample_rng.SampleRNG` for the samples. Who is blended with whom, and how much, follows from the seed, the epoch and the
-samples of the batch.
+A way to mix is any callable `(images, targets, rng) -> (images, targets)`: images float32 (B, C, H, W) as the model takes
+them, targets float32 whose first axis is the batch (classes are already probabilities, (B, C)), and `rng` a
+`runner.data.sample_rng.SampleRNG` of the samples. Partners and weights follow from the seed, the epoch and the samples of the
+batch. Own code instead of torchvision's `MixUp` and `CutMix`, which draw one weight per batch from the global generator.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Mixup:
     """A weighted mean of each sample and another one of its batch, images and targets alike (Zhang et al. 2018).
 
     Args:
-        alpha: the weights are from Beta(alpha, alpha), one for each sample; 0.1 to 0.4 is usual, 1 makes all alike.
-        p: chance of each sample to be blended.
+        alpha: the weights are from Beta(alpha, alpha), one for each sample; 0.1 to 0.4 is usual, 1 is uniform.
+        p: probability of each sample to be blended.
     """
 
     def __init__(self, alpha: float = 0.2, p: float = 1.0) -> None:
@@ -47,14 +47,14 @@ class Mixup:
 
 
 class CutMix:
-    """A rectangle of each image replaced by that of another one of its batch (Yun et al. 2019).
+    """A rectangle of each image replaced by that of another image of its batch (Yun et al. 2019).
 
-    Sides have the image's proportions and the middle is anywhere, so that a part of the rectangle may be outside. Targets
-    are weighted by the pixels that came from each.
+    The rectangle has the image's proportions and its centre is anywhere, so part of it may be outside. Targets are weighted
+    by the number of pixels of each image.
 
     Args:
-        alpha: the area that is kept, before anything is outside, is from Beta(alpha, alpha), drawn for each sample.
-        p: chance of each sample to get a rectangle.
+        alpha: the area that is kept, before clipping, is from Beta(alpha, alpha), for each sample.
+        p: probability of each sample to get a rectangle.
     """
 
     def __init__(self, alpha: float = 1.0, p: float = 1.0) -> None:
@@ -100,7 +100,7 @@ class OneOf:
         return self.choices[number](images, targets, rng.fork(number))
 
     def _selected(self, images: Tensor, targets: Tensor, rng: SampleRNG, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        # To read the choice would be to wait for the device, so all are made.
+        # Reading the choice would wait for the device, so all are computed.
         mixed = images, targets
         for number, mix in enumerate(self.choices):
             made = mix(images, targets, rng.fork(number))
@@ -109,13 +109,7 @@ class OneOf:
 
 
 class Mixing:
-    """A way to mix as loaders call it: `runner.data.loaders.Mix`.
-
-    Args:
-        mix: the way to mix.
-        seed: seed of the run.
-        num_classes: number of classes, or None where targets are numbers.
-    """
+    """A way to mix as loaders call it: `runner.data.loaders.Mix`; `num_classes` is None if targets are numbers."""
 
     def __init__(self, mix: BatchMix, seed: int, num_classes: int | None) -> None:
         self.mix, self.seed, self.num_classes = mix, seed, num_classes
@@ -133,7 +127,7 @@ class Mixing:
             Images of the same shape, and float32 targets: (B, num_classes) for classes.
 
         Raises:
-            UserError: if targets are integers and either of another shape or of an unknown number of classes.
+            UserError: if targets are integers of another shape, or the number of classes is not known.
         """
         if not targets.is_floating_point():
             targets = self._probabilities(targets)
@@ -144,10 +138,11 @@ class Mixing:
             shape = tuple(targets.shape[1:])
             what = f"a sample's have shape {shape}" if shape else "their number is not known"
             raise UserError(
-                f"transform.mix: blends classes as probabilities, but {what}\n"
-                "    allowed: transform.mix=null, or a data set that names its classes and gives one for each sample"
+                "transform.mix",
+                f"blends classes as probabilities, but {what}",
+                "transform.mix=null, or a data set that names its classes and gives one for each sample",
             )
-        # Not one_hot: it reads the targets on the host to check them.
+        # Not one_hot, which reads the targets on the host to check them.
         return (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).float()
 
 
@@ -158,7 +153,7 @@ def _chance(p: float) -> float:
 
 
 def _picked(images: Tensor, places: Tensor) -> Tensor:
-    """Images at `places` in a tensor of its own; in the same memory layout, which index_select alone does not keep."""
+    """A copy of the images at `places`, in the same memory layout, which index_select alone does not keep."""
     if images.is_contiguous():
         return images.index_select(0, places)
     return images.permute(0, 2, 3, 1).index_select(0, places).permute(0, 3, 1, 2)

@@ -1,8 +1,8 @@
-"""Numbers of any distribution from uniform ones: the inverse of its distribution function, in a table.
+"""Random numbers of any distribution from uniform ones, by a table of its quantiles.
 
-One uniform number gives one number, without rejections, generators or special functions, so that a sample's number is the
-same in any batch and on the CPU the same in any place of a vector. At the knots of the table the distribution is exact to
-the rounding of the table; between them its density is taken as constant.
+One uniform number gives one number, without rejections, generators or special functions, so that the number of a sample is
+the same in any batch and, on the CPU, at any place of a vector. `torch.distributions` promises neither. The distribution is
+exact at the knots of the table; between them its density is constant.
 """
 
 from __future__ import annotations
@@ -13,42 +13,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CELLS = 4096  # a power of two: the place of a uniform number among them is then exact
+_CELLS = 4096  # a power of two, so that the place of a uniform number among them is exact
 _POINTS = 2**16 + 1
 
 
 class Quantiles:
-    """A distribution by its quantiles.
-
-    Args:
-        values: quantiles for 0, 1/n, 2/n, ..., 1, float64 of shape (n + 1,); n a power of two.
-    """
+    """A distribution by its quantiles at 0, 1/n, 2/n, ..., 1, float64 of shape (n + 1,); n a power of two."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._table = torch.from_numpy(values).to(torch.float32)
 
     def __call__(self, uniform: Tensor) -> Tensor:
-        """Float32 numbers of this distribution from uniform numbers in [0, 1), of the same shape and on the same device."""
+        """Float32 numbers of this distribution from uniform numbers in [0, 1), of the same shape and device."""
         if self._table.device != uniform.device:
             self._table = self._table.to(uniform.device)  # once; a transform stays on its device
         place = uniform * (len(self._table) - 1)
         cell = place.long()
         low = self._table[cell]
-        # Not lerp: fused and unfused products round differently, and which is used may depend on a sample's place.
+        # Not lerp: fused and unfused products round differently, and the choice may depend on a sample's place.
         return low + (place - cell) * (self._table[cell + 1] - low)
 
 
 def beta(alpha: float) -> Quantiles:
     """The symmetric Beta distribution, Beta(alpha, alpha), on [0, 1].
 
-    With x = 1 / (1 + exp(-y)), y has a density proportional to (2 cosh(y / 2))^(-2 alpha): smooth for every alpha, where that
-    of x has poles at 0 and 1 for alpha below 1. It is summed by the trapezoidal rule.
+    With x = 1 / (1 + exp(-y)), the density of y is proportional to (2 cosh(y / 2))^(-2 alpha), which is smooth for every
+    alpha, while that of x has poles at 0 and 1 for alpha below 1. It is integrated by the trapezoidal rule.
 
     Args:
-        alpha: above 0; small values give numbers close to 0 or 1, 1 all alike, large ones numbers close to 0.5.
+        alpha: small values give numbers close to 0 or 1, 1 a uniform distribution, large values numbers close to 0.5.
 
     Raises:
-        ValueError: if it is not above 0, or so large or small that nothing is left of the distribution.
+        ValueError: if alpha is not from 0.001 to 1000000.
     """
     if not 1e-3 <= alpha <= 1e6:
         raise ValueError(f"alpha must be from 0.001 to 1000000, got {alpha}")
@@ -60,7 +56,7 @@ def beta(alpha: float) -> Quantiles:
     share = summed / summed[-1]
     # Both halves from the lower one, so that the distribution is symmetric to the last bit.
     x = _logistic(np.interp(np.linspace(0, 0.5, _CELLS // 2 + 1), share, y))
-    # The long tail of a large alpha gets the mean that it has, not one that reaches to 0.
+    # The long tail of a large alpha gets its true mean, instead of reaching to 0.
     mean_of_tail = np.interp(1 / _CELLS, share, moment) / summed[-1] * _CELLS
     x[0], x[-1] = max(0.0, 2 * mean_of_tail - x[1]), 0.5
     return Quantiles(np.concatenate([x, 1 - x[-2::-1]]))
@@ -72,7 +68,7 @@ def _logistic(y: np.ndarray) -> np.ndarray:
 
 
 def _integral(values: np.ndarray) -> np.ndarray:
-    """Sums of the trapezoidal rule up to each point, twice as large."""
+    """Twice the integral up to each point, by the trapezoidal rule."""
     return np.concatenate([[0.0], np.cumsum(values[1:] + values[:-1])])
 
 

@@ -1,6 +1,8 @@
-"""Random resized crop of a batch on the device."""
+"""Random resized crop of a batch on the device, and the checks that it shares with `crops`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +14,11 @@ from runner.data.transforms.quantiles import log_uniform
 
 
 class RandomResizedCrop:
-    """Cut a part of random area and shape out of each image and enlarge it to the image's size (Szegedy et al. 2015).
+    """Crop a part of random area and shape from each image and enlarge it to the image's size (Szegedy et al. 2015).
 
-    A batch transform, for images in memory; `crops.RandomResizedCrop` cuts from files as they are decoded. The
-    part is never larger than what comes out, so it is only ever enlarged: bilinear interpolation is all that takes, as
-    antialiasing matters where pixels are left out. Areas are uniform and shapes log-uniform; a part that would not fit
-    into the image at its shape gets the nearest shape of the same area that does. Parts start at any place, also between
-    two pixels.
+    A batch transform, for images in memory; `crops.RandomResizedCrop` crops files while they are decoded. The part is only
+    ever enlarged, so bilinear interpolation needs no antialiasing. Areas are uniform and shapes log-uniform; a part that does
+    not fit into the image gets the nearest shape of the same area that does. Parts start at any place, also between pixels.
 
     Args:
         scale: smallest and largest area of the part as a share of the image's.
@@ -27,25 +27,16 @@ class RandomResizedCrop:
 
     per_sample = True
 
-    def __init__(
-        self,
-        scale: list[float] | tuple[float, float] = (0.08, 1.0),
-        ratio: list[float] | tuple[float, float] = (0.75, 4 / 3),
-    ) -> None:
-        if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
-            raise ValueError(f"scale must be two shares, above 0, at most 1 and in order, got {list(scale)}")
-        if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
-            raise ValueError(f"ratio must be two numbers above 0 and in order, got {list(ratio)}")
-        self.scale = (float(scale[0]), float(scale[1]))
-        self.ratio = (float(ratio[0]), float(ratio[1]))
+    def __init__(self, scale: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (0.75, 4 / 3)) -> None:
+        self.scale, self.ratio = checked_ranges(scale, ratio)
         self._ratios = log_uniform(*self.ratio)
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
-        """Cut and enlarge `images`; computed in float32."""
+        """Crop and enlarge `images`; computed in float32."""
         height, width = images.shape[-2:]
         smallest, largest = self.scale
         area = smallest + (largest - smallest) * rng.uniform()
-        # Width by height of the part where those of the image are 1 by 1; within [area, 1 / area] neither is above 1.
+        # Width by height of the part in units of the image; within [area, 1 / area] neither side is above 1.
         shape = self._ratios(rng.uniform()) * (height / width)
         shape = shape.clamp(area, 1 / area)
         down = _places((area / shape).sqrt(), rng.uniform(), height)
@@ -59,15 +50,22 @@ class RandomResizedCrop:
 
 
 def _places(share: Tensor, start: Tensor, size: int) -> Tensor:
-    """Where the pixels of one axis come from, (B, size), from -1 at one edge of the image to 1 at the other.
+    """Source positions of the pixels of one axis, (B, size), from -1 at one edge of the image to 1 at the other.
 
-    Args:
-        share: length of the part as a share of the axis, (B,).
-        start: where it starts, from 0 for the lowest place to 1 for the highest, (B,).
-        size: pixels of the axis.
+    `share` (B,) is the length of the part as a share of the axis; `start` (B,) from 0 for the lowest place to 1 for the
+    highest.
     """
     share = share.clamp(max=1)
     middles = (torch.arange(size, device=share.device) + 0.5) * (2 / size)
-    # Sums and products that round on their own: fused ones would depend on a pixel's place in a vector.
+    # Sums and products that round separately: fused ones would depend on a pixel's place in a vector.
     offset = (1 - share) * start * 2 - 1
     return middles * share[:, None] + offset[:, None]
+
+
+def checked_ranges(scale: Sequence[float], ratio: Sequence[float]) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Both ranges as pairs of floats; raises `ValueError` for others."""
+    if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+        raise ValueError(f"scale must be two shares, above 0, at most 1 and in order, got {list(scale)}")
+    if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1]:
+        raise ValueError(f"ratio must be two numbers above 0 and in order, got {list(ratio)}")
+    return (float(scale[0]), float(scale[1])), (float(ratio[0]), float(ratio[1]))

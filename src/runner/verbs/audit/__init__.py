@@ -13,7 +13,7 @@ from runner.verbs._launch import claimed, complete_verb, launch_verb
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_SHORT = re.compile(r"\+*vary=([A-Za-z_][\w.]*):(.+)", re.DOTALL)
+_SHORT = re.compile(r"^\+*vary=([A-Za-z_][\w.]*):(.+)\Z", re.DOTALL)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,12 +24,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def expand_shorthand(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `vary.KEY=[A,B]` in place of `vary=KEY:A,B`, which Hydra would take for a sweep."""
-    return [_long(short[1], short[2]) if (short := _SHORT.fullmatch(word)) else word for word in argv]
-
-
-def _long(key: str, values: str) -> str:
-    return f"vary.{key}=[{values}]" if "," in values else f"vary.{key}={values}"
+    """The words after the verb with `vary.KEY=[A,B]` instead of `vary=KEY:A,B`, which Hydra would read as a sweep."""
+    return [_SHORT.sub(r"vary.\1=[\2]" if "," in word else r"vary.\1=\2", word) for word in argv]
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -1,4 +1,4 @@
-"""SplitStats for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix."""
+"""Check data, model, loss and training loop for common mistakes before a run: pass, warn or fail, with evidence and a fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def expand_shorthand(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `json=true` in place of `--json`, and `only=[a,b]` in place of `only=a,b` or `only=a`."""
+    """The arguments with `json=true` instead of `--json`, and `only=[a,b]` instead of `only=a,b` or `only=a`."""
     words = with_lists([_SHORT.get(word, word) for word in argv], ["only", "skip"])
     if {"--multirun", "-m"} & set(argv):
         return words

@@ -1,122 +1,107 @@
-"""What the checks found, for people and for programs."""
+"""The results of all checks, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from runner.tracking.console import Console
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import Check, Result, join_names
+from runner.verbs.check.result import Result, join_names
+from runner.verbs.check.table import Check
 
-_MOST = 12  # classes that are join_names
+_MOST_CLASSES = 12  # that the report lists
+_KINDS = {  # status or lack: the words of the summary, and whether it names the checks
+    "fail": ("failed", True),
+    "warn": ("warned", True),
+    "pass": ("passed", False),
+    "skip": ("skipped", False),
+    "time": ("not run for lack of time", True),
+    "images": ("not decided, as too few images were seen", True),
+}
 
 
 @dataclass(frozen=True)
 class CompletedCheck:
-    """A check that was made: what it says, and the seconds that it took."""
+    """A check, its result, and the seconds that it took."""
 
     check: Check
-    verdict: Result
+    result: Result
     seconds: float
 
 
 @dataclass(frozen=True)
-class Seen:
-    """How much was seen of a split: of how many samples how many were read, and how many of each class."""
+class ImagesSeen:
+    """How many samples of a split there are, how many were read, and how many of these each class has."""
 
     split: str
     samples: int
     read: int
     classes: dict[str, int]
 
-    def told(self) -> str:
-        """The same in words; of many classes those that fewest images were seen of."""
+    def sentence(self) -> str:
+        """The counts in words; of many classes, those with the fewest images."""
         line = f"saw {self.read:,} of {self.samples:,} images of {self.split}"
         if not self.classes:
             return line
-        order = sorted(self.classes, key=lambda name: self.classes[name]) if len(self.classes) > _MOST else self.classes
-        counts = join_names([f"{name} {self.classes[name]:,}" for name in order], _MOST)
-        return f"{line}: {counts}" if len(self.classes) <= _MOST else f"{line}: fewest {counts}"
+        few = len(self.classes) <= _MOST_CLASSES
+        order = self.classes if few else sorted(self.classes, key=lambda name: self.classes[name])
+        counts = join_names([f"{name} {self.classes[name]:,}" for name in order], _MOST_CLASSES)
+        return f"{line}: {counts}" if few else f"{line}: fewest {counts}"
 
 
-def rows(results: list[CompletedCheck]) -> list[list[str]]:
-    """The lines of the table; what to do about it is below the evidence."""
-    lines = []
-    for result in results:
-        verdict = result.verdict
-        lines.append([result.check.group, result.check.name, verdict.status, verdict.evidence])
-        if verdict.fix:
-            lines.append(["", "", "", f"  looks for: {result.check.finds[0].lower()}{result.check.finds[1:]}"])
-            lines.append(["", "", "", f"  fix: {verdict.fix}"])
-    return lines
-
-
-def seen_of(context: CheckContext) -> list[Seen]:
-    """What was seen of each split; nothing if no check needed an image."""
-    if "seen" not in vars(context):
+def images_seen(context: CheckContext) -> list[ImagesSeen]:
+    """The images of each split that were read; empty if no check needed an image."""
+    if "unmarked_stats" not in vars(context):
         return []
     names = dict(enumerate(context.splits.classes))
     found = []
-    for name, look in context.unmarked_stats.items():
-        whole = look.targets.ndim == 1 and not look.targets.is_floating_point()
-        counts = Counter(look.targets.tolist()) if whole and names else Counter[int]()
+    for name, stats in context.unmarked_stats.items():
+        whole = stats.targets.ndim == 1 and not stats.targets.is_floating_point()
+        counts = Counter(stats.targets.tolist()) if whole and names else Counter[int]()
         other = {f"no class {number}": count for number, count in sorted(counts.items()) if number not in names}
         classes = {label: counts[number] for number, label in names.items()} if counts else {}
-        found.append(Seen(name, look.samples, look.read, classes | other))
+        found.append(ImagesSeen(name, stats.samples, stats.read, classes | other))
     return found
 
 
-def show(console: Console, results: list[CompletedCheck], seen: list[Seen], seconds: float) -> None:
-    """Show all results, what was seen of the images, and how many results there are of each kind."""
-    console.table("", ["group", "check", "result", "evidence"], rows(results))
-    for each in seen:
-        console.line(each.told())
-    more = "; a larger budget_s runs them" if any(result.verdict.lack for result in results) else ""
-    console.line(f"{counted(results)} in {seconds:.1f} s{more}")
-
-
-def counted(results: list[CompletedCheck]) -> str:
-    """How many checks of each kind, in words, and the names of those that did not pass or were not run."""
-    kinds: dict[str, tuple[str, bool]] = {
-        "fail": ("failed", True),
-        "warn": ("warned", True),
-        "pass": ("passed", False),
-        "skip": ("skipped", False),
-        "time": ("not run for lack of time", True),
-        "images": ("not decided, as too few images were seen", True),
-    }
-    names: dict[str, list[str]] = {kind: [] for kind in kinds}
-    for result in results:
-        names[result.verdict.lack or result.verdict.status].append(result.check.name)
-    told = [
-        f"{len(found)} {kinds[kind][0]}" + (f" ({', '.join(found)})" if kinds[kind][1] else "")
-        for kind, found in names.items()
+def show(console: Console, completed: list[CompletedCheck], seen: list[ImagesSeen], seconds: float) -> None:
+    """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
+    rows = []
+    for each in completed:
+        check, result = each.check, each.result
+        rows.append([check.group, check.name, result.status, result.evidence])
+        if result.fix:
+            rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
+            rows.append(["", "", "", f"  fix: {result.fix}"])
+    console.table("", ["group", "check", "result", "evidence"], rows)
+    for split in seen:
+        console.line(split.sentence())
+    names: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for each in completed:
+        names[each.result.lack or each.result.status].append(each.check.name)
+    counts = [
+        f"{len(found)} {words}" + (f" ({', '.join(found)})" if named else "")
+        for (words, named), found in zip(_KINDS.values(), names.values(), strict=True)
         if found
     ]
-    return ", ".join(told)
+    more = "; a larger budget_s runs them" if names["time"] or names["images"] else ""
+    console.line(f"{', '.join(counts)} in {seconds:.1f} s{more}")
 
 
-def record(results: list[CompletedCheck], seen: list[Seen], bad: bool, seconds: float) -> dict[str, Any]:
+def record(completed: list[CompletedCheck], seen: list[ImagesSeen], bad: bool, seconds: float) -> dict[str, Any]:
     """The same for programs."""
     return {
         "ok": not bad,
-        "counts": dict(Counter(result.verdict.status for result in results)),
-        "complete": not any(result.verdict.lack for result in results),
+        "counts": dict(Counter(each.result.status for each in completed)),
+        "complete": not any(each.result.lack for each in completed),
         "seconds": round(seconds, 3),
         "seen": {each.split: {"samples": each.samples, "read": each.read, "classes": each.classes} for each in seen},
         "checks": [
-            {
-                "group": result.check.group,
-                "name": result.check.name,
-                "finds": result.check.finds,
-                "status": result.verdict.status,
-                "evidence": result.verdict.evidence,
-                "fix": result.verdict.fix,
-                "lack": result.verdict.lack,
-                "seconds": round(result.seconds, 3),
-            }
-            for result in results
+            {"group": each.check.group, "name": each.check.name, "finds": each.check.finds}
+            | asdict(each.result)
+            | {"seconds": round(each.seconds, 3)}
+            for each in completed
         ],
     }

@@ -1,14 +1,9 @@
-"""What a check is, and what it says."""
+"""What a check reports."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from runner.verbs.check.context import CheckContext
+from typing import Literal
 
 Status = Literal["pass", "warn", "fail", "skip"]
 Lack = Literal["", "time", "images"]
@@ -16,19 +11,23 @@ Lack = Literal["", "time", "images"]
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found.
+    """What a check reports.
 
     Attributes:
-        status: pass, warn, fail, or skip for a check that does not apply here or could not be run.
-        evidence: the numbers; of a skipped check why it was.
-        fix: the key to set or what to change; empty where nothing is wrong.
-        lack: what a check that applies could not be run for: time or images.
+        status: pass, warn, fail, or skip if the check does not apply or could not run.
+        evidence: the measured numbers; for a skipped check the reason.
+        fix: the key to set or the code to change; empty if nothing is wrong.
+        lack: what a check that applies ran short of: time or images.
     """
 
     status: Status
     evidence: str
     fix: str = ""
     lack: Lack = ""
+
+
+class NotApplicable(Exception):
+    """Raised by a check, or by what it needs, to skip it with a reason."""
 
 
 def passed(evidence: str) -> Result:
@@ -46,45 +45,22 @@ def failed(evidence: str, fix: str) -> Result:
     return Result("fail", evidence, fix)
 
 
+def graded(evidence: str, fix: str, *, fail: bool = False, warn: bool = False) -> Result:
+    """Failed, warned or passed, whichever applies first."""
+    return Result("fail" if fail else "warn" if warn else "pass", evidence, fix if fail or warn else "")
+
+
 def skipped(reason: str) -> Result:
     """The check does not apply."""
     return Result("skip", reason)
 
 
 def out_of_time(evidence: str) -> Result:
-    """The check applies, but the budget is too short for it."""
+    """The check applies, but the time budget is too short for it."""
     return Result("skip", evidence, lack="time")
 
 
-def too_few(evidence: str) -> Result:
-    """The check applies, but it saw too few images to say that nothing is wrong."""
-    return Result("skip", evidence, lack="images")
-
-
-@dataclass(frozen=True)
-class Check:
-    """One check.
-
-    Attributes:
-        name: what `only` and `skip` know it by.
-        group: the file that it is in.
-        finds: what it finds, a clause.
-        run: makes it.
-    """
-
-    name: str
-    group: str
-    finds: str
-    run: Callable[[CheckContext], Result]
-
-
-def check(run: Callable[[CheckContext], Result]) -> Check:
-    """Make a function a check: its name is that of the function, what it finds the first line of the docstring."""
-    name, group = run.__name__.replace("_", "-"), run.__module__.rpartition(".")[2]
-    return Check(name, group, (inspect.getdoc(run) or "").splitlines()[0].rstrip("."), run)
-
-
 def join_names(names: list[str], most: int = 3) -> str:
-    """Names as people list them, the later ones counted."""
+    """The first names separated by commas, and the number of the others."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,4 +1,4 @@
-"""One call of `check`, from the config to the last line."""
+"""One call of `check`, from the config to the report."""
 
 from __future__ import annotations
 
@@ -7,118 +7,90 @@ import dataclasses
 import functools
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from runner.build.batch_size import settle_batch_size
+from runner.build.batch_size import auto_batch_size
 from runner.build.describe import describe
-from runner.build.run import build_training, set_switches
+from runner.build.hardware import set_switches
 from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.schema.check import Check as Settings
+from runner.config.signals import raising_after
 from runner.data.build import DataModule, build_data
 from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
+from runner.train import build_run
 from runner.verbs._checkpoint import line_or_checkpoint
 from runner.verbs._work import guarded
-from runner.verbs.check import (
-    baselines,
-    batches,
-    data,
-    labels,
-    loop,
-    loss,
-    model,
-    objective,
-    outputs,
-    reach,
-    settings,
-    shortcuts,
-    splits,
-    steps,
-)
-from runner.verbs.check.context import CheckContext, NotApplicable
-from runner.verbs.check.deadline import OutOfTime, stop_after
-from runner.verbs.check.report import CompletedCheck, Seen, record, seen_of, show
-from runner.verbs.check.result import Check, Result, failed, join_names, out_of_time, passed, skipped, too_few
+from runner.verbs.check.context import CheckContext
+from runner.verbs.check.report import CompletedCheck, ImagesSeen, images_seen, record, show
+from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time, skipped
+from runner.verbs.check.table import BUILD, CHECKS, Check
 
-BAD, INCOMPLETE = 1, 3
-_WHERE = "HYDRA_FULL_ERROR=1 shows where it was raised"
-_SAMPLES = 64  # of a batch that is evaluated
-_GROUPS = (
-    *(data, labels, model, outputs, loss, loop, baselines),
-    *(batches, splits, shortcuts, reach, objective, settings, steps),
-)
-CHECKS = [made for module in _GROUPS for made in vars(module).values() if isinstance(made, Check)]
-# Groups and checks: first those that need no model, then a pass or two through it, then a few steps, then many.
-_ORDER = (
-    *("", "loss-of-samples", "loss-axis", "loss-broadcast", "learnable", "class-meaning"),
-    *(
-        "outputs",
-        "loss",
-        "reach",
-        "objective",
-        "model",
-        "stale-gradients",
-        "mode-in-training",
-        "evaluation-leaves-state",
-    ),
-    *("steps", "overfit", "learning-rate", "training", "zero-input", "repeatability", "beats-baselines"),
-)
-_BUILD = Check("build", "config", "Data, model, loss and optimizer that do not go together", lambda _: passed(""))
+FAILED, INCOMPLETE = 1, 3  # exit statuses
+_TRACEBACK = "HYDRA_FULL_ERROR=1 shows the traceback"
+_SAMPLES = 64  # of a batch of an evaluation
+
+T = TypeVar("T")
+
+
+class OutOfTime(BaseException):
+    """The budget is used up. Not an `Exception`: a data set or a model that catches those must not catch this one."""
 
 
 def run(cfg: DictConfig) -> float | None:
     """Check once: the entry point that Hydra calls.
 
     Returns:
-        For sweepers the number of checks that failed.
+        The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with the exit status if a check failed, unless the job is one of a sweep, or if the call is a mistake.
+        SystemExit: with the exit status if a check failed, unless the job is part of a sweep, or if the call is a mistake.
     """
-    return guarded(_check, cfg)
+    return guarded(check, cfg)
 
 
-def _check(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, Settings, "best")
+def check(composition: Composition) -> float:
+    """The same for a composed config."""
+    config, found = line_or_checkpoint(composition, Settings, "best")
     chosen = select_checks(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     began = time.monotonic()
-    results, seen = run_checks(config, values, found, chosen, console, began)
-    wrong = ("fail", "warn") if config.strict else ("fail",)
-    bad = sum(result.verdict.status in wrong for result in results)
+    completed, seen = run_checks(config, found, chosen, console)
+    bad = sum(each.result.status in (("fail", "warn") if config.strict else ("fail",)) for each in completed)
     seconds = time.monotonic() - began
     if config.json:
-        print(json.dumps(finite(record(results, seen, bad > 0, seconds))))
+        print(json.dumps(finite(record(completed, seen, bad > 0, seconds))))
     else:
-        show(console, results, seen, seconds)
-    lacking = any(result.verdict.lack for result in results)
-    if (bad or lacking) and composition.job_dir is None:
-        raise SystemExit(BAD if bad else INCOMPLETE)
+        show(console, completed, seen, seconds)
+    if composition.job_dir is None and (bad or any(each.result.lack for each in completed)):
+        raise SystemExit(FAILED if bad else INCOMPLETE)
     return float(bad)
 
 
 def select_checks(config: Settings) -> list[Check]:
-    """The checks that are asked for.
+    """The checks that `only` and `skip` select.
 
     Raises:
-        ConfigError: if there is none of such a name, if one cannot be left out, or if none is left.
+        ConfigError: if a name is unknown, if `skip` names the build, or if no check is left.
     """
-    always = {_BUILD.group, _BUILD.name}
+    always = {BUILD.group, BUILD.name}
     names = [*dict.fromkeys(each.group for each in CHECKS), *(each.name for each in CHECKS)]
-    allowed = {"only": [_BUILD.group, *names, _BUILD.name], "skip": names}
+    allowed = {"only": [BUILD.group, *names, BUILD.name], "skip": names}
     problems = [
-        Problem(key, f"'{name}' is always made, as the others need it", ", ".join(allowed[key]))
+        Problem(key, f"'{name}' always runs, because the others need it", ", ".join(allowed[key]))
         if name in always
         else Problem(key, f"there is no check or group '{name}'", ", ".join(allowed[key]), nearest(name, allowed[key]))
         for key, given in (("only", config.only), ("skip", config.skip))
@@ -127,63 +99,97 @@ def select_checks(config: Settings) -> list[Check]:
     ]
     if problems:
         raise ConfigError(problems)
+    only, skip = set(config.only), set(config.skip)
     chosen = [
-        each
-        for each in CHECKS
-        if (not config.only or {each.name, each.group} & set(config.only))
-        and not {each.name, each.group} & set(config.skip)
+        each for each in CHECKS if (not only or {each.name, each.group} & only) and not {each.name, each.group} & skip
     ]
-    if not chosen and not always & set(config.only):
-        left = f" of only=[{','.join(config.only)}]" if config.only else ""
-        raise ConfigError([Problem("skip", f"leaves no check{left} to be made", "a shorter list")])
+    if not chosen and not always & only:
+        selected = f" of only=[{','.join(config.only)}]" if config.only else ""
+        raise ConfigError([Problem("skip", f"leaves no check{selected}", "a shorter list")])
     return chosen
 
 
 def run_checks(
     config: Settings,
-    values: dict[str, Any],
     found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
-    began: float,
-) -> tuple[list[CompletedCheck], list[Seen]]:
-    """Build what the run would, and make the checks: their results, and what was seen of each split."""
+) -> tuple[list[CompletedCheck], list[ImagesSeen]]:
+    """Build the run, and run the checks: their results, and how many images of each split were read."""
+    began = time.monotonic()
     set_switches(config, _device(config))
-    until, late = began + config.budget_s, out_of_time(f"budget_s={config.budget_s:g} ran out")
+    late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
+    built = _attempt(lambda: _build_data(config), began + config.budget_s - time.monotonic())
+    if isinstance(built, OutOfTime):
+        return late, []
+    if isinstance(built, Exception):
+        others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
+        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], []
+    config, splits = built
+    with contextlib.closing(splits):
+        context = CheckContext(config, splits, found, began)
+        error = _attempt(context.build, context.left)
+        if isinstance(error, OutOfTime):
+            return late, []
+        # If the build failed, the data can still be checked.
+        result = BUILD.run(context) if error is None else _build_failed(error)
+        completed = [CompletedCheck(BUILD, result, time.monotonic() - began)]
+        if error is None:
+            console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
+        errors: dict[str, str] = {}
+        for each in sorted(chosen, key=lambda each: each.turn):
+            before = time.monotonic()
+            completed.append(CompletedCheck(each, run_check(each, context, errors), time.monotonic() - before))
+        places = {each.name: place for place, each in enumerate((BUILD, *chosen))}
+        return sorted(completed, key=lambda each: places[each.check.name]), images_seen(context)
+
+
+def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
+    """The result of one check. A check that raises has failed; later checks that raise the same are skipped.
+
+    Args:
+        each: the check.
+        context: what it looks at; restored afterwards.
+        errors: by error the first check that raised it; added to.
+    """
+    if context.left <= 0:
+        return _late(context.config, "is used up")
     try:
-        with stop_after(until - time.monotonic()):
-            if config.data.batch_size == "auto":
-                settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
-            splits = _assembled(config)
+        context.used_stats = False
+        with context.restored(), time_limit(context.left):
+            result = each.run(context)
+            # A fault found in a few images is a fault; that a few images show none proves little.
+            few = context.undersampled() if context.used_stats and result.status == "pass" else []
+        return Result("skip", f"saw only {join_names(few)}", lack="images") if few else result
     except OutOfTime:
-        return [CompletedCheck(each, late, 0.0) for each in (_BUILD, *chosen)], []
+        return _late(context.config, "ran out while it was running")
+    except NotApplicable as reason:
+        return skipped(str(reason))
     except (MemoryError, KeyboardInterrupt):
         raise
-    except Exception as error:  # what a data set or a model of one's own raises has no end
-        return [
-            _built(began, error),
-            *(CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen),
-        ], []
-    with contextlib.closing(splits):
-        context = CheckContext(config, values, splits, found, began)
-        try:
-            with stop_after(until - time.monotonic()):
-                context.build()
-        except OutOfTime:
-            return [CompletedCheck(each, late, 0.0) for each in (_BUILD, *chosen)], []
-        except (MemoryError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # as above; the data are checked nevertheless
-            results = [_built(began, error)]
-        else:
-            results = [_built(began)]
-            console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
-        broken: dict[str, str] = {}  # what the check raised that first raised it
-        for each in sorted(chosen, key=_turn):
-            before = time.monotonic()
-            results.append(CompletedCheck(each, run_check(each, context, broken), time.monotonic() - before))
-        places = {each.name: place for place, each in enumerate((_BUILD, *chosen))}
-        return sorted(results, key=lambda result: places[result.check.name]), seen_of(context)
+    except Exception as error:  # a custom model, loss or data set can raise anything
+        text = _describe(error)
+        if errors.setdefault(text, each.name) != each.name:
+            return skipped(f"raised the same error as {errors[text]}")
+        fix = "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _TRACEBACK
+        return failed(text, fix)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `OutOfTime` in the block after that many seconds.
+
+    A single call into torch is not interrupted. In threads other than the main one, and on systems without timers, nothing is.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+    else:
+        with raising_after(seconds, OutOfTime):
+            yield
+
+
+def _late(config: Settings, what: str) -> Result:
+    return out_of_time(f"budget_s={config.budget_s:g} {what}")
 
 
 def _device(config: Settings) -> Any:
@@ -191,53 +197,34 @@ def _device(config: Settings) -> Any:
     return choose_device(config.device)[0]
 
 
-def _assembled(config: Settings) -> DataModule:
+def _attempt(work: Callable[[], T], seconds: float) -> T | Exception | OutOfTime:
+    """What `work` returns or raises within a time; custom data sets and models can raise anything."""
+    try:
+        with time_limit(seconds):
+            return work()
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except (Exception, OutOfTime) as error:
+        return error
+
+
+def _build_data(config: Settings) -> tuple[Settings, DataModule]:
+    """The config, with the batch size that fits if it is auto, and the data."""
+    if config.data.batch_size == "auto":
+        config, _ = auto_batch_size(config, functools.partial(build_run, make_cache=False))
     size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
-    data = dataclasses.replace(config.data, on_error="skip")  # what cannot be read is counted here, and not fatal
-    return build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+    data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts images that cannot be read
+    return config, build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
-def _built(start: float, error: Exception | None = None) -> CompletedCheck:
-    if error is None:
-        verdict = passed("data, model, loss and optimizer go together")
-    elif isinstance(error, UserError):
-        verdict = failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
-    else:
-        verdict = failed(_describe(error), _WHERE)
-    return CompletedCheck(_BUILD, verdict, time.monotonic() - start)
+def _build_failed(error: Exception) -> Result:
+    if isinstance(error, UserError):
+        return failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
+    return failed(_describe(error), _TRACEBACK)
 
 
 def _describe(error: Exception) -> str:
-    """An error in one line; HYDRA_FULL_ERROR=1 shows all of it."""
+    """The error in one line; HYDRA_FULL_ERROR=1 also prints the traceback."""
     if os.environ.get("HYDRA_FULL_ERROR") == "1":
         traceback.print_exception(error)
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _turn(each: Check) -> int:
-    """Checks are made in the order of what they find for their time: those that take many steps come last."""
-    return _ORDER.index(each.name if each.name in _ORDER else each.group if each.group in _ORDER else "")
-
-
-def run_check(each: Check, context: CheckContext, broken: dict[str, str]) -> Result:
-    """What a check says; one that breaks off has failed, with what it raised, and others that raise the same are skipped."""
-    if context.left <= 0:
-        return out_of_time(f"budget_s={context.config.budget_s:g} is used up")
-    try:
-        context.used_stats = False
-        with context.restored(), stop_after(context.left):
-            verdict = each.run(context)
-            # What was found was found; but that nothing was says little of a handful of images.
-            few = context.too_few() if context.used_stats and verdict.status == "pass" else []
-        return too_few(f"saw only {join_names(few)}") if few else verdict
-    except OutOfTime:
-        return out_of_time(f"budget_s={context.config.budget_s:g} ran out while it was running")
-    except NotApplicable as error:
-        return skipped(str(error))
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as error:  # what a model, a loss or a data set of one's own raises has no end
-        told = _describe(error)
-        if broken.setdefault(told, each.name) != each.name:
-            return skipped(f"broke off like {broken[told]}")
-        return failed(told, "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _WHERE)

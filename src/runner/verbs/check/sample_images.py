@@ -1,11 +1,11 @@
-"""A few images of each split at full size, as the data set gives them, and numbers that describe them."""
+"""A few images of each split in full size, as the data set returns them, and linear models of their features."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,68 +15,48 @@ from runner.verbs.check.context import CheckContext
 
 _MOST = 256  # images of a split
 _VALUES = 2**24  # pixels and channels of these images together
-_SHARE = 0.05  # of the remaining time, that reading one split may take
-SIDE = 16  # of small copies, in pixels
+_SHARE = 0.05  # of the time left, for reading one split
 
 
 class SampleImages(NamedTuple):
-    """Images of a split before augmentation and normalisation.
+    """Images of a split before augmentation and normalization.
 
     Attributes:
-        images: float32 (N, C, H, W); values of uint8 divided by 255.
+        images: float32 (N, C, H, W); uint8 values are divided by 255.
         targets: (N, ...).
-        indices: their numbers in the data set, int64 (N,).
-        of_bytes: whether the data set gives uint8.
     """
 
     images: Tensor
     targets: Tensor
-    indices: Tensor
-    of_bytes: bool
 
 
 def sample_images(context: CheckContext) -> dict[str, SampleImages]:
-    """Images of each split; splits without two readable images of one shape are not in it."""
+    """Images of each split that has at least two readable images of one shape."""
     found = {}
+    most = max(16, min(_MOST, _VALUES // math.prod(context.splits.image_shape)))
     for name, (dataset, _) in context.splits.parts.items():
-        size = context.splits.channels * context.splits.image_size[0] * context.splits.image_size[1]
         keyed = SeededDataset(dataset, context.config.seed, context.sample_transforms)
         until = context.left * (1 - _SHARE)
-        read: list[tuple[Tensor, Tensor, int]] = []
-        for index in context.readable(name, max(16, min(_MOST, _VALUES // size))):
-            if context.left < until and len(read) >= 2:
+        images: list[Tensor] = []
+        targets: list[Tensor] = []
+        for index in context.readable(name, most):
+            if context.left < until and len(images) >= 2:
                 break
             image, target = keyed[0, index]
             image = as_tensor(image)
-            if not read or (image.shape, image.dtype) == (read[0][0].shape, read[0][0].dtype):
-                read.append((image, as_target(target), index))
-        if len(read) < 2:
-            continue
-        images, targets, indices = zip(*read, strict=True)
-        stacked, of_bytes = torch.stack(images), images[0].dtype == torch.uint8
-        scaled = stacked.float() / 255 if of_bytes else stacked.float()
-        found[name] = SampleImages(scaled, torch.stack(targets), torch.tensor(indices), of_bytes)
+            if not images or (image.shape, image.dtype) == (images[0].shape, images[0].dtype):
+                images.append(image)
+                targets.append(as_target(target))
+        if len(images) >= 2:
+            scale = 255 if images[0].dtype == torch.uint8 else 1
+            found[name] = SampleImages(torch.stack(images).float() / scale, torch.stack(targets))
     return found
 
 
-def small(images: Tensor, side: int = SIDE) -> Tensor:
-    """Copies of (N, C, H, W) averaged to at most `side` pixels a side."""
-    size = (min(side, images.shape[2]), min(side, images.shape[3]))
-    return F.adaptive_avg_pool2d(images, size) if images.shape[2:] != size else images
+def image_features(images: Tensor) -> Tensor:
+    """Features that tell classes apart wherever the object is: (N, D).
 
-
-def unit_vectors(images: Tensor) -> Tensor:
-    """Images as vectors of length 1 without their mean, so that brightness and contrast do not count: (N, D)."""
-    flat = images.flatten(1).double()
-    flat = flat - flat.mean(1, keepdim=True)
-    made: Tensor = flat / flat.norm(dim=1, keepdim=True).clamp_min(1e-6)
-    return made.float()
-
-
-def features(images: Tensor) -> Tensor:
-    """What a linear model can use to tell classes apart wherever the object is: (N, D).
-
-    Mean and deviation of each channel over the whole image and its quarters, and histograms of edge directions.
+    Mean and deviation of each channel over the whole image and its parts, and histograms of edge directions.
     """
     parts = []
     for grid in (1, 2, 4):
@@ -93,13 +73,18 @@ def features(images: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def accuracy(pixels: Tensor, right: Tensor, others: Tensor, theirs: Tensor) -> float:
-    """Accuracy of a linear model that is fitted to images and targets, on others."""
+def linear_accuracy(features: Tensor, targets: Tensor, others: Tensor, other_targets: Tensor) -> float:
+    """Accuracy on other samples of a linear model that is fitted to features (N, D) and classes (N,)."""
     from sklearn.linear_model import RidgeClassifier
+    from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    scaler = StandardScaler().fit(pixels.numpy())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of singular matrices
-        model = RidgeClassifier(alpha=100.0).fit(scaler.transform(pixels.numpy()), right.numpy())
-    return float(np.mean(model.predict(scaler.transform(others.numpy())) == theirs.numpy()))
+        warnings.simplefilter("ignore")  # about singular matrices
+        model = make_pipeline(StandardScaler(), RidgeClassifier(alpha=100.0)).fit(features.numpy(), targets.numpy())
+        return float(model.score(others.numpy(), other_targets.numpy()))
+
+
+def chance_level(targets: Tensor) -> float:
+    """Accuracy of always predicting the most frequent class."""
+    return float(torch.bincount(targets.clamp_min(0)).max()) / len(targets)

@@ -13,7 +13,7 @@ from runner.verbs._launch import claimed, complete_verb, launch_verb
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_LIST = re.compile(r"(\+*(?:what|tensors|features))=([\w.,]+)")
+_LIST = re.compile(r"^(\+*(?:what|tensors|features))=(?!null$)([\w.,]+)$")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,13 +24,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def expand_shorthand(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `features=[A,B]` in place of `features=A,B`, which Hydra would take for a sweep."""
-    return [f"{short[1]}=[{short[2]}]" if (short := _listed(word)) else word for word in argv]
-
-
-def _listed(word: str) -> re.Match[str] | None:
-    found = _LIST.fullmatch(word)
-    return None if found is None or found[2] == "null" else found
+    """The words after the verb with `features=[A,B]` instead of `features=A,B`, which Hydra would read as a sweep."""
+    return [_LIST.sub(r"\1=[\2]", word) for word in argv]
 
 
 def job(cfg: DictConfig) -> float | None:

@@ -33,13 +33,7 @@ class Table:
 
 
 def page(title: str, lines: Sequence[str], parts: Sequence[Table | tuple[Path, str]]) -> str:
-    """The page as text.
-
-    Args:
-        title: of the page.
-        lines: what is said first.
-        parts: tables, and pictures (PNG) as (file, title), in order.
-    """
+    """The page as text."""
     body = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(line)}</p>" for line in lines)]
     for part in parts:
         body.append(_table(part) if isinstance(part, Table) else _picture(*part))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.build.model import as_given
-from runner.build.run import Training, training_flops
+from runner.build.model import example_input
+from runner.build.run import Run, training_flops
 from runner.config.errors import UserError
 from runner.config.schema.inspect import Inspect
 from runner.data.build import SplitData
@@ -43,7 +44,7 @@ class Inspection:
     """
 
     config: Inspect
-    training: Training
+    training: Run
     folder: Path
     lines: list[str] = field(default_factory=list)
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Inspection:
     def anatomy(self) -> Anatomy:
         """The modules of the model."""
         flops = self.flops
-        return anatomy(self.training.model, as_given(self.training.splits), flops.by_module, flops.samples)
+        return anatomy(self.training.model, example_input(self.training.splits), flops.by_module, flops.samples)
 
     @cached_property
     def batch(self) -> Batch:
@@ -87,7 +88,7 @@ class Inspection:
         self.parts.append((self.folder / name, title))
 
 
-def split_of(config: Inspect, training: Training) -> SplitData:
+def split_of(config: Inspect, training: Run) -> SplitData:
     """The split that the config names.
 
     Raises:
@@ -100,13 +101,17 @@ def split_of(config: Inspect, training: Training) -> SplitData:
     return split
 
 
+def _records(found: Sequence[Any]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(each) for each in found]
+
+
 def layers(found: Inspection) -> None:
     """Every module: what it is, what it gives, what it costs."""
     totals = tables.totals_of(found.anatomy, found.flops)
     found.lines += tables.totals_lines(totals)
     found.parts.append(tables.layers_table(found.anatomy, totals))
     found.record["totals"] = totals
-    found.record["layers"] = [tables.layer_record(layer) for layer in found.anatomy.layers]
+    found.record["layers"] = _records(found.anatomy.layers)
 
 
 def weights(found: Inspection) -> None:
@@ -114,7 +119,7 @@ def weights(found: Inspection) -> None:
     if not found.weights:
         found.skipped.append("weights: the model has none")
         return
-    found.record["weights"] = tables.as_record(found.weights)
+    found.record["weights"] = _records(found.weights)
     found.parts.append(tables.weights_table(found.weights))
     title = "weights"
     pictures.draw_histograms(found.weights, {}, "weight", found.folder / "weights.png", title, logarithmic=False)
@@ -124,7 +129,7 @@ def weights(found: Inspection) -> None:
 def activations(found: Inspection) -> None:
     """What modules give for a batch of training, and which units give nothing."""
     passed, size = found.passed, len(found.batch.images)
-    found.record["activations"] = tables.as_record(passed.activations)
+    found.record["activations"] = _records(passed.activations)
     found.record["dead_units"] = {name: {"dead": dead, "units": units} for name, (dead, units) in passed.dead.items()}
     found.parts.append(tables.activations_table(passed, size))
     if passed.activations:
@@ -140,8 +145,8 @@ def gradients(found: Inspection) -> None:
     passed = found.passed
     found.record |= {
         "loss": passed.loss,
-        "gradients": tables.as_record(passed.gradients),
-        "gradients_of_outputs": tables.as_record(passed.flows),
+        "gradients": _records(passed.gradients),
+        "gradients_of_outputs": _records(passed.flows),
         "without_gradient": passed.without,
         "frozen": passed.frozen,
     }

@@ -143,12 +143,7 @@ def draw_maps(
 
 
 def _file_name(layer: str, taken: set[str]) -> str:
-    """What a layer is called in the name of a file: names of modules may hold anything, and a stranger may have named them.
-
-    Args:
-        layer: its name.
-        taken: those that are given already, in small letters; the new one is added.
-    """
+    """What a layer is called in the name of a file: names of modules may hold anything, and a stranger may have named them."""
     plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
     choices = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
     chosen = next(name for name in choices if name.lower() not in taken)

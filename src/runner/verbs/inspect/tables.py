@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from runner.instrument.flops import Flops
 from runner.tracking.formats import compact, number, percent
-from runner.verbs.inspect.layers import Anatomy, Layer, shape_text
+from runner.verbs.inspect.layers import Anatomy, shape_text
 from runner.verbs.inspect.observed_pass import Passed
 from runner.verbs.inspect.page import Table
 from runner.verbs.inspect.statistics import Summary
@@ -38,7 +37,7 @@ def layers_table(anatomy: Anatomy, totals: dict[str, Any]) -> Table:
             "",
             f"{totals['parameters']:,}",
             f"{totals['trainable']:,}",
-            compact(totals["flops_forward"]) if totals["flops_forward"] is not None else "",
+            compact(totals["flops_forward"]),
             f"{totals['output_bytes'] / 1024:,.2f}",
         ]
     )
@@ -46,32 +45,27 @@ def layers_table(anatomy: Anatomy, totals: dict[str, Any]) -> Table:
     return Table("layers, for one sample", columns, rows)
 
 
-def totals_of(anatomy: Anatomy, flops: Flops | None) -> dict[str, Any]:
+def totals_of(anatomy: Anatomy, flops: Flops) -> dict[str, Any]:
     """The model in a few numbers; operations and bytes are of one sample."""
-    parameters = sum(layer.parameters for layer in anatomy.layers)
     return {
-        "parameters": parameters,
+        "parameters": sum(layer.parameters for layer in anatomy.layers),
         "trainable": sum(layer.trainable for layer in anatomy.layers),
         "weights_bytes": anatomy.weights_bytes,
         "buffers_bytes": anatomy.buffers_bytes,
         "output_bytes": sum(layer.output_bytes for layer in anatomy.layers),
-        "flops_forward": flops.forward // flops.samples if flops else None,
-        "flops_training": flops.of_sample if flops else None,
+        "flops_forward": flops.forward // flops.samples,
+        "flops_training": flops.of_sample,
     }
 
 
 def totals_lines(totals: dict[str, Any]) -> list[str]:
     """The same in words."""
     size = (totals["weights_bytes"] + totals["buffers_bytes"]) / 1e6
-    lines = [
+    return [
         f"{totals['parameters']:,} parameters, {totals['trainable']:,} trainable; {size:,.2f} MB with buffers",
         f"outputs of one sample {totals['output_bytes'] / _MIB:,.2f} MiB",
+        f"{compact(totals['flops_forward'])} FLOPs forward and {compact(totals['flops_training'])} in training, a sample",
     ]
-    if totals["flops_forward"] is not None:
-        lines.append(
-            f"{compact(totals['flops_forward'])} FLOPs forward and {compact(totals['flops_training'])} in training, a sample"
-        )
-    return lines
 
 
 _NUMBERS = ("mean", "std", "min", "max", "norm", "zeros", "not finite")
@@ -123,13 +117,3 @@ def gradients_tables(passed: Passed, norms: dict[str, float]) -> list[Table]:
         rows = [[each.name, shape_text(each.shape), *_numbers(each)] for each in passed.flows]
         tables.append(Table("gradients by the outputs", ["output", "shape", *_NUMBERS], rows))
     return tables
-
-
-def as_record(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
-    """For JSON."""
-    return [dataclasses.asdict(each) for each in summaries]
-
-
-def layer_record(layer: Layer) -> dict[str, Any]:
-    """For JSON."""
-    return dataclasses.asdict(layer)

@@ -38,12 +38,7 @@ class Op:
 
 
 def ops_in(profiler: Any, steps: int) -> list[Op]:
-    """What ran in a trace of so many steps, the most time first; ranges are left out.
-
-    Args:
-        profiler: a `torch.profiler.profile` that has ended.
-        steps: steps in the trace.
-    """
+    """What ran in a trace of so many steps, the most time first; ranges are left out."""
     found = []
     for event in profiler.key_averages():
         if event.key in _RANGES or getattr(event, "is_user_annotation", False) or event.key.startswith("[memory]"):

@@ -18,7 +18,7 @@ from runner.tracking.formats import percent
 from runner.verbs.profile.ops import SMALL_OP_MS
 
 if TYPE_CHECKING:
-    from runner.build.run import Training
+    from runner.build.run import Run
     from runner.config.schema.profile import Profile
 
 _MUCH = 0.2  # share of a step that is worth doing something about, beside computing
@@ -146,24 +146,14 @@ def _for_computing(facts: Facts) -> str:
 
 def facts_of(
     config: Profile,
-    training: Training,
+    training: Run,
     shares: Mapping[str, float],
     busy: float | None,
     small_ops: float | None,
     utilization: float | None,
     cores: int,
 ) -> Facts:
-    """Gather what the sentence depends on.
-
-    Args:
-        config: what was profiled.
-        training: likewise.
-        shares: of a step, by range.
-        busy: see `Facts`.
-        small_ops: see `Facts`.
-        utilization: see `Facts`.
-        cores: see `Facts`.
-    """
+    """Gather what the sentence depends on."""
     device, read = training.device, reading(training.splits.train.loader)
     convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in training.model.modules())
     takes_fused = "fused" in inspect.signature(type(training.state.optimizer)).parameters

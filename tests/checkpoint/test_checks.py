@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from runner.checkpoint.scan import wrong_archive, wrong_contents
 
+from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.file import DamagedCheckpoint, read, write
+from runner.checkpoint.pickles import wrong_archive, wrong_extent
 
 Make = Callable[..., dict[str, Any]]
 MIB = 2**20
@@ -29,7 +30,7 @@ def zipped(records: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STOR
 
 
 def test_what_torch_saves_is_an_archive_as_it_should_be(tmp_path: Path, contents: Make) -> None:
-    write(tmp_path / "a.pt", contents())
+    torch.save(contents(), tmp_path / "a.pt")
     with (tmp_path / "a.pt").open("rb") as file:
         assert wrong_archive(file, (tmp_path / "a.pt").stat().st_size) == ""
 
@@ -89,7 +90,7 @@ def endless() -> list[Any]:
 def test_what_no_file_of_its_size_holds_is_told(value: Any, words: str, contents: Make) -> None:
     made = contents()
     made["metrics"]["callbacks"]["x"] = value
-    assert words in wrong_contents(made, MIB)
+    assert words in wrong_extent(made, MIB)
 
 
 def test_contents_of_a_run_are_what_they_should_be(contents: Make) -> None:
@@ -97,7 +98,8 @@ def test_contents_of_a_run_are_what_they_should_be(contents: Make) -> None:
     made = contents(scaler={"scale": 65536.0, "growth_interval": 2000})
     made["metrics"] |= {"best": best}
     made["model"]["head._extra_state"] = {"anything": 1}
-    assert wrong_contents(made, 10 * MIB) == ""
+    assert wrong_type(made) == ""
+    assert wrong_extent(made, 10 * MIB) == ""
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,6 @@ def test_values_of_another_type_are_named(
     for name in place[:-1]:
         inner = inner[name]
     inner[place[-1]] = value
-    write(tmp_path / "odd.pt", made)
+    write(tmp_path / "odd.safetensors", made)
     with pytest.raises(DamagedCheckpoint, match=words):
-        read(tmp_path / "odd.pt")
+        read(tmp_path / "odd.safetensors")
