@@ -266,7 +266,7 @@ class CheckContext:
             try:
                 load_best(training, self.found.contents)
             except ValueError as error:
-                raise UserError(f"{self.found.path}: {error}") from error
+                raise UserError(str(self.found.path), str(error)) from error
         self._training = training
         self._start = {"state": resume.copied(training.state.state_dict()), "rng": rng.capture()}
         self._buffers = SavedBuffers(training.model)
