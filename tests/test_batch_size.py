@@ -141,6 +141,6 @@ def test_no_memory_for_what_is_tried_first_is_a_sentence(
     parts = [word for word in RUN if not word.startswith("model")]
     found = run(verb, "threads=1", *parts, "model=null", "+model._target_=greedy.Greedy", *more)
     assert found.status == 2, found.err
-    assert f"data.batch_size: memory does not suffice for batches of {size}: no memory is left" in found.err
+    assert f"data.batch_size: there is not enough memory for batches of {size}: no memory is left" in found.err
     assert "allowed: a smaller" in found.err
     assert "Traceback" not in found.err

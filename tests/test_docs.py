@@ -150,7 +150,7 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     expand_shorthand = getattr(verb_modules()[verb], "expand_shorthand", list)
     request = app.parse(expand_shorthand(words), verb)
     sources = Sources(app._folders(request))
-    known = overrides.examine(request.words, schema, sources, multirun=True)
+    known = overrides.check_overrides(request.words, schema, sources, multirun=True)
     composition, _ = app._compose(request, known, schema, sources, lambda _: [])
     return problems_in(composition.values, composition, schema)[1]
 

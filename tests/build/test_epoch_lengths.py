@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from runner.build.run import Training, build_training, look_ahead
-from runner.build.weight_average import check_average
+from runner.build.run import Run
+from runner.build.validate import validate_limits
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.frozen import with_changes
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Timeline
 from runner.engine.position import Position
+from runner.train import build_run
 
 # 48 training samples: an epoch has 6 steps with the batch size of 8, 12 with 4 and 3 with 16.
 EPOCHS, STEPS = 6, 6
@@ -40,14 +42,13 @@ SCHEDULES = [
 
 
 @pytest.fixture
-def training(compose: Callable[..., Any]) -> Callable[..., Training]:
+def training(compose: Callable[..., Any]) -> Callable[..., Run]:
     """The objects of a run that starts at a position: `training("scheduler=step", size=4, start=Position(...))`."""
 
-    def build(*words: str, size: int = 8, start: Position | None = None) -> Training:
+    def build(*words: str, size: int = 8, start: Position | None = None) -> Run:
         composition = compose(*RUN, *words)
-        config = checked(composition.values, composition, Train)
-        config.data.batch_size = size
-        built = build_training(config, composition.values, start, splits[0] if splits else None)
+        config = with_changes(resolve_config(composition, Train), {"data.batch_size": size})
+        built = build_run(config, start, splits[0] if splits else None)
         splits[:] = [built.splits]  # reading the data once is enough
         return built
 
@@ -56,14 +57,12 @@ def training(compose: Callable[..., Any]) -> Callable[..., Training]:
     return build
 
 
-def factors(training: Training, steps: list[int]) -> list[float]:
+def factors(training: Run, steps: list[int]) -> list[float]:
     return [training.state.schedule.factor(step) for step in steps]
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_rate_goes_on_from_where_it_was_in_epochs(
-    training: Callable[..., Training], words: tuple[str, ...]
-) -> None:
+def test_the_rate_goes_on_from_where_it_was_in_epochs(training: Callable[..., Run], words: tuple[str, ...]) -> None:
     whole = training(*words)
     for epoch, size in itertools.product(range(1, EPOCHS), (4, 16)):
         start = Position(epoch=epoch, global_step=epoch * STEPS)
@@ -75,9 +74,7 @@ def test_the_rate_goes_on_from_where_it_was_in_epochs(
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_the_same_batch_size_changes_no_bit_of_the_rate(
-    training: Callable[..., Training], words: tuple[str, ...]
-) -> None:
+def test_the_same_batch_size_changes_no_bit_of_the_rate(training: Callable[..., Run], words: tuple[str, ...]) -> None:
     whole = training(*words)
     for start in (Position(epoch=3, global_step=18), Position(epoch=3, batch=4, global_step=22)):
         rest = training(*words, start=start)
@@ -87,7 +84,7 @@ def test_the_same_batch_size_changes_no_bit_of_the_rate(
 
 
 @pytest.mark.parametrize("words", SCHEDULES, ids=" ".join)
-def test_a_second_change_keeps_the_first_one_in_mind(training: Callable[..., Training], words: tuple[str, ...]) -> None:
+def test_a_second_change_keeps_the_first_one_in_mind(training: Callable[..., Run], words: tuple[str, ...]) -> None:
     whole = training(*words)
     second = Position(epoch=3, global_step=6 + 2 * 12, turns=[[6, 1]])  # batches of 4 from the second epoch on
     rest = training(*words, size=16, start=second)
@@ -112,7 +109,7 @@ STEPWISE = [(*words, "epochs=null", "max_steps=36") for words in SCHEDULES[2:8]]
     ids=" ".join,
 )
 def test_a_schedule_that_is_given_in_steps_stays_where_it_is(
-    training: Callable[..., Training], words: tuple[str, ...], size: int
+    training: Callable[..., Run], words: tuple[str, ...], size: int
 ) -> None:
     whole = training(*words)
     rest = training(*words, size=size, start=Position(epoch=3, global_step=18))
@@ -120,7 +117,7 @@ def test_a_schedule_that_is_given_in_steps_stays_where_it_is(
     assert factors(rest, later) == factors(whole, later)
 
 
-def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Callable[..., Training]) -> None:
+def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(training: Callable[..., Run]) -> None:
     words = ("epochs=null", "max_steps=36", "scheduler=constant", "swa=0.5", "averaging.lr_factor=0.1")
     for size in (4, 16):
         rest = training(*words, size=size, start=Position(epoch=2, global_step=12))
@@ -129,7 +126,7 @@ def test_swa_that_begins_after_a_share_of_the_steps_begins_at_the_same_step(trai
 
 
 @pytest.mark.parametrize("scheduler", ["constant", "cosine", "onecycle", "step", "wsd", "plateau"])
-def test_a_warm_up_in_steps_takes_as_many_steps(training: Callable[..., Training], scheduler: str) -> None:
+def test_a_warm_up_in_steps_takes_as_many_steps(training: Callable[..., Run], scheduler: str) -> None:
     words = (f"scheduler={scheduler}", "scheduler.warmup=15")
     whole = training(*words)
     for size in (4, 16):
@@ -140,7 +137,7 @@ def test_a_warm_up_in_steps_takes_as_many_steps(training: Callable[..., Training
 
 
 def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of_the_steps(
-    training: Callable[..., Training],
+    training: Callable[..., Run],
 ) -> None:
     words = ("scheduler=step", "scheduler.every=2", "scheduler.gamma=0.5", "epochs=null", "max_steps=36")
     rest = training(*words, "scheduler.warmup=0.25", size=16, start=Position(epoch=1, global_step=6))
@@ -190,7 +187,7 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
     assert falls[0] in (2 * steps - 1, 2 * steps)  # the log shows the rate of the step, or of the next
 
 
-def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Callable[..., Training]) -> None:
+def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Callable[..., Run]) -> None:
     words = ("freeze=[layers.0@5ep]",)
     start = Position(epoch=4, global_step=24)
     compared = training(*words, size=16, start=start)
@@ -200,18 +197,15 @@ def test_what_is_said_ahead_counts_the_epochs_as_they_were(training: Callable[..
     assert [warning for warning in ahead(late) if "is never trained" in warning]
 
 
-def ahead(training: Training) -> list[str]:
-    from types import SimpleNamespace
-
-    config: Any = SimpleNamespace(ema=None, swa=None)
-    return look_ahead(config, training)
+def ahead(training: Run) -> list[str]:
+    return validate_limits(training)
 
 
 def test_swa_that_has_begun_is_not_refused_where_epochs_become_longer(compose: Callable[..., Any]) -> None:
     def check(*words: str, start: Position) -> None:
         composition = compose(*RUN, *words)
-        config = checked(composition.values, composition, Train)
-        check_average(config, build_training(config, composition.values, start))
+        config = resolve_config(composition, Train)
+        validate_limits(build_run(config, start))
 
     longer = ("swa=2", "epochs=null", "max_steps=30", "data.batch_size=2")
     check(*longer, start=Position(epoch=3, global_step=18))  # weights were taken at step 18

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 import runner.train
-from runner.build.run import build_training, training_flops
+from runner.build.run import training_flops
 from runner.checkpoint.file import read
 from runner.config.app import Composition
 from runner.config.overrides import canonical
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
+from runner.train import build_run
 
 VIT = {"_target_": "runner.models.vit.ViT", "dim": 12, "depth": 1}
 # 24 samples of three classes: six batches of 4 an epoch, less those of validation and test.
@@ -95,7 +96,7 @@ def built(settled: Callable[..., Composition]) -> Callable[..., Any]:
 
     def make(**settings: Any) -> Any:
         composition = settled(settings)
-        return build_training(checked(composition.values, composition, Train), composition.values)
+        return build_run(resolve_config(composition, Train))
 
     return make
 
@@ -124,7 +125,7 @@ def test_all_but_head_is_what_its_name_says(call: Callable[..., Any]) -> None:
     named, pattern = call(freeze="all-but-head"), call(freeze=["stem", "stages"])
     assert named["weights_sha256"] == pattern["weights_sha256"]
     assert re.search(r"model +ResNet18, [\d,]+ parameters +\((\d+) trainable\)", named["shown"])
-    assert re.search(r"frozen +all-but-head, [\d,]+ parameters +\(for good\)", named["shown"])
+    assert re.search(r"frozen +all-but-head, [\d,]+ parameters +\(permanently\)", named["shown"])
 
 
 def test_a_deep_head_is_spared_as_a_whole(built: Callable[..., Any]) -> None:
@@ -208,9 +209,9 @@ def test_unfreezing_after_the_end_is_a_warning(call: Callable[..., Any]) -> None
         ({"freeze": ["all-but-haed"]}, "did you mean 'all-but-head'?"),
         ({"freeze": ["*"]}, "error: freeze: leaves nothing to train in the first step"),
         ({"freeze": ["*"], "unfreeze_at": 2}, "error: freeze: leaves nothing to train in the first step"),
-        ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no weights that are trained"),
+        ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
         ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
-        ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma cannot be had: ViT has no residual branch"),
+        ({"model": VIT, "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual branch"),
     ],
     ids=str,
 )

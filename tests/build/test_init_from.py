@@ -15,7 +15,7 @@ from runner.build.init_from import Started, _without_prefix, start_from
 from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.heads import Head
 
@@ -31,7 +31,7 @@ class Net(nn.Module):
 def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., Started]:
     """Start a model from tensors, as `init_mismatch` says."""
     composition = compose()
-    config = checked(composition.values, composition, Train)
+    config = resolve_config(composition, Train)
 
     def call(
         model: nn.Module, tensors: dict[str, Tensor], mismatch: Any = "head", classes: Sequence[str] = "abc"
@@ -200,7 +200,9 @@ def test_the_same_classes_bring_their_head_along(train: Callable[..., Any]) -> N
         "optimizer.lr=0.0",
         "max_steps=1",
     )
-    heads = [read(run.directory / "checkpoints" / "last.safetensors")["model"]["head.weight"] for run in (source, again)]
+    heads = [
+        read(run.directory / "checkpoints" / "last.safetensors")["model"]["head.weight"] for run in (source, again)
+    ]
     assert torch.equal(*heads)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from runner.build.metrics import build_callbacks, monitored
+from runner.build.metrics import Monitor, build_callbacks, choose_monitor
 from runner.config.errors import UserError
+from runner.config.frozen import with_changes
+from runner.config.schema.sections import Checkpoint, Data
 from runner.config.schema.train import Train
 from runner.engine.tasks import Classification, Regression
 
@@ -31,7 +33,7 @@ class Error(Silent):
     higher_is_better = False
 
 class Watcher:
-    def __init__(self, monitor=None, mode=None): self.monitor, self.mode = monitor, mode
+    def __init__(self, monitor=None, mode=None): self.monitor = monitor, mode
     def on_evaluation(self, loop, metrics): pass
 """
     )
@@ -40,13 +42,12 @@ class Watcher:
 
 def config_of(metrics: dict[str, str] | None = None, **keys: Any) -> Train:
     nothing = {"_target_": "x.y"}
-    config = Train(data=None, model=nothing, loss=nothing, task=nothing, optimizer=nothing, scheduler=nothing)  # type: ignore[arg-type]
-    config.metrics = metrics and {name: {"_target_": target} for name, target in metrics.items()}
-    config.ema = keys.pop("ema", None)
-    config.callbacks = keys.pop("callbacks", {})
-    for name, value in keys.items():
-        setattr(config.checkpoint, name, value)
-    return config
+    own = {name: keys.pop(name) for name in ("ema", "callbacks") if name in keys}
+    return Train(
+        data=Data(dataset=nothing), model=nothing, loss=nothing, task=nothing, optimizer=nothing, scheduler=nothing,
+        metrics=metrics and {name: {"_target_": target} for name, target in metrics.items()},
+        checkpoint=Checkpoint(**keys), **own,
+    )  # fmt: skip
 
 
 TORCHMETRICS = {
@@ -71,7 +72,7 @@ def test_a_metric_says_itself_in_which_direction_it_is_better(
 ) -> None:
     config = config_of(TORCHMETRICS, monitor=monitor and (f"ema_{monitor}" if ema else monitor), ema=ema)
     expected = f"val/{'ema_' if ema else ''}{monitor or 'accuracy'}"
-    assert monitored(config, Classification(3), None) == (expected, mode)  # type: ignore[arg-type]
+    assert choose_monitor(config, Classification(3)) == (expected, mode)
 
 
 @pytest.mark.parametrize("name", ["spread", "silent"])
@@ -80,9 +81,9 @@ def test_a_metric_that_does_not_say_so_has_to_be_given_a_mode(name: str) -> None
     with pytest.raises(
         UserError, match=rf"^checkpoint.mode: .*'val/{name}' are better is not known\n    allowed: min or max"
     ):
-        monitored(config, Classification(3), None)  # type: ignore[arg-type]
-    config.checkpoint.mode = "min"
-    assert monitored(config, Classification(3), None) == (f"val/{name}", "min")  # type: ignore[arg-type]
+        choose_monitor(config, Classification(3))
+    config = with_changes(config, {"checkpoint.mode": "min"})
+    assert choose_monitor(config, Classification(3)) == (f"val/{name}", "min")
 
 
 def test_a_metric_of_the_task_says_itself_too() -> None:
@@ -95,15 +96,15 @@ def test_a_metric_of_the_task_says_itself_too() -> None:
 
             return super().metrics(device) | {"ece": MulticlassCalibrationError(self.num_classes)}
 
-    assert monitored(config_of(monitor="ece"), Calibrated(3), None) == ("val/ece", "min")  # type: ignore[arg-type]
-    assert monitored(config_of(), Regression(), None) == ("val/mae", "min")  # type: ignore[arg-type]
+    assert choose_monitor(config_of(monitor="ece"), Calibrated(3)) == ("val/ece", "min")
+    assert choose_monitor(config_of(), Regression()) == ("val/mae", "min")
 
 
 @pytest.mark.parametrize("target", ["runner.engine.callbacks.EarlyStopping", f"{OWN}.Watcher"])
 def test_a_callback_watches_its_metric_in_the_direction_of_that_metric(target: str) -> None:
     def built(**node: Any) -> Any:
         config = config_of(TORCHMETRICS, callbacks={"stop": {"_target_": target, **node}})
-        return build_callbacks(config, Classification(3), "val/accuracy", "max")["stop"]
+        return build_callbacks(config, Classification(3), Monitor("val/accuracy", "max"))["stop"]
 
     assert (built().monitor, built().mode) == ("val/accuracy", "max")
     assert built(monitor="ece").mode == "min"

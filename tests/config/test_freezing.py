@@ -35,11 +35,11 @@ def test_a_moment_of_its_own_comes_before_that_of_all():
         (
             ("freeze=[stem]", "unfreeze_at=soon"),
             "unfreeze_at",
-            "cannot be had: 'soon' is not a number of optimizer steps",
+            "is not valid: 'soon' is not a number of optimizer steps",
         ),
-        (("freeze=[stem@2h]",), "freeze", "cannot be had: '2h' is not a number of optimizer steps"),
-        (("freeze=['@3']",), "freeze", "cannot be had: '@3' is not a pattern"),
-        (("freeze=['stem@']",), "freeze", "cannot be had: 'stem@' is not a pattern"),
+        (("freeze=[stem@2h]",), "freeze", "is not valid: '2h' is not a number of optimizer steps"),
+        (("freeze=['@3']",), "freeze", "is not valid: '@3' is not a pattern"),
+        (("freeze=['stem@']",), "freeze", "is not valid: 'stem@' is not a pattern"),
         (("init=[normal,kaiming]",), "init", "draws the weights 2 times: normal, kaiming"),
         (
             ("model=torchvision", "model.weights=DEFAULT", "init=kaiming"),

@@ -87,8 +87,8 @@ def test_values_keep_their_types(compose):
     assert values["grad_clip"]["norm"] == pytest.approx(1e-3)
 
 
-def examine(*words: str, multirun: bool = False) -> overrides.Words:
-    return overrides.examine(words, Train, Sources(), multirun)
+def examine(*words: str, multirun: bool = False) -> overrides.CheckedOverrides:
+    return overrides.check_overrides(words, Train, Sources(), multirun)
 
 
 def test_one_wrong_word_hides_no_other():
@@ -150,8 +150,8 @@ def test_an_unknown_key_gets_the_nearest_of_those_that_the_call_has(key, close, 
     ],
 )
 def test_a_pattern_stands_for_the_options_of_a_group(word, accepted):
-    assert overrides.examine([word], Train, Sources(), True).accepted == [accepted]
-    assert overrides.examine([word], Train, Sources(), True).problems == []
+    assert overrides.check_overrides([word], Train, Sources(), True).accepted == [accepted]
+    assert overrides.check_overrides([word], Train, Sources(), True).problems == []
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_pattern_stands_for_the_options_of_a_group(word, accepted):
     ],
 )
 def test_a_sweep_without_jobs_is_a_problem(word, reason):
-    [problem] = overrides.examine([word], Train, Sources(), True).problems
+    [problem] = overrides.check_overrides([word], Train, Sources(), True).problems
     assert problem.key == word.split("=")[0]
     assert re.search(reason, problem.message)
     assert problem.origin == f"the override {word}"

@@ -70,7 +70,7 @@ def test_activation_checkpointing_refuses_the_rest(value: Any) -> None:
 
 
 def test_the_compiler_is_left_at_its_defaults() -> None:
-    assert config().compiler == Compiler("default", False, False)
+    assert config().compiler == Compiler(mode="default", fullgraph=False, dynamic=False)
     assert config(compile="step").compile == "step"
 
 

@@ -11,8 +11,11 @@ import yaml
 
 from runner.checkpoint import file as checkpoint_file
 from runner.config import stored
+from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import merged, writes_where_told
+from runner.config.merge import may_write_cache, merge_with_checkpoint
+from runner.config.resolve import resolve_with_checkpoint
+from runner.config.schema.train import Train
 
 TINY = ("threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=32", "data.image_size=8", "epochs=3")
 
@@ -200,7 +203,7 @@ def test_interpolations_in_a_file_stay_text(compose, monkeypatch):
     values = compose("model=mlp").values
     for text in ("${oc.env:SECRET}", "${seed}", "${oc.create:{a: 1}}", "${nothing.at.all}"):
         values["data"]["root"] = text
-        loaded, changed = merged(stored.dump(values), "here", compose("epochs=4"))
+        loaded, changed = merge_with_checkpoint(stored.dump(values), "here", compose("epochs=4"))
         assert loaded["data"]["root"] == text
         assert [key for key, *_ in changed] == ["epochs"]
 
@@ -228,7 +231,7 @@ def test_interpolations_in_a_checkpoint_stay_text_in_a_run(run, monkeypatch, wor
 
 def test_a_file_cannot_say_whom_to_trust_or_where_to_write(compose):
     values = compose().values | {"trust": ["os"], "output_root": "/", "ckpt_path": "elsewhere.pt"}
-    loaded, changed = merged(stored.dump(values), "here", compose("trust=[mine]", "ckpt_path=here.pt"))
+    loaded, changed = merge_with_checkpoint(stored.dump(values), "here", compose("trust=[mine]", "ckpt_path=here.pt"))
     assert (loaded["trust"], loaded["output_root"], loaded["ckpt_path"]) == (["mine"], "outputs", "here.pt")
     assert "ckpt_path" not in [key for key, *_ in changed]
 
@@ -252,7 +255,7 @@ def test_a_file_may_build_nothing_strange_wherever_it_names_it(key, compose):
     else:
         place[last] = node
     with pytest.raises(ConfigError) as caught:
-        merged(stored.dump(values), "theirs.pt", compose())
+        merge_with_checkpoint(stored.dump(values), "theirs.pt", compose())
     [problem] = caught.value.problems
     assert problem.key == f"{key}._target_"
     assert "'os.system' comes from a file and its package is not trusted" in problem.message
@@ -266,10 +269,10 @@ def test_what_the_command_line_names_is_the_users_word(compose):
     values = compose("model=mlp").values
     values["model"] = {"_target_": "strange_package.Net"}
     with pytest.raises(ConfigError):
-        merged(stored.dump(values), "theirs.pt", compose())
-    loaded, _ = merged(stored.dump(values), "theirs.pt", compose("model._target_=strange_package.Net"))
+        merge_with_checkpoint(stored.dump(values), "theirs.pt", compose())
+    loaded, _ = merge_with_checkpoint(stored.dump(values), "theirs.pt", compose("model._target_=strange_package.Net"))
     assert loaded["model"]["_target_"] == "strange_package.Net"
-    loaded, _ = merged(stored.dump(values), "theirs.pt", compose("model=small_cnn"))
+    loaded, _ = merge_with_checkpoint(stored.dump(values), "theirs.pt", compose("model=small_cnn"))
     assert loaded["model"]["_target_"] == "runner.models.small_cnn.SmallCNN"
 
 
@@ -317,9 +320,9 @@ def test_a_config_of_tens_of_thousands_of_values_is_refused(text: str) -> None:
 def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, compose) -> None:
     text = stored.dump(original | {"name": name})
     with pytest.raises(ConfigError, match="name: cannot be"):
-        merged(text, "c.pt", compose())
+        merge_with_checkpoint(text, "c.pt", compose())
     if name.isprintable() and 0 < len(name) < 100:
-        values, _ = merged(text, "c.pt", compose(f"name={name}"))
+        values, _ = merge_with_checkpoint(text, "c.pt", compose(f"name={name}"))
         assert values["name"] == name
 
 
@@ -329,30 +332,33 @@ def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, original
     (original[section] if section else original)[last] = 10**6
     text = stored.dump(original)
     with pytest.raises(ConfigError, match=f"{key}: cannot be 1000000, as it comes from a file"):
-        merged(text, "c.pt", compose())
-    assert merged(text, "c.pt", compose(f"{key}=2"))
+        merge_with_checkpoint(text, "c.pt", compose())
+    assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
 
 
 def test_a_file_cannot_have_data_fetched(original, compose) -> None:
     original["data"]["download"] = True
     original["data"]["dataset"] = {"_target_": "runner.data.sources.torchvision_sets.mnist", "download": True}
     text = stored.dump(original)
-    values, differences = merged(text, "c.pt", compose())
+    values, differences = merge_with_checkpoint(text, "c.pt", compose())
     assert (values["data"]["download"], values["data"]["dataset"]["download"]) == (False, False)
     assert not any("download" in key for key, _, _ in differences)
-    assert merged(text, "c.pt", compose("data.download=true"))[0]["data"]["download"] is True
+    assert merge_with_checkpoint(text, "c.pt", compose("data.download=true"))[0]["data"]["download"] is True
 
 
-def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(original, compose) -> None:
+def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(compose) -> None:
+    def allowed(text: str, line: Composition) -> bool:
+        return may_write_cache(resolve_with_checkpoint(text, "c.pt", line, Train)[0], line)
+
     line = compose()
-    assert writes_where_told(merged(stored.dump(original), "c.pt", line)[0], line.values)
+    original = line.values
+    assert allowed(stored.dump(original), line)
     for key in ("root", "cache_dir"):
         elsewhere = copy.deepcopy(original)
         elsewhere["data"][key] = "/elsewhere"
         text = stored.dump(elsewhere)
-        assert not writes_where_told(merged(text, "c.pt", line)[0], line.values)
-        own = compose(f"data.{key}=/elsewhere")
-        assert writes_where_told(merged(text, "c.pt", own)[0], own.values)
+        assert not allowed(text, line)
+        assert allowed(text, compose(f"data.{key}=/elsewhere"))
 
 
 WANTED = """
@@ -384,25 +390,27 @@ def test_a_run_whose_model_wants_its_images_so_goes_on_with_the_same_command(run
 
 def test_other_data_is_prepared_as_its_own_file_says(compose):
     text = stored.dump(compose("data=digits", "data.image_size=12").values)
-    values, _ = merged(text, "here", compose("data=synthetic"))
+    values, _ = merge_with_checkpoint(text, "here", compose("data=synthetic"))
     assert values["data"]["image_size"] == compose("data=synthetic").values["data"]["image_size"] != 12
-    values, changed = merged(text, "here", compose("data=digits"))
+    values, changed = merge_with_checkpoint(text, "here", compose("data=digits"))
     assert (values["data"]["image_size"], changed) == (12, [])
 
 
 def test_a_rate_under_its_short_name_is_a_change_of_the_rate_alone(original, compose):
     text = stored.dump(original)
-    values, changed = merged(text, "here", compose("lr=0.25"))
+    values, changed = merge_with_checkpoint(text, "here", compose("lr=0.25"))
     assert changed == [("optimizer.lr", "0.5", "0.25")]
     assert (values["lr"], values["optimizer"]["lr"]) == (None, 0.25)
-    assert merged(text, "here", compose("lr=0.5"))[1] == []
-    assert merged(text, "here", compose("lr=0.5", "optimizer.lr=0.5"))[0]["lr"] == 0.5, "which is then refused"
+    assert merge_with_checkpoint(text, "here", compose("lr=0.5"))[1] == []
+    assert merge_with_checkpoint(text, "here", compose("lr=0.5", "optimizer.lr=0.5"))[0]["lr"] == 0.5, (
+        "which is then refused"
+    )
 
 
 def test_rates_that_were_found_stay_but_for_those_that_the_line_gives(compose):
     before = compose("optimizer=muon", "optimizer.lr=0.3", "optimizer.adamw_lr=0.4", "optimizer.momentum=0.5")
     line = compose("optimizer=muon", "optimizer.adamw_lr=0.1", "lr=auto")
-    values, _ = merged(stored.dump(before.values), "here", line)
+    values, _ = merge_with_checkpoint(stored.dump(before.values), "here", line)
     assert [values["optimizer"][name] for name in ("lr", "adamw_lr", "momentum")] == [0.3, 0.1, 0.95]
-    values, _ = merged(stored.dump(before.values), "here", compose("optimizer=sgd", "lr=auto"))
+    values, _ = merge_with_checkpoint(stored.dump(before.values), "here", compose("optimizer=sgd", "lr=auto"))
     assert values["optimizer"]["lr"] == compose("optimizer=sgd").values["optimizer"]["lr"]

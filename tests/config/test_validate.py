@@ -11,7 +11,7 @@ from runner.config import keys
 from runner.config.changes import changes_refused
 from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.keys import describe
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.rules import conflicts
 from runner.config.schema.eval import Eval
 from runner.config.schema.train import Train
@@ -240,7 +240,7 @@ def test_a_value_of_the_base_that_options_share_comes_from_there(compose):
 def test_checked_raises_every_problem_with_its_origin(compose):
     composition = compose("epochs=0", "model.widht=1")
     with pytest.raises(ConfigError) as caught:
-        checked(composition.values, composition, Train)
+        resolve_config(composition, Train)
     assert {p.key: p.origin for p in caught.value.problems} == {
         "epochs": "the override epochs=0",
         "model.widht": "the override model.widht=1",
@@ -249,7 +249,7 @@ def test_checked_raises_every_problem_with_its_origin(compose):
 
 def test_checked_gives_the_typed_config(compose):
     composition = compose("epochs=7", "optimizer=sgd")
-    config = checked(composition.values, composition, Train)
+    config = resolve_config(composition, Train)
     assert config.epochs == 7
     assert config.optimizer["_target_"] == "torch.optim.SGD"
 

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.build.model import probe
-from runner.build.run import Training, build_training, training_flops
-from runner.build.weight_average import _feed
-from runner.config.resolve import checked
+from runner.build.evaluation import _feed
+from runner.build.probe import probe
+from runner.build.run import Run, training_flops
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
 from runner.engine.position import Position
 from runner.engine.range_test import exponential, range_test
 from runner.runtime.blocks import _Probe as Trial
+from runner.train import build_run
 from runner.verbs.inspect.observed_pass import pass_through as watched
 
 
@@ -64,7 +65,7 @@ class Remembering(nn.Module):
         return loss + 0 * self.mean
 
 
-def traces(training: Training) -> dict[str, Any]:
+def traces(training: Run) -> dict[str, Any]:
     """All that running the model could change."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().tolist()}
     found["numpy"] = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
@@ -81,32 +82,32 @@ def traces(training: Training) -> dict[str, Any]:
     return found
 
 
-def _diagnose(training: Training) -> None:
+def _diagnose(training: Run) -> None:
     batches = list(training.splits.train.loader.batches(0, 0, 1))
     diagnose(training.state, training.parts, batches, 1, 1)
 
 
-def _range_test(training: Training) -> None:
+def _range_test(training: Run) -> None:
     state, parts, loader = training.state, training.parts, training.splits.train.loader
     range_test(state, loader, training.plan, parts, exponential(1e-4, 1e-3, 4), 1e-3)
 
 
-def _average(training: Training) -> None:
+def _average(training: Run) -> None:
     averaged = training.state.averaged
     assert averaged is not None
     with averaged.applied():
-        averaged.recalibrate(lambda: _feed(training, None, lambda: False))
+        averaged.recalibrate(lambda: _feed(training, lambda: False))
 
 
-def _evaluate(training: Training) -> None:
+def _evaluate(training: Run) -> None:
     evaluate(training.model, training.splits.train_for_eval.loader, training.task.targets, training.loss, {})
 
 
-def _watch(training: Training) -> None:
+def _watch(training: Run) -> None:
     watched(training, next(iter(training.splits.train.loader.batches(0, 0, 1))), [])
 
 
-def _trial(training: Training) -> None:
+def _trial(training: Run) -> None:
     image = next(iter(training.splits.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     trial = Trial(training.model, image, contextlib.nullcontext)
     trial.bytes_of_sample()
@@ -114,7 +115,7 @@ def _trial(training: Training) -> None:
     trial.backward()
 
 
-RUNS: dict[str, Callable[[Training], object]] = {
+RUNS: dict[str, Callable[[Run], object]] = {
     "counting operations": training_flops,
     "counting operations with parts frozen": lambda training: training_flops(training, Position()),
     "evaluation": _evaluate,
@@ -128,7 +129,7 @@ RUNS: dict[str, Callable[[Training], object]] = {
 
 
 @pytest.fixture
-def make(compose: Callable[..., Any]) -> Callable[[], Training]:
+def make(compose: Callable[..., Any]) -> Callable[[], Run]:
     composition = compose(
         "data=synthetic", "data.dataset.samples=24", "data.image_size=4", "data.batch_size=8", "epochs=2", "swa=1",
         "threads=1",
@@ -137,11 +138,11 @@ def make(compose: Callable[..., Any]) -> Callable[[], Training]:
     facts = dict.fromkeys(("in_channels", "num_classes", "image_size"))
     values["model"] = {"_target_": f"{__name__}.Assigning", **facts}
     values["loss"] = {"_target_": f"{__name__}.Remembering"}
-    return lambda: build_training(checked(values, composition, Train), values)
+    return lambda: build_run(resolve_config(composition, Train))
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_on_the_side_leaves_no_trace(make: Callable[[], Training], name: str) -> None:
+def test_a_run_on_the_side_leaves_no_trace(make: Callable[[], Run], name: str) -> None:
     training = make()
     training.state.train()
     before = traces(training)
@@ -150,7 +151,7 @@ def test_a_run_on_the_side_leaves_no_trace(make: Callable[[], Training], name: s
 
 
 def test_counting_and_evaluating_do_not_change_the_training_of_a_model_that_assigns_its_buffers(
-    make: Callable[[], Training],
+    make: Callable[[], Run],
 ) -> None:
     ends = []
     for aside in (False, True):

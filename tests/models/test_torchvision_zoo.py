@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import socket
 import subprocess
@@ -16,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.build.run import build_training
 from runner.checkpoint.file import read
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
+from runner.config.schema.sections import Normalize
 from runner.models.torchvision_zoo import classifier
+from runner.train import build_run
 
 NAME = "shufflenet_v2_x0_5"
 
@@ -194,9 +194,7 @@ IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 def settled(compose: Callable[..., Any], *words: str) -> Any:
     composition = compose("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", *words)
-    config = checked(composition.values, composition, Train)
-    assert composition.values["data"]["image_size"] == config.data.image_size
-    return config.data
+    return resolve_config(composition, Train).data
 
 
 def test_images_are_prepared_as_the_weights_want_them(compose: Callable[..., Any]) -> None:
@@ -220,9 +218,8 @@ def test_grey_images_get_the_averages_over_the_colours(compose: Callable[..., An
 
 def test_random_weights_want_nothing(compose: Callable[..., Any]) -> None:
     composition = compose("model=torchvision", "data=cifar10")
-    before = copy.deepcopy(composition.values["data"])
-    checked(composition.values, composition, Train)
-    assert composition.values["data"] == before
+    data = resolve_config(composition, Train).data
+    assert (data.image_size, data.normalize) == (composition.values["data"]["image_size"], Normalize())
 
 
 def test_trained_weights_are_fitted_frozen_and_said_to_be(
@@ -246,7 +243,7 @@ def test_weights_for_other_classes_can_be_given_a_deep_head(
 ) -> None:
     words = ("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", "model.head=[8]")
     composition = compose(*words, "data=synthetic", "data.dataset.samples=24", "data.image_size=32")
-    model = build_training(checked(composition.values, composition, Train), composition.values).model
+    model = build_run(resolve_config(composition, Train)).model
     assert [model.fc[0].in_features, model.fc[0].out_features, model.fc[2].in_features] == [1024, 8, 8]
     assert torch.equal(model.conv1[0].weight, stored["conv1.0.weight"])
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from runner.build.optimizer import build_optimizer, table_of_groups
 from runner.config.errors import UserError
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18
@@ -29,7 +29,7 @@ def vit(depth: int = 2) -> ViT:
 
 def built(compose: Callable[..., Any], model: nn.Module, *words: str) -> torch.optim.Optimizer:
     composition = compose(*words)
-    return build_optimizer(checked(composition.values, composition, Train), model)[0]
+    return build_optimizer(resolve_config(composition, Train), model)[0]
 
 
 def settings(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.build.optimizer import build_optimizer
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema import Train
 
 
@@ -21,7 +21,7 @@ from runner.config.schema import Train
 )
 def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, compose):
     composition = compose("optimizer=sgd", "optimizer.lr=0.1", "data.batch_size=64", *words)
-    config = checked(composition.values, composition, Train)
+    config = resolve_config(composition, Train)
     optimizer, _ = build_optimizer(config, torch.nn.Linear(2, 2))
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
     assert [group["initial_lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
@@ -29,7 +29,7 @@ def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, com
 
 def test_both_rates_of_muon_follow(compose):
     composition = compose("optimizer=muon", "optimizer.lr_base_batch_size=32", "data.batch_size=64")
-    config = checked(composition.values, composition, Train)
+    config = resolve_config(composition, Train)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer, _ = build_optimizer(config, model)
     rates = {group["algorithm"]: group["initial_lr"] for group in optimizer.param_groups}

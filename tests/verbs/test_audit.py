@@ -113,7 +113,9 @@ def test_a_transform_with_a_generator_of_its_own_is_named(
 ) -> None:
     found = audit(*QUICK, *words)
     assert (found["difference"]["phase"], found["difference"]["name"]) == ("batch", "images")
-    assert found["cause"]["text"].startswith(f"{who} returns another result each time it is called with the same sample")
+    assert found["cause"]["text"].startswith(
+        f"{who} returns another result each time it is called with the same sample"
+    )
 
 
 @pytest.mark.parametrize("workers", ["0,2", "1,2"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.config.app import Composition, current, launch
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema.bench import Bench
 from runner.verbs.bench.candidates import Candidate, Facts, candidates, data_candidates, setting, together
 
@@ -40,7 +40,7 @@ def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
             caught: list[Composition] = []
             sweep = workdir / "sweep"
             launch(lambda cfg: caught.append(current(cfg)), Bench, "bench", words, lambda _: [], lambda _: sweep)
-            _KNOWN[words] = checked(caught[0].values, caught[0], Bench), caught[0]
+            _KNOWN[words] = resolve_config(caught[0], Bench), caught[0]
         return _KNOWN[words]
 
     return call

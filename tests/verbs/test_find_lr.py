@@ -81,7 +81,7 @@ def test_a_checkpoint_is_searched_from_its_weights(run: Callable[..., Any], trai
         (("start=1", "end=0.1"), "start: is 1, and end is 0.1"),
         (("num_steps=3",), "num_steps: cannot be 3"),
         (("lr=auto",), "lr: is auto, which is for train"),
-        (("start=1e-9", "end=1e-7"), "lr: no rate was found, as the loss hardly falls at any rate from 1e-09 to 1e-07"),
+        (("start=1e-9", "end=1e-7"), "lr: no rate was found: the loss hardly falls at any rate from 1e-09 to 1e-07"),
         (("optimizer.lr=0",), "optimizer.lr: is 0"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_does_not_search_again(train: Callable[..., Any]) -> 
     rate = yaml.safe_load((first.directory / "config.yaml").read_text())["optimizer"]["lr"]
     second = train(f"ckpt_path={first.directory}", "lr=auto", "epochs=2")
     assert "range test" not in second.out
-    assert f"lr=auto has no effect on a run that goes on: it keeps optimizer.lr={rate}" in second.out
+    assert f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}" in second.out
     assert yaml.safe_load((second.directory / "config.yaml").read_text())["optimizer"]["lr"] == rate
     changed = train(f"ckpt_path={first.directory}", "lr=0.001", "epochs=2")
     config = yaml.safe_load((changed.directory / "config.yaml").read_text())
@@ -143,10 +143,10 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
 ) -> None:
     frozen: list[bool] = []
 
-    def look(config: Any, training: Any, *settings: Any) -> Any:
+    def look(training: Any, *settings: Any) -> Any:
         training.state.train()
         frozen.append(not all(weight.requires_grad for weight in training.model.parameters()))
-        return find_rate(config, training, *settings)
+        return find_rate(training, *settings)
 
     monkeypatch.setattr("runner.verbs.find_lr.work.find_rate", look)
     freezing = ("freeze=all-but-head", "unfreeze_at=400")

@@ -15,9 +15,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from runner.build.run import Training, build_training
-from runner.config.resolve import checked
+from runner.build.run import Run
+from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import Inspect
+from runner.train import build_run
 from runner.verbs.inspect import expand_shorthand
 from runner.verbs.inspect.observed_pass import pass_through
 
@@ -45,11 +46,11 @@ def inspect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def built(compose: Callable[..., Any]) -> Callable[..., Training]:
-    def call(*words: str) -> Training:
+def built(compose: Callable[..., Any]) -> Callable[..., Run]:
+    def call(*words: str) -> Run:
         composition = compose(*words, verb="inspect")
-        config = checked(composition.values, composition, Inspect)
-        return build_training(config, composition.values)
+        config = resolve_config(composition, Inspect)
+        return build_run(config)
 
     return call
 
@@ -67,7 +68,7 @@ def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert a["generator"].equal(b["generator"])
 
 
-def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable[..., Training]) -> None:
+def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable[..., Run]) -> None:
     found = inspect(*SMALL, "what=[layers]")
     model, totals = built(*SMALL).model, found["totals"]
     assert totals["parameters"] == sum(weight.numel() for weight in model.parameters())
@@ -93,7 +94,7 @@ def test_weights_that_two_modules_share_count_once() -> None:
     assert [layers[name].parameters for name in ("0", "1")] == [12, 3]
 
 
-def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Training]) -> None:
+def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -> None:
     training = built(*SMALL, "model.dropout=0.0")
     model = training.model
     batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
@@ -122,7 +123,7 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Trainin
         assert gradients[name].norm == pytest.approx(float(weight.grad.norm()), rel=1e-5), name
 
 
-def test_tensors_inside_a_forward_are_looked_into_by_name(built: Callable[..., Training]) -> None:
+def test_tensors_inside_a_forward_are_looked_into_by_name(built: Callable[..., Run]) -> None:
     words = (*DATA, "model=resnet18_cifar", "model.width=4")
     training = built(*words)
     batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
@@ -142,7 +143,7 @@ def test_tensors_inside_a_forward_are_looked_into_by_name(built: Callable[..., T
     assert found.flows[-1].norm > 0
 
 
-def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Callable[..., Training]) -> None:
+def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Callable[..., Run]) -> None:
     training = built(*SMALL)
     model = training.model
     model.stages[0][0].weight.requires_grad_(False)
@@ -294,7 +295,7 @@ def rows(path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("ending", ["npz", "safetensors"])
 def test_features_of_a_split_are_those_of_its_samples_in_order(
-    ending: str, trained: Any, inspect: Callable[..., Any], built: Callable[..., Training]
+    ending: str, trained: Any, inspect: Callable[..., Any], built: Callable[..., Run]
 ) -> None:
     found = inspect(
         f"ckpt_path={trained.directory}", "features=stages.1,head", "split=test", f"output=made/f.{ending}",
@@ -450,9 +451,7 @@ def test_a_page_runs_nothing_whatever_things_are_called(tmp_path: Path) -> None:
     assert '" onload="x' not in text
 
 
-def test_a_module_called_like_a_path_writes_into_the_folder_alone(
-    built: Callable[..., Training], tmp_path: Path
-) -> None:
+def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callable[..., Run], tmp_path: Path) -> None:
     from runner.verbs.inspect.pictures import draw_maps
 
     training = built(*SMALL)
@@ -467,7 +466,7 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(
 
 
 def test_layers_whose_names_differ_in_special_characters_have_a_picture_each(
-    built: Callable[..., Training], tmp_path: Path
+    built: Callable[..., Run], tmp_path: Path
 ) -> None:
     from runner.verbs.inspect.pictures import draw_maps
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.build.model import _training
+from runner.build.probe import _training
 
 PARTS = """
 import torch

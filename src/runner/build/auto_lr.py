@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.build.batch_size import memory_for_training
-from runner.build.run import Training, build_training, look_ahead
+from runner.build.run import Run
+from runner.build.validate import validate_limits
 from runner.config.errors import UserError
+from runner.config.frozen import with_changes
 from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
 from runner.config.targets import names_argument
@@ -64,19 +66,11 @@ class FoundRate:
         rate_curve(self.curve.rates, self.curve.losses, self.curve.smoothed, marks, target, title)
 
 
-def find_rate(
-    config: Train,
-    training: Training,
-    steps: int,
-    start: float,
-    end: float,
-    interrupted: Callable[[], str] = lambda: "",
-) -> FoundRate:
-    """Make the range test on what a run would train, which is left as it is.
+def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:
+    """Make a learning-rate range test; the run is left as it is.
 
     Args:
-        config: the config.
-        training: what is trained.
+        run: the run.
         steps: optimizer steps.
         start: the first rate.
         end: the last rate.
@@ -85,23 +79,21 @@ def find_rate(
     Raises:
         UserError: if the optimizer has no rate to scale, memory does not suffice, or the loss hardly falls at any rate.
     """
-    node = config.optimizer
-    reference = node.get("lr") or training.state.optimizer.defaults.get("lr")
+    node = run.config.optimizer
+    reference = node.get("lr") or run.state.optimizer.defaults.get("lr")
     if not isinstance(reference, int | float) or reference <= 0:
-        raise UserError(
-            f"optimizer.lr: is {node.get('lr')}, and the range test scales it\n    allowed: a number above 0"
-        )
+        raise UserError("optimizer.lr", f"is {node.get('lr')}, and the range test scales it", "a number above 0")
     rates = exponential(start, end, steps)
-    loader, plan = training.splits.train.loader, training.plan
-    with memory_for_training(config):
-        curve = range_test(training.state, loader, plan, training.parts, rates, reference, training.step, interrupted)
+    loader, plan = run.data.train.loader, run.plan
+    with memory_for_training(run.config):
+        curve = range_test(
+            run.state, loader, plan, run.parts, rates, reference=reference, step=run.step, interrupted=interrupted
+        )
     try:
         suggestions = suggest(curve)
     except ValueError as error:
-        raise UserError(
-            f"lr: no rate was found, as {error}\n    allowed: optimizer.lr=..., a number; or find-lr with another start, end "
-            "or num_steps"
-        ) from error
+        allowed = "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"
+        raise UserError("lr", f"no rate was found: {error}", allowed) from error
     further = {
         name: _rounded(value * suggestions.fifth / reference)
         for name, value in node.items()
@@ -118,41 +110,36 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.1e}")
 
 
-def settle_rate(
+def auto_lr(
     config: Train,
-    values: dict[str, Any],
-    make_cache: bool,
+    build: Callable[[Train], Run],
+    *,
     folder: Path,
     tell: Callable[[str], None],
     interrupted: Callable[[], str],
-) -> DataModule:
-    """Put the rate that the range test finds in the place of `lr=auto`.
+) -> tuple[Train, DataModule]:
+    """The config with the learning rate that a range test finds, and the data, to be trained on.
 
-    What the test trained is thrown away: the run builds its own from its seed, so it is that of a run with this rate.
+    What the test trained is discarded: the run is built again from its seed, so it equals a run with this rate.
 
     Args:
-        config: the config; its `lr` and `optimizer` are changed.
-        values: the same as plain containers.
-        make_cache: whether a cache of `data.cache` that is not there may be made.
+        config: the config.
+        build: builds a run from it.
         folder: the run directory, which gets `lr_range.json` and a picture.
         tell: shows a line of text.
         interrupted: the name of the signal that asks to stop, or an empty string.
 
-    Returns:
-        The data, to be trained on.
-
     Raises:
         UserError: if the parts do not fit together, or no rate was found.
     """
-    training = build_training(config, values, make_cache=make_cache)
-    splits = training.splits
+    run = build(config)
     try:
-        look_ahead(config, training)  # before the time is spent
+        validate_limits(run)  # before the time is spent
         tell(f"lr=auto: a range test of {FindLr.num_steps} steps, from {FindLr.start:g} to {FindLr.end:g}")
-        found = find_rate(config, training, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
+        found = find_rate(run, FindLr.num_steps, FindLr.start, FindLr.end, interrupted)
         write_json(folder / "lr_range.json", found.record())
     except BaseException:
-        splits.close()
+        run.data.close()
         raise
     picture = folder / "plots" / "lr_range.png"
     try:
@@ -163,9 +150,8 @@ def settle_rate(
     if found.warning:
         tell(f"warning: {found.warning}")
     tell(f"lr=auto: {found.words} ({REASON}; {folder / 'lr_range.json'})")
-    for name, rate in found.settings.items():
-        config.optimizer[name] = values["optimizer"][name] = rate
-    config.lr = values["lr"] = None
-    del training
+    rates = {f"optimizer.{name}": rate for name, rate in found.settings.items()}
+    config, data = with_changes(run.config, {"lr": None} | rates), run.data
+    del run
     gc.collect()  # a model may be held by a cycle, and the next one needs the memory
-    return splits
+    return config, data

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
-from runner.build.model import as_given
+from runner.build.model import example_input
+from runner.build.run import Run
 from runner.config.errors import UserError, first_line
+from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
 from runner.engine.oom_retry import is_out_of_memory
 from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.memory import readable
 
-if TYPE_CHECKING:
-    from runner.build.run import Training
+T = TypeVar("T", bound=Train)
 
 _SHARE = 0.8  # of the memory that is free
 _BESIDE = 3  # times the weights: gradients, and two averages as Adam keeps them
@@ -46,31 +46,28 @@ class Fitting:
     size: int
     reason: str
 
+    def row(self) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        return "batch", f"{self.size:,} samples", self.reason
 
-def settle_batch_size(
-    config: Train, values: dict[str, Any], make: Callable[[Train, dict[str, Any]], Training]
-) -> Fitting:
-    """Find the batch size, and write it into the config, so that a resumed run does not search again.
+
+def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, Fitting]:
+    """The config with the batch size that fits, so that a resumed run does not search again, and why it is that one.
 
     Args:
-        config: the config; changed in place.
-        values: the same as plain containers; changed in place.
-        make: builds a training from such a pair.
+        config: the config.
+        build: builds a run from such a config.
 
     Raises:
-        UserError: if no sample fits.
+        UserError: if not even one sample fits.
     """
-    tried, its_values = copy.deepcopy((config, values))
-    tried.data.batch_size = its_values["data"]["batch_size"] = 1
-    training = make(tried, its_values)
-    with contextlib.closing(training.splits):
-        found = largest_batch(training)
-    values["data"]["batch_size"] = config.data.batch_size = found.size
-    values["data"]["normalize"] = its_values["data"]["normalize"]
-    return found
+    run = build(with_changes(config, {"data.batch_size": 1}))
+    with contextlib.closing(run.data):
+        found = largest_batch(run)
+    return with_changes(config, {"data.batch_size": found.size}), found
 
 
-def largest_batch(training: Training) -> Fitting:
+def largest_batch(run: Run) -> Fitting:
     """The largest power of two that fits as a batch, and is no more than the training samples.
 
     What a sample takes is estimated from what the graph of a few keeps for backward. On a GPU the batch is then tried.
@@ -78,23 +75,21 @@ def largest_batch(training: Training) -> Fitting:
     Raises:
         UserError: if no sample fits.
     """
-    with training.state.freezing.as_at(None):  # which takes the most
-        return _largest_batch(training)
+    with run.state.freezing.as_at(None):  # which takes the most
+        return _largest_batch(run)
 
 
-def _largest_batch(training: Training) -> Fitting:
-    samples = training.splits.train.samples
-    with memory_told("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
-        each = _of_a_sample(training)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in training.model.parameters())
-    room = int(_SHARE * free_memory(training.device)) - _BESIDE * weights
+def _largest_batch(run: Run) -> Fitting:
+    samples = run.data.train.samples
+    with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
+        each = _of_a_sample(run)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+    room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
     if room < each:
-        raise UserError(
-            f"data.batch_size: a sample takes about {readable(each)}, and {readable(room)} are free for it on {training.device}\n"
-            f"    allowed: {_LESS_A_SAMPLE}"
-        )
+        problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
+        raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
     size = largest_power(min(samples, room // each))
-    while training.device.type == "cuda" and size > 1 and not _fits(training, size):
+    while run.device.type == "cuda" and size > 1 and not _fits(run, size):
         size //= 2
     limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
     return Fitting(size, f"auto: about {readable(each)} a sample, {limit}")
@@ -117,65 +112,56 @@ def free_memory(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def memory_told(key: str, size: int, fix: str) -> Iterator[None]:
-    """Say in a sentence that memory does not suffice, and what to set.
-
-    Args:
-        key: that says how large batches are.
-        size: samples of a batch.
-        fix: what helps.
-
-    Raises:
-        UserError: in place of torch's error.
-    """
+def explaining_memory(key: str, size: int, fix: str) -> Iterator[None]:
+    """Turn an out-of-memory error in batches of `size` samples, as set by `key`, into a `UserError` that says what helps."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reason = first_line(error)
-        message = f"{key}: memory does not suffice for batches of {size}: {reason}"
-        raise UserError(f"{message}\n    allowed: {fix}") from error
+        raise UserError(key, f"there is not enough memory for batches of {size}: {first_line(error)}", fix) from error
 
 
 def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None]:
-    """See `memory_told`: for steps of training."""
+    """See `explaining_memory`: for training."""
     split = ", or on_oom=split" if config.on_oom == "raise" else ""
     fix = "a smaller data.batch_size with a larger accumulate, amp=true, activation_checkpointing=true" + split
-    return memory_told("data.batch_size", config.data.samples_a_batch, fix)
+    return explaining_memory("data.batch_size", config.data.samples_a_batch, fix)
 
 
 def memory_for_evaluation(config: Train) -> contextlib.AbstractContextManager[None]:
-    """See `memory_told`: for evaluations."""
-    return memory_told("evaluate.batch_size", config.evaluate.batch_size, "a smaller evaluate.batch_size, or amp=true")
+    """See `explaining_memory`: for evaluations."""
+    return explaining_memory(
+        "evaluate.batch_size", config.evaluate.batch_size, "a smaller evaluate.batch_size, or amp=true"
+    )
 
 
-def _of_a_sample(training: Training) -> int:
-    with SavedTensors(training.model) as saved:
-        images = _forward(training, _MEASURED)[0]
+def _of_a_sample(run: Run) -> int:
+    with SavedTensors(run.model) as saved:
+        images = _forward(run, _MEASURED)[0]
         kept = saved.activations
     return max(1, int(_FOR_BACKWARD * (kept + images.numel() * images.element_size()) / _MEASURED))
 
 
-def _fits(training: Training, size: int) -> bool:
+def _fits(run: Run, size: int) -> bool:
     """Whether forward and backward of a batch go well."""
     try:
-        _forward(training, size)[1].backward()  # type: ignore[no-untyped-call]
+        _forward(run, size)[1].backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return False
     finally:
-        for parameter in training.model.parameters():
+        for parameter in run.model.parameters():
             parameter.grad = None
     torch.cuda.empty_cache()
     return True
 
 
-def _forward(training: Training, size: int) -> tuple[Tensor, Tensor]:
+def _forward(run: Run, size: int) -> tuple[Tensor, Tensor]:
     """Images of a batch, and its loss with a graph."""
-    splits = training.splits
-    images = as_given(splits, size)
-    targets = training.task.targets(splits.example[1].expand(size, *splits.example[1].shape[1:]))
-    with training.precision.autocast():
-        return images, training.loss(training.model(images), targets)
+    data = run.data
+    images = example_input(data, size)
+    targets = run.task.targets(data.example[1].expand(size, *data.example[1].shape[1:]))
+    with run.precision.autocast():
+        return images, run.loss(run.model(images), targets)

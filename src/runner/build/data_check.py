@@ -7,32 +7,29 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.build.sources import changed_sources
-from runner.checkpoint.find import named
-from runner.config.errors import DataFailed, UserError
+from runner.config.errors import UserError
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
 from runner.data.dataset_fingerprint import class_changes, data_changes
-from runner.tracking.run_directory import RunDirectory
 
 
 def compare_data(
     checkpoint: dict[str, Any], splits: DataModule, identity: dict[str, Any], sources: dict[str, str], ignore: bool
 ) -> list[str]:
-    """Compare the data with those that a checkpoint was trained on, and the source files of the user's own components.
+    """Compare the data with those that a checkpoint was trained on, and the source files of custom components.
 
     Args:
         checkpoint: its contents.
-        splits: the data at hand.
-        identity: what tells them from others, as `splits.fingerprint` has given it.
+        splits: the data.
+        identity: their fingerprint, from `splits.fingerprint`.
         sources: digests of the source files, see `runner.build.sources`.
-        ignore: whether to go on with other data.
+        ignore: whether to continue with other data.
 
     Returns:
         Warnings.
 
     Raises:
-        UserError: if they are others and that is not to be ignored, or cannot be: inside an epoch the position counts the
-            batches of an order that depends on the number of samples.
+        UserError: if they are others, unless that is ignored at the end of an epoch.
     """
     before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
     warnings = changed_sources(checkpoint["metrics"].get("sources"), sources)
@@ -47,15 +44,16 @@ def compare_data(
             *warnings,
             *["data.identity=full: the checkpoint has no digest of every sample to compare with"] * unknown,
         ]
-    said = f"data: these are not what the checkpoint was trained on: {'; '.join(others)}"
+    problem = f"these are not what the checkpoint was trained on: {'; '.join(others)}"
     if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
-        raise UserError(f"{said}\n    allowed: the same data, or a checkpoint from the end of an epoch")
+        # Inside an epoch, the position counts batches of an order that depends on the number of samples.
+        raise UserError("data", problem, "the same data, or a checkpoint from the end of an epoch")
     if not ignore:
-        raise UserError(f"{said}\n    allowed: the same data, or data.identity=ignore to go on with these")
-    return [*warnings, f"{said} (data.identity=ignore)"]
+        raise UserError("data", problem, "the same data, or data.identity=ignore to use these")
+    return [*warnings, f"data: {problem} (data.identity=ignore)"]
 
 
-def name_not_finite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
+def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
     """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
     split = splits.eval_split(name)
     if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
@@ -64,10 +62,3 @@ def name_not_finite(loss: float, splits: DataModule, name: str, tell: Callable[[
     batches = math.ceil(split.samples / split.loader.batch_size)
     if found := not_finite(split.loader.batches(0, 0, batches), name):
         tell(f"the loss on '{name}' is {loss}: {found}")
-
-
-def way_on(directory: RunDirectory | None, error: Exception) -> str:
-    """How to go on after a run whose reading broke down; empty for other errors and where nothing was saved."""
-    if directory is None or not isinstance(error, DataFailed) or not named(directory.checkpoints, "last"):
-        return ""
-    return f"\n    to go on: ckpt_path={directory.path}"

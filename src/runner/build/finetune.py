@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -13,7 +13,8 @@ from runner.config.schema.train import Train
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.plan import Timeline
 from runner.instrument.no_trace import evaluating
-from runner.models.heads import Head, HeadNotFound, find_head, replace_head
+from runner.models import heads
+from runner.models.heads import Head, HeadNotFound, replace_head
 from runner.models.initial import draw_weights, set_prior, zero_last_norms
 from runner.runtime.determinism import refusal
 
@@ -28,9 +29,8 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
         try:
             outputs: Tensor = model(images)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise refusal(error) or UserError(
-                f"model: cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
-            ) from error
+            problem = f"cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
+            raise refusal(error) or UserError("model", problem) from error
     return outputs
 
 
@@ -54,10 +54,16 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
     try_forward(model, image)
     handle.remove()
     if not ran:
-        raise UserError(
-            f"model.head: {type(model).__name__} does not use what is put into the place of {head.path}\n"
-            "    allowed: null, or a model that calls its last layer by its name"
-        )
+        problem = f"{type(model).__name__} does not use the layer that replaces {head.path}"
+        raise UserError("model.head", problem, "null, or a model that calls its last layer by its name")
+
+
+def find_head(model: nn.Module, image: Tensor) -> Head | None:
+    """The head of a model, or None if it cannot be told from the rest."""
+    try:
+        return heads.find_head(model, lambda: try_forward(model, image))
+    except HeadNotFound:
+        return None
 
 
 def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
@@ -67,17 +73,13 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
         UserError: that says of `key` why there is none that could be told from the rest.
     """
     try:
-        return find_head(model, lambda: try_forward(model, image))
+        return heads.find_head(model, lambda: try_forward(model, image))
     except HeadNotFound as error:
-        raise UserError(
-            f"{key}: no head was found: {error}\n"
-            "    allowed: a model that ends in a Linear or a 1x1 convolution, called once"
-        ) from error
+        allowed = "a model that ends in a Linear or a 1x1 convolution, called once"
+        raise UserError(key, f"no head was found: {error}", allowed) from error
 
 
-def initialise(
-    config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None
-) -> list[tuple[str, str, str]]:
+def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None) -> Sequence[str]:
     """Set initial weights as `init` says.
 
     Args:
@@ -87,10 +89,10 @@ def initialise(
         class_counts: training samples of each class, int64 (C,), or None.
 
     Returns:
-        Rows of label, value and reason for people.
+        Names of the schemes.
 
     Raises:
-        UserError: if the model has nothing that a scheme is about.
+        UserError: if a scheme does not apply to the model.
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     for scheme in sorted(schemes, key=("zero_gamma", "prior_bias").count):  # after what would undo them
@@ -102,8 +104,8 @@ def initialise(
             else:
                 draw_weights(model, scheme)
         except ValueError as error:
-            raise UserError(f"init: {scheme} cannot be had: {error}\n    allowed: init without it") from error
-    return [("initial", ", ".join(schemes), "init")] if schemes else []
+            raise UserError("init", f"{scheme} does not apply: {error}", "init without it") from error
+    return schemes
 
 
 def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> None:
@@ -132,9 +134,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
     waiting = {parameter for part in parts for parameter in part.parameters}
     if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
-        raise UserError(
-            "freeze: leaves nothing to train in the first step\n    allowed: all-but-head, or fewer patterns"
-        )
+        raise UserError("freeze", "leaves nothing to train in the first step", "all-but-head, or fewer patterns")
     for part in parts:
         if part.permanent:
             for parameter in part.parameters:
@@ -142,7 +142,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     return Freezing(model, parts)
 
 
-def never_thawed(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
+def never_unfrozen(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
     """Warnings about what is frozen for a while that the run does not outlast."""
     late = [part for part in freezing.parts if not part.permanent and _ends(part, timeline) >= total_steps]
     return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
@@ -164,9 +164,7 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
     trained = tuple(parameter for parameter in parameters if parameter is not None and parameter.requires_grad)
     if not trained:
-        raise UserError(
-            f"freeze: '{entry.pattern}' has no weights that are trained\n    allowed: names of layers with weights"
-        )
+        raise UserError("freeze", f"'{entry.pattern}' has no trainable weights", "names of layers with weights")
     whole = [module for module in model.modules() if own_weights(module) and own_weights(module) <= set(trained)]
     return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)
 
@@ -195,11 +193,3 @@ def _matching(model: nn.Module, pattern: str) -> set[str]:
     """Dotted names of modules and parameters that match a pattern."""
     names = [*(name for name, _ in model.named_modules() if name), *(name for name, _ in model.named_parameters())]
     return matching("freeze", pattern, names, "module or parameter", [ALL_BUT_HEAD])
-
-
-def known_head(model: nn.Module, image: Tensor) -> Head | None:
-    """The head of a model, or None where it cannot be told from the rest."""
-    try:
-        return find_head(model, lambda: try_forward(model, image))
-    except HeadNotFound:
-        return None

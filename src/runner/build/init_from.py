@@ -1,4 +1,4 @@
-"""Weights to start from, and what of them fits."""
+"""Initial weights: drawn, or loaded from a file as far as they fit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from runner.build.finetune import find_head, initialize
 from runner.checkpoint.digest import weights_sha256
-from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.weight_files import Weights, read_weights
 from runner.config.errors import UserError
-from runner.config.reading import next_start_time, read_summary
 from runner.config.schema.train import Train
+from runner.data.build import DataModule
 from runner.models.heads import Head
 
 _SHOWN = 40
@@ -43,15 +43,15 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Started:
-    """What a model started from.
+    """What `init_from` loaded.
 
     Attributes:
         path: the file.
         sha256: of all its tensors, see `weights_sha256`.
-        loaded: tensors that were taken.
+        loaded: number of tensors that were loaded.
         kind: what they are: `raw`, or an average, `ema` or `swa`.
-        misfits: what was not.
-        warnings: what was passed over on the way to the file.
+        misfits: tensors that were not loaded.
+        warnings: files that were skipped while searching.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class Started:
         return "weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"
 
     def table(self) -> list[list[str]]:
-        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one for those left out."""
+        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one that counts those not shown."""
         rows = [[each.name, each.lack, _shown(each.given), _shown(each.wanted)] for each in self.misfits[:_SHOWN]]
         more = len(self.misfits) - _SHOWN
         return [*rows, [f"and {more} more", "", "", ""]] if more > 0 else rows
@@ -83,17 +83,47 @@ class Started:
         }
 
 
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a new run come from; empty where a checkpoint brings them.
+
+    Attributes:
+        schemes: what `init` names.
+        started: what `init_from` loaded.
+    """
+
+    schemes: Sequence[str] = ()
+    started: Started | None = None
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Labels, values and reasons for people."""
+        rows = [("initial", ", ".join(self.schemes), "init")] if self.schemes else []
+        return [*rows, self.started.row()] if self.started else rows
+
+
+def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
+    """Set weights as `init` says, then load those of `init_from`.
+
+    Raises:
+        UserError: if a scheme does not apply to the model, or the file does not fit it.
+    """
+    schemes = initialize(config, model, image, data.class_counts)
+    if config.init_from is None:
+        return InitialWeights(schemes)
+    return InitialWeights(schemes, start_from(config, model, find_head(model, image), data.classes))
+
+
 def _shown(shape: tuple[int, ...] | None) -> str:
     return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
 def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> Started:
-    """Load the weights that `init_from` names, those that fit; nothing else of a checkpoint is taken.
+    """Load the weights of `init_from` that fit; nothing else of a checkpoint is used.
 
     Args:
         config: the config.
         model: the model, on its device.
-        head: where its head is, if it is known.
+        head: the head of the model, if it is known.
         classes: names of the classes of the data.
 
     Raises:
@@ -109,7 +139,7 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
     refused = [each for each in misfits if not _allowed(config.init_mismatch, each)]
     if refused or not fitting:
-        raise UserError(_complaint(config.init_mismatch, given.path, refused or misfits))
+        raise _mismatch(config.init_mismatch, given.path, refused or misfits)
     for name, tensor in fitting.items():
         _check_kind(name, tensor, own[name], given.path)
     with torch.no_grad():
@@ -119,13 +149,11 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
 
 
 def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
-    # A whole state dict that was made half precision has its counters as floats.
+    # In a state dict converted to half precision, counters are floats too.
     is_counter = name.endswith("num_batches_tracked") and given.is_floating_point()
     if _kind(given) != _kind(wanted) and not is_counter:
-        raise UserError(
-            f"init_from: the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}\n"
-            f"    allowed: {_kind(wanted)} values of any precision"
-        )
+        problem = f"the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}"
+        raise UserError("init_from", problem, f"{_kind(wanted)} values of any precision")
 
 
 def _kind(tensor: Tensor) -> str:
@@ -137,7 +165,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any]) -> dict[str, Tensor]:
-    """Names without the parts that all of them begin with and the model's do not, such as `module.` and `_orig_mod.`."""
+    """Remove prefixes that all names have and the model's do not, such as `module.` and `_orig_mod.`."""
     while tensors and not any(name in own for name in tensors):
         first = {name.partition(".")[0] for name in tensors}
         if len(first) > 1 or not all("." in name for name in tensors):
@@ -179,7 +207,7 @@ def _allowed(mismatch: str, misfit: Misfit) -> bool:
     return mismatch == "skip" or (mismatch == "head" and misfit.in_head)
 
 
-def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
+def _mismatch(policy: str, path: Path, misfits: Sequence[Misfit]) -> UserError:
     kinds: dict[str, list[str]] = {}
     for each in misfits:
         shapes = f" {_shown(each.given)} for {_shown(each.wanted)}" if each.lack == "of another shape" else ""
@@ -188,18 +216,6 @@ def _complaint(mismatch: str, path: Path, misfits: Sequence[Misfit]) -> str:
         f"{len(names)} {lack} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for lack, names in kinds.items()
     )
-    others = {"head": "skip to leave them as they are", "raise": "head or skip to leave them as they are"}
-    allowed = (
-        f"init_mismatch={others[mismatch]}, or weights of this model" if mismatch in others else "weights of this model"
-    )
-    return f"init_from: the tensors of {path} are not those of this model: {listed}\n    allowed: {allowed}"
-
-
-def begun(config: Train, found: LoadedCheckpoint | None) -> dict[str, Any]:
-    """What the summary says when a run starts: from which checkpoint and weights, and at what time."""
-    summary: dict[str, Any] = {"started": next_start_time(Path(config.output_root) / config.name)}
-    summary["resumed_from"] = str(found.path) if found else None
-    if found is not None and found.path.parent.name == "checkpoints":
-        before = read_summary(found.path.parents[1]) or {}
-        summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
-    return summary
+    others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
+    problem = f"the tensors of {path} are not those of this model: {listed}"
+    return UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")

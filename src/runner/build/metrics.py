@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument
-from runner.data.build import DataModule
 from runner.engine.tasks import Task
 from runner.engine.weight_average import Kind, prefix
 
 _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric itself does not say
 
 
-def monitored(config: Train, task: Task, splits: DataModule) -> tuple[str, str]:
-    """The metric that says which evaluation is best, and whether the `min` or the `max` is.
+class Monitor(NamedTuple):
+    """The metric that decides which evaluation is best.
+
+    Attributes:
+        metric: its full name, such as `val/loss`.
+        mode: whether the `min` or the `max` of it is best.
+    """
+
+    metric: str
+    mode: str
+
+
+def choose_monitor(config: Train, task: Task) -> Monitor:
+    """The metric that decides which evaluation is best.
 
     Raises:
-        UserError: if there will be no such metric, or neither it nor the config says which of its values are better.
+        UserError: if there is no such metric, or neither it nor the config says which of its values are better.
     """
     named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
-    monitor = _full_name("checkpoint.monitor", named, config, task)
-    return monitor, config.checkpoint.mode or _better("checkpoint.mode", monitor, config, task)
+    metric = _full_name("checkpoint.monitor", named, config, task)
+    return Monitor(metric, config.checkpoint.mode or _better("checkpoint.mode", metric, config, task))
 
 
 def averaging(config: Train) -> Kind | None:
@@ -40,9 +51,7 @@ def _full_name(key: str, name: str, config: Train, task: Task) -> str:
     allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
     if name not in allowed:
-        close = nearest(name, allowed)
-        hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"{key}: there is no metric '{name}'{hint}\n    allowed: {', '.join(allowed)}")
+        raise UserError(key, f"there is no metric '{name}'", ", ".join(allowed), nearest(name, allowed))
     return name
 
 
@@ -67,14 +76,12 @@ def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "m
         return "min"
     if f"val/{plain}" == task.monitor:
         return task.mode
-    raise UserError(
-        f"{key}: whether small or large values of '{name}' are better is not known\n"
-        "    allowed: min or max, or a metric with the attribute higher_is_better"
-    )
+    problem = f"whether small or large values of '{name}' are better is not known"
+    raise UserError(key, problem, "min or max, or a metric with the attribute higher_is_better")
 
 
-def build_callbacks(config: Train, task: Task, monitor: str, mode: str) -> dict[str, Any]:
-    """Build the callbacks of the config by name; what they leave open about a metric is that of the best evaluation.
+def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
+    """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation.
 
     Raises:
         UserError: if early stopping watches a metric that there will not be, or it is not known which of its values are
@@ -82,12 +89,12 @@ def build_callbacks(config: Train, task: Task, monitor: str, mode: str) -> dict[
     """
     built = {}
     for name, node in config.callbacks.items():
-        facts = {"monitor": monitor, "mode": mode}
+        facts = {"monitor": monitor.metric, "mode": monitor.mode}
         if node.get("monitor") is not None and (stops_early(node) or names_argument(node, "mode")):
             watched = _full_name(f"callbacks.{name}.monitor", str(node["monitor"]), config, task)
             node = node | {"monitor": watched}
             # Another metric may be better in the other direction.
-            if node.get("mode") is None and watched != monitor:
+            if node.get("mode") is None and watched != monitor.metric:
                 facts["mode"] = _better(f"callbacks.{name}.mode", watched, config, task)
         built[name] = build(f"callbacks.{name}", node, facts=facts)
     return built
@@ -107,7 +114,7 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
 
 
 def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:
-    """A function that gives fresh metrics: built when first asked, then reset, or built anew if one cannot be reset."""
+    """A function that returns fresh metrics: built at the first call, later reset, or built again if one cannot be reset."""
     built: dict[str, Any] = {}
 
     def metrics() -> dict[str, Any]:

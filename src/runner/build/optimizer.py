@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from runner.build.length import RunLength
+from runner.build.metrics import Monitor
+from runner.build.weight_average import with_swa_rate
 from runner.config.errors import UserError
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
-from runner.engine.plan import Limits, Timeline
 from runner.engine.protocols import Schedule
 from runner.optim.groups import Group, parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
@@ -29,7 +31,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
-        raise UserError("model: has no trainable parameter\n    allowed: a model with weights that require gradients")
+        raise UserError("model", "has no trainable parameter", "a model with weights that require gradients")
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
@@ -38,13 +40,18 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     try:
         optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
-        raise UserError(f"optimizer: {config.optimizer['_target_']} refuses its arguments: {error}") from error
+        raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
     # The linear scaling rule of Goyal et al., 2017.
-    scale = config.data.samples_a_batch * config.accumulate / extras.lr_base_batch_size if extras.lr_base_batch_size is not None else 1.0
+    scale = (
+        config.data.samples_a_batch * config.accumulate / extras.lr_base_batch_size
+        if extras.lr_base_batch_size is not None
+        else 1.0
+    )
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
         raise UserError(
-            f"optimizer: {config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate\n"
-            "    allowed: null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer"
+            "optimizer",
+            f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate",
+            "null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer",
         )
     for group in optimizer.param_groups:
         group["lr"] *= scale * group.get("lr_mult", 1.0)
@@ -53,40 +60,35 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     return optimizer, kernels
 
 
-def build_schedule(config: Train, limits: Limits, timeline: Timeline, total_steps: int, mode: str) -> Schedule:
+def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedule:
     """Build the schedule; one that takes a clock keeps its place where the steps of an epoch have become more or fewer.
 
     Args:
         config: the config.
-        limits: whether epochs or steps end the run, which is what shares of the run are shares of.
-        timeline: the epochs of the run.
-        total_steps: optimizer steps of the run.
-        mode: whether a smaller (`min`) or a larger (`max`) value of the monitored metric is better.
+        length: epochs and steps of the run.
+        monitor: the metric that decides which evaluation is best.
     """
-    node, clock = config.scheduler, Clock()
+    node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
     if timeline.turns and names_argument(node, "clock"):
-        follows = limits.epochs_decide(timeline) and node.get("total_steps") is None
+        follows = length.limits.epochs_decide(timeline) and node.get("total_steps") is None
         run = timeline.scaled if follows else clock.run
         clock = Clock(run, timeline.scaled if node.get("steps_per_epoch") is None else clock.epochs)
         total_steps = round(clock.run(total_steps))
-    facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": mode, "clock": clock}
-    schedule: Schedule = build("scheduler", node, facts=facts)
-    return schedule
+    facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": monitor.mode, "clock": clock}
+    return with_swa_rate(build("scheduler", node, facts=facts), config, length)
 
 
 def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[Group]:
     """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike.
 
     Raises:
-        UserError: if a pattern matches nothing, or the optimizer has no weight decay to keep from anything.
+        UserError: if a pattern matches nothing, or the optimizer has no weight decay.
     """
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []
     if extras.no_decay and not names_argument(config.optimizer, "weight_decay"):
-        raise UserError(
-            f"optimizer.no_decay: {config.optimizer['_target_']} has no weight_decay to keep from anything\n"
-            "    allowed: null, or an optimizer with the argument weight_decay"
-        )
+        problem = f"{config.optimizer['_target_']} has no weight_decay to exempt weights from"
+        raise UserError("optimizer.no_decay", problem, "null, or an optimizer with the argument weight_decay")
     blocks = [name for name, _ in repeated_blocks(model)] if extras.layer_decay is not None else []
     return parameter_groups(model, extras.no_decay, extras.lr_mult, extras.layer_decay, blocks)
 

@@ -1,28 +1,28 @@
-"""Saving a run, at once or in the background, and going back to what was saved."""
+"""Saves a run, at once or in the background, and restores it."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from runner.build.run import Run
+from runner.build.run_record import RunRecord
 from runner.checkpoint import file, resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager
+from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
 from runner.engine.callbacks import Checkpointing
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
-from runner.tracking.console import Console
 from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.metrics_buffer import MetricsBuffer
-from runner.tracking.run_directory import RunDirectory
 
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 
@@ -31,57 +31,49 @@ class Saving:
     """Writes checkpoints of a run, and with each one the metrics and the summary up to it.
 
     Args:
-        directory: of the run.
-        keep: newest checkpoints to keep.
+        run: the run.
+        record: its directory and summary.
         callbacks: of the user, by name; those with a state are saved.
-        config: the resolved config as YAML text.
-        classes: names of the classes.
-        identity: which data these are, see `runner.data.dataset_fingerprint`.
-        images: channels, height and width of an image.
-        sources: digests of the user's own source files, see `runner.build.sources`.
         loggers: where metrics are stored.
-        show: metrics that are on their way there.
-        summary: what `summary.json` says; brought up to date here.
-        monitor: the metric that says which evaluation is best.
-        in_background: whether a thread writes while training goes on.
+        buffer: metrics on their way there.
+        fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
+        sources: digests of custom source files, see `runner.build.sources`.
     """
 
     def __init__(
         self,
-        directory: RunDirectory,
-        keep: int,
+        run: Run,
+        record: RunRecord,
+        *,
         callbacks: dict[str, Any],
-        config: str,
-        classes: list[str],
-        identity: dict[str, Any],
-        images: Sequence[int],
-        sources: dict[str, str],
         loggers: Sequence[Logger],
-        show: MetricsBuffer,
-        summary: dict[str, Any],
-        monitor: str,
-        in_background: bool,
+        buffer: MetricsBuffer,
+        fingerprint: dict[str, Any],
+        sources: dict[str, str],
     ) -> None:
-        self.manager = CheckpointManager(directory.checkpoints, keep)
-        self._directory, self._callbacks = directory, callbacks
-        self._config, self._classes, self._versions = config, classes, versions()
-        self._identity, self._images, self._sources = identity, list(images), sources
-        self._loggers, self._show = loggers, show
-        self._summary, self._monitor = summary, monitor
-        self._background = AsyncWriter() if in_background else None
+        self.manager = CheckpointManager(record.directory.checkpoints, run.config.checkpoint.keep)
+        self._run, self._record, self._callbacks = run, record, callbacks
+        self._loggers, self._buffer = loggers, buffer
+        self._facts: dict[str, Any] = {
+            "config": stored.dump(run.config),
+            "classes": list(run.data.classes),
+            "versions": versions(),
+            "data": fingerprint,
+            "images": list(run.data.image_shape),
+            "sources": sources,
+        }
+        self._background = AsyncWriter() if run.config.checkpoint.async_ else None
         self._snapshot = Snapshot()
         self._by_design: set[str] = set()
         self._hook: Any = None
 
-    def room_for(self, state: TrainState) -> str:
-        """See that checkpoints fit on the disk, before the first step, and what of the state is not finite by design.
-
-        Returns:
-            A warning, or an empty string.
+    def begin(self, loop: Loop) -> None:
+        """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it.
 
         Raises:
-            UserError: if not even one does.
+            UserError: if not even one fits.
         """
+        state, folder = loop.state, self._record.directory.checkpoints
         trained = {name for name, _ in state.model.named_parameters()}
         self._by_design = {
             name
@@ -89,9 +81,48 @@ class Saving:
             if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
         }
         weights = size_of(state.model.state_dict())
-        require_space(self._directory.checkpoints, weights)
+        require_space(folder, weights)
         tensors = 1 + _MOMENTS + (state.averaged is not None)
-        return scarce(self._directory.checkpoints, weights * tensors, self.manager.keep)
+        if warning := scarce(folder, weights * tensors, self.manager.keep):
+            self._record.console.warn(warning)
+        if self._run.config.on_nonfinite == "rollback" and not self.manager.last.is_file():
+            self.save(loop, False)  # something to go back to
+
+    def end(self, loop: Loop) -> None:
+        """Wait until everything is written, and write a checkpoint if there is none yet."""
+        self.wait()
+        if not self.manager.last.is_file():
+            self.save(loop, False)
+            self.wait()
+
+    def resume(self, found: LoadedCheckpoint, continued: bool) -> list[str]:
+        """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it.
+
+        Args:
+            found: the checkpoint.
+            continued: whether it lies in this run's own directory.
+
+        Returns:
+            Warnings.
+        """
+        state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
+        resume.restore(found, state, self._callbacks)
+        warnings, path, best, step = [], found.path.resolve(), state.best, state.position.global_step
+        if best is not None and (best.metric, best.mode) != monitor:
+            warnings.append(
+                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by "
+                f"{monitor.metric} ({monitor.mode})"
+            )
+            state.best = None
+        elif best is not None and not resume.carry_best(path, self.manager, best.global_step):
+            warnings.append("the checkpoint of the best evaluation is gone: the best one is decided again")
+            state.best = None
+        if continued:
+            self.manager.make_last(path)  # later ones belong to a future that is computed again
+        elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
+            directory.copy_metrics(path.parents[1], step)
+        directory.truncate_metrics(step, _repeated(state))
+        return warnings
 
     def save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
         """Write the state, and before it the best one if that was put off.
@@ -101,15 +132,15 @@ class Saving:
             UserError: if it cannot be written.
         """
         contents = self._contents(loop)
-        self._show.empty()
+        self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
         if self._background is None:
-            self._write(contents, is_best, earlier_best, self._record(loop.state))
+            self._write(contents, is_best, earlier_best, self._record.update(loop.state, self._run.monitor.metric))
             return
         self._background.wait()  # its buffers are used again
         contents = self._copy_behind(contents, loop.state)
-        summary = copy.deepcopy(self._record(loop.state))
+        summary = copy.deepcopy(self._record.update(loop.state, self._run.monitor.metric))
 
         def work() -> None:
             self._snapshot.finish()
@@ -173,18 +204,17 @@ class Saving:
     def roll_back(self, loop: Loop) -> None:
         """Put the run back to its last checkpoint, and take back what was logged since."""
         self.wait()
-        self._show.empty()
+        self._buffer.empty()
         found = LoadedCheckpoint(self.manager.last, file.read(self.manager.last), [])
         resume.restore(found, loop.state, self._callbacks)
-        self._directory.truncate_metrics(loop.state.position.global_step, repeated(loop.state))
+        self._record.directory.truncate_metrics(loop.state.position.global_step, _repeated(loop.state))
         for logger in self._loggers:
             logger.close()
-            logger.open(self._directory.path, loop.state.position.global_step)
+            logger.open(self._record.directory.path, loop.state.position.global_step)
 
     def _contents(self, loop: Loop) -> dict[str, Any]:
         loop.check_nonfinite()
-        known = (self._config, self._classes, self._versions, self._identity, self._images, self._sources)
-        return resume.contents(loop.state, self._callbacks, *known)
+        return resume.contents(loop.state, self._callbacks, **self._facts)
 
     def _write(
         self,
@@ -199,11 +229,23 @@ class Saving:
         if name := not_finite(contents, self._by_design):
             raise Diverged(f"{name} is not finite after step {step}; it was not saved")
         self.manager.save(contents, step, is_best)
-        self._directory.write_summary(summary)
+        self._record.directory.write_summary(summary)
 
-    def _record(self, state: TrainState) -> dict[str, Any]:
-        record(self._summary, state, self._monitor)
-        return self._summary
+    def finish(self, checkpointing: Checkpointing, failed: BaseException | None) -> None:
+        """Wait for the background, and keep the best state if a failure came before it was written.
+
+        Raises:
+            UserError: if it cannot be written, unless something else failed before, which is what to report.
+        """
+        best = checkpointing.leave()
+        try:
+            self.wait()
+            if failed is not None and best is not None:
+                self.keep_best(best)
+        except (UserError, Diverged) as error:
+            if failed is None or isinstance(failed, Preempted | Interrupted):
+                raise
+            self._record.console.warn(f"and then: {error}")
 
 
 def build_loggers(chosen: Mapping[str, Any], warn: Callable[[str], None]) -> list[Logger]:
@@ -211,32 +253,6 @@ def build_loggers(chosen: Mapping[str, Any], warn: Callable[[str], None]) -> lis
     return [JsonLines(warn), *(build(f"logger.{name}", node, facts={"warn": warn}) for name, node in chosen.items())]
 
 
-def repeated(state: TrainState) -> tuple[str, ...]:
+def _repeated(state: TrainState) -> tuple[str, ...]:
     """Splits that a run evaluates at the step that it resumes from, where an earlier attempt may have done so already."""
     return ("test", "val") if state.position.evaluation_due else ("test",)
-
-
-def record(summary: dict[str, Any], state: TrainState, monitor: str) -> None:
-    """Bring the summary up to date."""
-    best = state.best
-    summary["best"] = dataclasses.asdict(best) if best else None
-    summary["last"] = {name.removeprefix("val/"): value for name, value in state.last_metrics.items()}
-    summary["monitor"] = monitor
-    summary["global_step"] = state.position.global_step
-
-
-def finish_saving(saving: Saving, checkpointing: Checkpointing, failed: BaseException | None, console: Console) -> None:
-    """Wait for what the background writes, and keep the best state if a failure came before it was written.
-
-    Raises:
-        UserError: if it cannot be written, unless something else failed first, which is what is to be told.
-    """
-    best = checkpointing.leave()
-    try:
-        saving.wait()
-        if failed is not None and best is not None:
-            saving.keep_best(best)
-    except (UserError, Diverged) as error:
-        if failed is None or isinstance(failed, Preempted | Interrupted):
-            raise
-        console.warn(f"and then: {error}")

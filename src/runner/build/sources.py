@@ -7,23 +7,24 @@ import sys
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from runner.config.frozen import to_plain
+from runner.config.schema.train import Train
 from runner.config.targets import targets_in
 
 _KNOWN = {"runner", "torch", "torchvision", "torchmetrics"}
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def own_sources(values: Mapping[str, Any]) -> dict[str, str]:
+def source_digests(config: Train) -> dict[str, str]:
     """SHA-256 of the source file of every imported module of the packages that the config's own components come from.
 
     Installed packages are not read: their versions are recorded.
 
     Args:
-        values: the config as plain containers, whose components have been built.
+        config: the config, whose components have been built.
     """
-    packages = {target.partition(".")[0] for _, target in targets_in(values)} - _KNOWN
+    packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))} - _KNOWN
     found = {}
     for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
         file = getattr(sys.modules[name], "__file__", None)

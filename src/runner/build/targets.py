@@ -24,7 +24,7 @@ def check_targets(task: Task, splits: DataModule) -> None:
     wrong = _method_of(task)
     if wrong is None:
         return
-    allowed = "allowed: class numbers from 0 on" if isinstance(task, Classification) else "allowed: finite numbers"
+    allowed = "class numbers from 0 on" if isinstance(task, Classification) else "finite numbers"
     for name, (_, indices) in splits.parts.items():
         refuse = functools.partial(_refuse, wrong, name, name == "train", f"{allowed}, or another task")
         if name in splits.targets:
@@ -50,6 +50,5 @@ def _method_of(task: Task) -> WrongTarget | None:
 def _refuse(wrong: WrongTarget, split: str, training: bool, allowed: str, targets: Tensor, samples: Tensor) -> None:
     if found := wrong(targets, training):
         place, reason = found
-        raise UserError(
-            f"data.dataset: the target of sample {int(samples[place])} of '{split}' {reason}\n    {allowed}"
-        )
+        problem = f"the target of sample {int(samples[place])} of '{split}' {reason}"
+        raise UserError("data.dataset", problem, allowed)

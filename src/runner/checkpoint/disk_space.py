@@ -6,18 +6,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils._pytree import tree_leaves
-
 from runner.checkpoint.structure import identity
 from runner.config.errors import UserError
+from runner.instrument.nested import tensors_in
 
 _MIB = 2**20
 
 
 def size_of(value: Any) -> int:
     """Bytes of the tensors in nested containers, tied ones once."""
-    tensors = {identity(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    tensors = {identity(leaf): leaf for leaf in tensors_in(value)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

@@ -1,1 +1,1 @@
-"""Schemas, composition, validation and messages: what a run is told to do."""
+"""Schemas, composition, validation and messages: what a run is asked to do."""

@@ -56,6 +56,16 @@ class Composition:
     job_dir: Path | None = None
     run_dir: Path | None = None
 
+    @property
+    def resumes(self) -> bool:
+        """Whether `resume=auto` is set."""
+        return self.values.get("resume") == "auto"
+
+    @property
+    def runs(self) -> Path:
+        """The folder that run directories of this name are made in."""
+        return Path(str(self.values["output_root"])) / str(self.values["name"])
+
 
 def current(cfg: DictConfig) -> Composition:
     """The composition of the Hydra job that is running."""
@@ -178,7 +188,7 @@ def launch(
     for path in sources.hidden():
         print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
     sweeps = request.multirun or _asks_for_sweep(request, sources)
-    known = overrides.examine(request.words, schema, sources, sweeps)
+    known = overrides.check_overrides(request.words, schema, sources, sweeps)
     flag_words = [word for word in argv if word not in request.words]
     if request.only_shows:
         unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
@@ -192,10 +202,10 @@ def launch(
     composition, multirun = _compose(request, known, schema, sources, also)
     if not (multirun or request.multirun):
         return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
-    if not request.multirun:  # Hydra 1.4 takes a sweep from a preset only if it is told of it
+    if not request.multirun:  # Hydra 1.4 sweeps for a preset only with the flag
         flag_words.append("--multirun")
     given = [word.split("=", 1)[1].strip("'\"") for word in known.accepted if word.startswith("hydra.sweep.dir=")]
-    resumes = composition.values.get("resume") == "auto"
+    resumes = composition.resumes
     if given and (problem := why_occupied(Path(given[-1]), known.accepted, resumes)):
         raise ConfigError([problem])
     folder = Path(given[-1]) if given else sweep_root(composition.values)
@@ -235,7 +245,7 @@ def _asks_for_sweep(request: Request, sources: Sources) -> bool:
 
 def _compose(
     request: Request,
-    known: overrides.Words,
+    known: overrides.CheckedOverrides,
     schema: type,
     sources: Sources,
     also: Callable[[Composition], list[Problem]],
@@ -331,7 +341,7 @@ def _run_one(task: Callable[[DictConfig], Any], request: Request, words: list[st
         compose = application.compose_config
 
         def checked(**given: Any) -> DictConfig:
-            """Compose, and look at it before folders are made, callbacks are told and loggers are built."""
+            """Compose, and look at it before folders are made, callbacks run and loggers are built."""
             try:
                 cfg: DictConfig = compose(**given | {"with_log_configuration": False})
                 _plain(cfg)
@@ -364,7 +374,7 @@ def _status(stop: SystemExit) -> int:
 
 def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
     """Hand over to Hydra as if it had been started by itself; returns the exit status."""
-    Plugins.instance()  # loads the launcher's module anew, the first time
+    Plugins.instance()  # the first time, this loads the launcher's module again
     launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
     run_job = launcher.run_job
 

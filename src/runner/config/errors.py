@@ -1,4 +1,4 @@
-"""Mistakes of the user's, and how they are told."""
+"""Errors of users and how they are reported, and the exit codes of jobs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from runner.config.secrets import MASK, is_secret, mask_word
 
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
+
+
+OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
+"""Exit codes of a job."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,11 @@ class UserError(Exception):
 
     Attributes:
         problems: what is wrong; more than one only where all mistakes of a config are reported together.
+        exit_code: of the job that raises it.
     """
 
     problems: tuple[Problem, ...]
+    exit_code = USAGE
 
     def __init__(self, key: str, problem: str = "", allowed: str = "", suggestion: str = "") -> None:
         """Describe one mistake; `UserError("sentence")` where no key is to blame.
@@ -72,7 +78,9 @@ class UserError(Exception):
 
 
 class DataFailed(UserError):
-    """Reading broke down while the run was sound: a worker process died or hangs. What was trained so far can be saved."""
+    """Reading the data failed during a sound run: a worker process died or hangs. What was trained so far can be saved."""
+
+    exit_code = FAILED
 
 
 class ConfigError(UserError):
@@ -98,7 +106,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def too_many_files(error: BaseException) -> str:
-    """The sentence for an error that the system's limit on open files led to, or an empty string."""
+    """The sentence for an error caused by the system's limit on open files, or an empty string."""
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -117,17 +125,32 @@ def called_exit(stop: SystemExit) -> str:
         (frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(stop.__traceback__)
     ]
-    # exit() and quit() are Python functions, so they have a frame of their own.
+    # exit() and quit() are Python functions, so they have their own frame.
     module, file, line = next(found for found in reversed(frames) if found[0] != "_sitebuiltins")
     if module.partition(".")[0] == __name__.partition(".")[0]:
         return ""
     given = "" if stop.code is None else repr(stop.code)
     return (
-        f"{file}:{line} called exit({given}) while the program was at work\n"
+        f"{file}:{line} called exit({given}) during the run\n"
         "    allowed: an exception where something is wrong, or loop.request_stop(reason) in a callback to end training"
     )
 
 
+def explain(error: BaseException) -> tuple[int, str, str]:
+    """Exit code, a sentence, and the text to show for what ended a job; only unexpected errors show a traceback.
+
+    Expected errors of the program carry an `exit_code`, and may carry a `prefix` and a `hint` around their message.
+    """
+    if isinstance(error, SystemExit):  # its code may be 0, and the job is not finished
+        return FAILED, called_exit(error), called_exit(error)
+    code = getattr(error, "exit_code", None)
+    if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        text = too_many_files(error) or "".join(traceback.format_exception(error)).rstrip()
+        return FAILED, f"{type(error).__name__}: {error}", text
+    sentence = f"{getattr(error, 'prefix', '')}{error}"
+    return code, sentence, f"{sentence}{getattr(error, 'hint', '')}"
+
+
 def first_line(error: BaseException) -> str:
-    """What an error of somebody else's says in its first line, or its kind if it says nothing."""
+    """The first line of an error's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

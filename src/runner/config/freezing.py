@@ -17,7 +17,7 @@ class Entry:
     Attributes:
         pattern: names of modules and parameters, or `all-but-head`.
         steps: optimizer steps that it is frozen for.
-        epochs: the same in epochs; with neither, it is frozen for good.
+        epochs: the same in epochs; with neither, it is frozen permanently.
     """
 
     pattern: str

@@ -21,7 +21,7 @@ from runner.config.sources import Sources
 
 
 @dataclass(frozen=True)
-class Words:
+class CheckedOverrides:
     """Overrides that passed, in the form that Hydra is given, and the problems of those that did not."""
 
     accepted: list[str]
@@ -29,11 +29,11 @@ class Words:
     unknown: list[tuple[str, str]]  # key and override, to be reported once the known keys can be listed
 
 
-def examine(words: Iterable[str], schema: type, sources: Sources, multirun: bool) -> Words:
+def check_overrides(words: Iterable[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
     """Check each override by itself; a wrong one never hides the others."""
     parser = OverridesParser.create()
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
-    result = Words([], [], [])
+    result = CheckedOverrides([], [], [])
     for word in words:
         try:
             override = parser.parse_override(word)
@@ -43,12 +43,12 @@ def examine(words: Iterable[str], schema: type, sources: Sources, multirun: bool
                 problem = Problem(word, "has a value that cannot be read", "quote special characters: 'key=\"a b\"'")
             result.problems.append(problem)
             continue
-        _examine_one(override, word, schema, groups, multirun, result)
+        _check_override(override, word, schema, groups, multirun, result)
     return result
 
 
-def _examine_one(
-    override: Override, word: str, schema: type, groups: dict[str, list[str]], multirun: bool, result: Words
+def _check_override(
+    override: Override, word: str, schema: type, groups: dict[str, list[str]], multirun: bool, result: CheckedOverrides
 ) -> None:
     key = override.key_or_group
     if key.startswith(("hydra/", "hydra.")):

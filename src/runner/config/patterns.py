@@ -28,12 +28,9 @@ def matching(
     found = {name for name in pool if fnmatchcase(name, pattern)}
     if not found:
         close = nearest(pattern.replace("*", "").strip("."), [*others, *pool])
-        hint = f"; did you mean '{close}'?" if close else ""
         top = ", ".join(dict.fromkeys(name.partition(".")[0] for name in pool))
         besides = [*others, prose] if prose else others
         allowed = ", ".join([*besides, "or names"] if besides else ["names"])
-        raise UserError(
-            f"{key}: the model has no {what} '{pattern}'{hint}\n"
-            f"    allowed: {allowed} with * and ?, which begin with {top}"
-        )
+        allowed = f"{allowed} with * and ?, which begin with {top}"
+        raise UserError(key, f"the model has no {what} '{pattern}'", allowed, close)
     return found

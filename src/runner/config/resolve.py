@@ -1,43 +1,26 @@
-"""The last word on a run's config: file and command line merged, validated, and every component bound."""
+"""From a composition, or a checkpoint with a command line on top, to the validated config."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import os
-from collections.abc import Sequence
-from pathlib import PurePath
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from runner.config import stored
+from runner.config import keys
 from runner.config.app import Composition
-from runner.config.errors import ConfigError, Problem
-from runner.config.keys import flatten
-from runner.config.kinds import section_of
-from runner.config.rate import two_rates, use_rate
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.frozen import to_plain, with_changes
+from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says, two_rates
 from runner.config.rules import conflicts
-from runner.config.schema.sections import EXTRAS
+from runner.config.schema.sections import EXTRAS, Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data, refusal, remedy, targets_in
+from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data
 from runner.config.validate import nodes, shown, typed, with_origins
 
 T = TypeVar("T", bound=Train)
 
-# Arguments that the program adds where a component's signature names them.
-FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "image_size", "max_pixels"),
-    "model": ("in_channels", "image_size", "num_classes"),
-    "loss": ("num_classes", "class_counts"),
-    "task": ("num_classes",),
-    "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock"),
-    "metrics": ("num_classes", "task"),
-    "callbacks": ("monitor", "mode"),
-    "logger": ("warn",),
-    "optimizer": ("foreach", "fused"),
-}
 _POSITIONAL = {"optimizer": 1}
-_MOST = 1024  # threads, or processes, that a file may ask for
-_LONGEST_NAME = 200
 
 
 def problems_in(
@@ -45,234 +28,111 @@ def problems_in(
 ) -> tuple[T | None, list[Problem]]:
     """Validate plain values: types, ranges, rules between keys, and the signature of every component.
 
-    A number under `lr` is put where it belongs, into `optimizer.lr`, in `values` too. `where` is as for `checked`.
+    Returns:
+        The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
     """
     config, problems = typed(schema, values)
     if config is not None:
         problems += [*conflicts(config), *two_rates(values, composition.words)]
-        use_rate(config, values)
+        if isinstance(config.lr, float):
+            config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
     for key, node in nodes(schema, values):
         if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
             found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
-            problems += [_with_those_that_have_it(problem) for problem in found]
+            problems += [_listing_optimizers(problem) for problem in found]
             if key in EXTRAS:
                 problems += check_extras(key, node)
     line = (composition.words, composition.choices, composition.sources, composition.primary)
     return config, with_origins(problems, *line, where)
 
 
-def _with_those_that_have_it(problem: Problem) -> Problem:
-    """Of kernels that an optimizer lacks: say which have them, in place of its arguments."""
+def _listing_optimizers(problem: Problem) -> Problem:
+    """For a kernel that the optimizer lacks, list the optimizers that have it instead of its arguments."""
     argument = problem.key.removeprefix("optimizer.")
     if argument not in FACTS["optimizer"] or argument == problem.key or "is not an argument" not in problem.message:
         return problem
     return dataclasses.replace(problem, allowed=f"null; {', '.join(optimizers_taking(argument))} have it", nearest="")
 
 
-def checked(values: dict[str, Any], composition: Composition, schema: type[T], where: str = "") -> T:
-    """The typed config of `values`.
-
-    Args:
-        values: plain containers.
-        composition: what the command line amounts to.
-        schema: dataclass of the verb.
-        where: the checkpoint that `values` were merged with; empty if there is none.
+def resolve_config(composition: Composition, schema: type[T]) -> T:
+    """The validated config of a command line.
 
     Raises:
         ConfigError: with every problem there is.
     """
+    config = _validated(composition.values, composition, schema)
+    return config if config.ckpt_path is not None else _with_preferred_data(config, composition.words)
+
+
+def resolve_with_checkpoint(
+    text: str, where: str, composition: Composition, schema: type[T], normalize: Mapping[str, Any] | None = None
+) -> tuple[T, list[tuple[str, str, str]]]:
+    """The validated config of a checkpoint with the command line on top.
+
+    Args:
+        text: the config in the checkpoint.
+        where: path of the checkpoint.
+        composition: the command line.
+        schema: of the verb; the keys that it adds to those of `train` come from the command line alone.
+        normalize: statistics of the images to use, unless the command line gives others; None for those of the result.
+
+    Returns:
+        The config, and what the command line changed: see `runner.config.stored.differences`.
+
+    Raises:
+        ConfigError: with every problem there is.
+    """
+    values, changed = merge_with_checkpoint(text, where, composition)
+    if schema is Train and values.get("lr") == "auto":  # the rate was found when the run began, or given
+        values["lr"] = None
+        changed = [difference for difference in changed if difference[0] != "lr"]
+    if normalize is not None and isinstance(values.get("data"), dict) and not says("data.normalize", composition.words):
+        values["data"]["normalize"] = dict(normalize)
+    kind: type = schema
+    own = {key: composition.values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
+    return _validated(values | own, composition, schema, where), changed
+
+
+def resolve_changes(
+    config: T, changes: Mapping[str, Any], composition: Composition, prefix: str = ""
+) -> tuple[T | None, list[Problem]]:
+    """The config with other values under dotted keys, validated, and the problems that they cause.
+
+    Args:
+        config: the config.
+        changes: values by dotted key.
+        composition: the command line, for the origin of a problem.
+        prefix: where the keys stand on the command line, such as `vary.`.
+
+    Raises:
+        UserError: if a key lies inside what is no section.
+    """
+    values = to_plain(config)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = values
+        for part in path:
+            inner = section.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UserError(prefix + key, f"does not exist here, as {part} is {shown(inner)}")
+            section = inner
+        section[last] = copy.deepcopy(value)
+    return problems_in(values, composition, type(config))
+
+
+def _validated(values: dict[str, Any], composition: Composition, schema: type[T], where: str = "") -> T:
     config, problems = problems_in(values, composition, schema, where)
     if problems or config is None:
         raise ConfigError(problems)
-    if values is composition.values and values["ckpt_path"] is None and _prefer(values, composition.words):
-        config, problems = typed(schema, values)
-        assert config is not None, problems
     return config
 
 
-def _prefer(values: dict[str, Any], words: Sequence[str]) -> bool:
-    """Have images prepared as a model that was trained before wants them, where the command line says nothing else.
-
-    Returns:
-        Whether anything in `values` was changed.
-    """
-    data, before = values["data"], copy.deepcopy(values["data"])
-    mean = before["normalize"]["mean"]
-    wanted = preferred_data(values["model"], grey=mean is not None and len(mean) == 1)
-    for name in _PREPARATION:
-        if name in wanted and not _says(f"data.{name}", words):
-            data[name] = wanted[name]
-    return bool(data != before)
-
-
-_PREPARATION = (
-    "image_size",
-    "normalize",
-)  # keys of `data`: what images have to be for a model that was trained on such
-
-
-def _says(key: str, words: Sequence[str]) -> bool:
-    """Whether a command line names a key, or one inside it."""
-    return any(given == key or given.startswith(f"{key}.") for given in map(_key_of, words))
-
-
-def _key_of(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
-
-
-_FETCHING = ("data.download", "data.dataset.download")  # written to disk by fetching, so the command line decides
-_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem")
-
-
-def merged(text: str, where: str, composition: Composition) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
-    """A config read from a file with the command line on top, and what that changed.
-
-    Raises:
-        ConfigError: if the file names something to build that is neither allowed nor trusted.
-    """
-    original = stored.load(text, where)
-    values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
-    _keep_facts(original, values)
-    _keep_preparation(original, values, composition.words)
-    _keep_found_rates(original, values, composition)
-    if not two_rates(values, composition.words):
-        _use_number(values)
-    # Whom to trust, where to read and write and how long is said by the user at hand, never by a file.
-    for key in _OF_THE_CALL:
-        values[key] = composition.values[key]
-    _fetch_nothing(values, composition.values)
-    problems = [*_too_many(values, composition.values, where), *_outside(values, composition.values, where)]
-    trust = [*composition.values["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
-    # The user's word counts in the section that it is of: what may be a data set may not be a loss.
-    own_word = {(section_of(key), path) for key, path in targets_in(composition.values)}
-    for key, path in targets_in(values):
-        section = section_of(key)
-        reason = "" if (section, path) in own_word else refusal(path, trust, section)
-        if reason:
-            fix = remedy(path, trust, section)
-            problems.append(Problem(f"{key}._target_", f"'{path}' {reason}", fix, origin=where))
-    if problems:
-        raise ConfigError(problems)
-    _fetch_nothing(original, composition.values)
-    changed = stored.differences(original, values)
-    return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
-
-
-def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
-    """Let a file's config fetch data only where the user at hand says so, too: fetching writes into the folder it names."""
-    data, own = values.get("data"), composed["data"]
-    if not isinstance(data, dict):
-        return
-    data["download"] = own["download"]
-    dataset, chosen = data.get("dataset"), own["dataset"]
-    if isinstance(dataset, dict) and dataset != chosen:
-        if dataset.get("download"):
-            dataset["download"] = own["download"]
-        for inner in [value for name, value in dataset.items() if name != "download"]:
-            _download_nothing(inner)
-
-
-def _download_nothing(value: Any) -> None:
-    """Turn off every `download` in nested values."""
-    if isinstance(value, dict) and value.get("download"):
-        value["download"] = False
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _download_nothing(inner)
-
-
-def _outside(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
-    """A problem if the name that a file gives to the run, which is a folder below `output_root`, leads out of it."""
-    name = str(values.get("name"))
-    path = PurePath(name)
-    inside = path.parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
-    if name == str(composed["name"]) or (inside and len(name) <= _LONGEST_NAME):
-        return []
-    allowed = "a short name without .. and control characters, given on the line: name=..."
-    return [Problem("name", f"cannot be {shown(name)}", allowed, origin=where)]
-
-
-def _too_many(values: dict[str, Any], composed: dict[str, Any], where: str) -> list[Problem]:
-    """A problem for each number of threads or processes in a file that would bring a machine to its knees."""
-    own, after = flatten(composed), flatten(values)
-    return [
-        Problem(
-            key,
-            f"cannot be {shown(after[key])}, as it comes from a file",
-            f"{_MOST}, or {key}=... on the line",
-            origin=where,
-        )
-        for key in ("threads", "data.num_workers")
-        if isinstance(after.get(key), int) and after[key] > _MOST and after[key] != own.get(key)
-    ]
-
-
-def writes_where_told(values: dict[str, Any], composed: dict[str, Any]) -> bool:
-    """Whether the folder that `data.cache` would write to is one that the user at hand has named, or the default.
-
-    Args:
-        values: a config read from a file with the command line on top.
-        composed: the command line's alone.
-    """
-
-    def folders(section: dict[str, Any]) -> tuple[Any, ...]:
-        return section.get("root"), section.get("cache_dir"), section["dataset"].get("root")
-
-    _, chosen, _ = folders(composed["data"])
-    if chosen is not None:
-        return bool(values["data"].get("cache_dir") == chosen)
-    return folders(values["data"]) == folders(composed["data"])
-
-
-def _keep_facts(original: dict[str, Any], values: dict[str, Any]) -> None:
-    """Fill in what the data once said, where the line selects the file's own component anew and leaves it open."""
-    for section, names in FACTS.items():
-        before, after = original.get(section), values.get(section)
-        if not isinstance(before, dict) or not isinstance(after, dict):
-            continue
-        if before.get("_target_") == after.get("_target_"):
-            after |= {name: before.get(name) for name in names if name in after and after[name] is None}
-    before, after = original.get("data"), values.get("data")
-    if isinstance(before, dict) and isinstance(after, dict) and after.get("batch_size") == "auto":
-        after["batch_size"] = before.get("batch_size")
-
-
-def _keep_preparation(original: dict[str, Any], values: dict[str, Any], words: Sequence[str]) -> None:
-    """Prepare the file's data for its model as before, where the line selects them anew and says nothing of how."""
-    before, after = original.get("data"), values.get("data")
-    if not isinstance(before, dict) or not isinstance(after, dict):
-        return
-    if _target(original.get("model")) != _target(values.get("model")):
-        return
-    if _target(before.get("dataset")) != _target(after.get("dataset")):
-        return
-    for name in _PREPARATION:
-        if name in before and not _says(f"data.{name}", words):
-            after[name] = copy.deepcopy(before[name])
-
-
-def _target(section: Any) -> Any:
-    return section.get("_target_") if isinstance(section, dict) else None
-
-
-def _keep_found_rates(original: dict[str, Any], values: dict[str, Any], composition: Composition) -> None:
-    """Keep the rates that `lr=auto` found when the run began, where the line selects the file's optimizer anew.
-
-    Of other words of the line the later ones count, but not where it is the command that the rates were found with.
-    """
-    before, after = original.get("optimizer"), values.get("optimizer")
-    if values.get("lr") != "auto" or not isinstance(before, dict) or not isinstance(after, dict):
-        return
-    if _target(before) != _target(after):
-        return
-    words = [] if composition.values["resume"] == "auto" else composition.words
-    for name, rate in before.items():
-        if (name == "lr" or name.endswith("_lr")) and not _says(f"optimizer.{name}", words):
-            after[name] = rate
-
-
-def _use_number(values: dict[str, Any]) -> None:
-    """Move a number under `lr` to where the file has it, see `use_rate`, so that the same rate is no change."""
-    rate, optimizer = values.get("lr"), values.get("optimizer")
-    if isinstance(rate, int | float) and not isinstance(rate, bool) and rate > 0 and isinstance(optimizer, dict):
-        optimizer["lr"], values["lr"] = float(rate), None
+def _with_preferred_data(config: T, words: Sequence[str]) -> T:
+    """Prepare images as the trained weights of the model expect them, unless the command line says otherwise."""
+    mean = config.data.normalize.mean
+    wanted = preferred_data(config.model, grey=mean is not None and len(mean) == 1)
+    if "normalize" in wanted:
+        wanted["normalize"] = Normalize(**wanted["normalize"])
+    chosen = [name for name in PREPARATION if name in wanted and not says(f"data.{name}", words)]
+    return with_changes(config, {f"data.{name}": wanted[name] for name in chosen})

@@ -106,7 +106,7 @@ class Sources:
         return sorted(group for group in found if group != "hydra" and not group.startswith("hydra/"))
 
     def options(self, group: str) -> list[Option]:
-        """Options of `group` in order of name; those whose name starts with `_` are parts of others and left out."""
+        """Options of `group` in order of name; those whose names start with `_` are parts of others and not listed."""
         found: dict[str, Option] = {}
         for folder in self.folders:
             for path in sorted((folder / group).glob("*.yaml")):

@@ -14,8 +14,10 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from runner.config.errors import UserError, first_line
+from runner.config.frozen import to_plain
 from runner.config.keys import flatten
 from runner.config.renamed import migrate
+from runner.config.schema.train import Train
 from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
@@ -26,8 +28,9 @@ _LONGEST = 2**18  # characters; configs have about six thousand, and reading tak
 _MOST_EVENTS = 2**15  # of the YAML reader, one or two a value; configs have about a thousand
 
 
-def dump(values: dict[str, Any]) -> str:
-    """Plain containers as YAML text, in the order of the mapping, secrets masked."""
+def dump(config: Train | dict[str, Any]) -> str:
+    """A config, or its plain form, as YAML text, secrets masked."""
+    values = config if isinstance(config, dict) else to_plain(config)
     return yaml.dump(mask_values(values), Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=120)
 
 
@@ -70,7 +73,7 @@ def load(text: str, where: str) -> dict[str, Any]:
 
 
 def _foreign(value: Any, place: str) -> str:
-    """Where something other than texts, numbers, lists and mappings with text keys lies, or an empty string."""
+    """Where a value is no text, number, list, or mapping with text keys; an empty string if all are."""
     if isinstance(value, dict):
         wrong = [key for key in value if not isinstance(key, str)]
         if wrong:
@@ -88,8 +91,8 @@ def overlay(
 ) -> dict[str, Any]:
     """A stored config with the command line laid on top.
 
-    A group that the line selects replaces the stored section whole; a preset sets the keys that its file names; any
-    other override sets its key. Everything else stays as it was stored; a secret, which was not, is that of the call.
+    A selected group replaces the stored section as a whole; a preset sets the keys in its file; any other override sets
+    its key. Everything else stays as stored. Secrets are not stored, and come from the call.
 
     Args:
         stored: the config from the file.

@@ -1,8 +1,7 @@
 """Components: `_target_` paths resolved, their arguments bound without a call, and the objects built.
 
-A path that the user typed, or that stands in the user's own config folder, is the user's word. A path read back from a
-file (a checkpoint) is a stranger's: the object that it resolves to must be on the allow-list or come from a package that
-the user trusts, and nothing outside those packages is even imported to find out.
+Paths on the command line and in the user's config folder are trusted. A path in a file (a checkpoint) is not: the object
+that it resolves to must be on the allow-list or come from a package that the user trusts. Nothing else is even imported.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from runner.config.allowed_targets import COMPONENT_ROOMS, DATA_SETS, PART_HOMES, homes_of, within, without_fetching
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.extras import extras_in, names_of, without_extras
 from runner.config.keys import describe, members
-from runner.config.kinds import COMPONENT_ROOMS, DATA_SETS, PART_HOMES, homes_of, within, without_fetching
 from runner.config.renamed import new_key, new_target
 from runner.config.schema.sections import EXTRAS
 from runner.config.secrets import is_masked

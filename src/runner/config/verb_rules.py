@@ -55,10 +55,10 @@ def _of_export(config: Export) -> list[Problem]:
         found.append(Problem("batch_sizes", "names no batch size to compare at", "such as [1,8]"))
     if config.int8 and "onnx" not in formats:
         found.append(
-            Problem("int8", "is made of the ONNX model, which format leaves out", "format=onnx, or int8=false")
+            Problem("int8", "is made from the ONNX model, which format does not include", "format=onnx, or int8=false")
         )
     if config.int8 and config.include_preprocessing:
-        message = "is measured on normalised images, which a model with include_preprocessing=true does not take"
+        message = "is calibrated on normalised images, which a model with include_preprocessing=true does not take"
         found.append(Problem("int8", message, "one of the two"))
     return found
 
@@ -110,7 +110,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _alike(key: str, pool: Sequence[str]) -> str:
-    """The key spelled most like one with a part left out or misspelled, in the form of `vary`; empty if there is none."""
+    """The key spelled most like one with a part missing or misspelled, in the form of `vary`; empty if there is none."""
     same_leaf = [known for known in pool if known.rpartition(".")[2] == key.rpartition(".")[2]]
     close = min(same_leaf, key=len) if same_leaf else nearest(key, pool)
     return f"vary.{close}" if close else ""

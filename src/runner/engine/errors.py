@@ -1,8 +1,12 @@
-"""Exceptions that end training early."""
+"""Exceptions that end training early; exit codes are those of `runner.config.errors`."""
 
 
 class Diverged(Exception):
     """The training loss or the weights are no longer finite."""
+
+    exit_code = 3
+    prefix = "diverged: "
+    hint = "; lower optimizer.lr, set grad_clip.norm=1.0 or on_nonfinite=skip, or find the operation with debug=anomaly"
 
 
 class NotFinite(Exception):
@@ -20,9 +24,14 @@ class NotFinite(Exception):
 class BadMetric(Exception):
     """A callback reports a metric that cannot be logged."""
 
+    exit_code = 2
+
 
 class Preempted(Exception):
     """A signal asked the run to stop; its state has been saved."""
+
+    exit_code = 75
+    prefix = "stopped by "
 
 
 class Interrupted(Exception):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,9 +56,19 @@ class Stopwatch:
         self._boundaries: list[int] = []
         self._step_range: Any = None
 
-    def __call__(self, name: str) -> _Range:
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
         """A context for a range."""
-        return _Range(self, name)
+        # What another thread does at the same time takes none of a step's time.
+        timed = threading.get_ident() == self._thread
+        if timed:
+            self._enter(name)
+        try:
+            with torch.profiler.record_function(name) if self.annotate else contextlib.nullcontext():
+                yield
+        finally:
+            if timed:
+                self._leave()
 
     def boundary(self, last: bool = False) -> None:
         """A step ends, and the next one begins unless this was the `last`; must be outside of all ranges."""
@@ -113,28 +124,3 @@ class Stopwatch:
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
         self._open.pop()
         self._turn(self._open[-1] if self._open else OTHER)
-
-
-class _Range:
-    __slots__ = ("_name", "_recorded", "_timed", "_watch")
-
-    def __init__(self, watch: Stopwatch, name: str) -> None:
-        self._watch, self._name = watch, name
-        self._recorded: Any = None
-
-    def __enter__(self) -> None:
-        # What another thread does at the same time takes none of a step's time.
-        self._timed = threading.get_ident() == self._watch._thread
-        if self._timed:
-            self._watch._enter(self._name)
-        if self._watch.annotate:
-            self._recorded = torch.profiler.record_function(self._name)
-            self._recorded.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._recorded is not None:
-            self._recorded.__exit__(kind, error, traceback)
-        if self._timed:
-            self._watch._leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +11,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.build.model import KnownData, build_model, prepared
+from runner.build.model import KnownData, build_model, build_task, prepared
 from runner.checkpoint import find
-from runner.checkpoint.file import Parts
 from runner.checkpoint.weights import part_with, weights_of
-from runner.config import keys, stored
+from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.resolve import checked, merged
+from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data, callables
@@ -42,14 +40,12 @@ class Settled(Generic[T]):
     Attributes:
         found: the checkpoint.
         config: its config with the command line on top, validated.
-        values: the same as plain containers.
         words: the overrides of the command line.
         which: the weights that are meant, the key `weights` of the verb.
     """
 
     found: find.LoadedCheckpoint
     config: T
-    values: dict[str, Any]
     words: list[str]
     which: Weights
 
@@ -93,18 +89,18 @@ def settle(composition: Composition, schema: type[T], prefer: str = "best") -> S
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
     # Of the checkpoint's tensors, only the weights that are meant are read.
-    found, combined = _merged(composition, schema, prefer, part_with(composition.values["weights"]))
-    statistics_given = any(word.startswith("data.normalize") for word in composition.words)
-    if not statistics_given and isinstance(combined.get("data"), dict):
-        # Other data still has to look to the model like the data that it was trained on.
-        combined["data"]["normalize"] = copy.deepcopy(stored_data(found).get("normalize") or {})
-    config = checked(combined, composition, schema, str(found.path))
-    return Settled(found, config, combined, composition.words, combined["weights"])
+    parts = part_with(composition.values["weights"])
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer, parts=parts)
+    # Other data still has to look to the model like the data that it was trained on.
+    statistics = stored_data(found).get("normalize") or {}
+    text, where = found.contents["config"], str(found.path)
+    config, _ = resolve_with_checkpoint(text, where, composition, schema, statistics)
+    return Settled(found, config, composition.words, getattr(config, "weights", "auto"))
 
 
 def line_or_checkpoint(
     composition: Composition, schema: type[T], prefer: str = "last"
-) -> tuple[T, dict[str, Any], find.LoadedCheckpoint | None]:
+) -> tuple[T, find.LoadedCheckpoint | None]:
     """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
 
     Args:
@@ -113,27 +109,16 @@ def line_or_checkpoint(
         prefer: `last` or `best`: which one a run directory stands for.
 
     Returns:
-        The config, the same as plain containers, and the checkpoint, if there is one.
+        The config, and the checkpoint, if there is one.
 
     Raises:
         UserError: with everything that is wrong.
     """
-    values, found = composition.values, None
-    if values.get("ckpt_path") is not None:
-        found, values = _merged(composition, schema, prefer)
-    return checked(values, composition, schema, str(found.path) if found else ""), values, found
-
-
-def _merged(
-    composition: Composition, schema: type[Train], prefer: str, parts: Parts | None = None
-) -> tuple[find.LoadedCheckpoint, dict[str, Any]]:
-    values = composition.values
-    runs = Path(str(values["output_root"])) / str(values["name"])
-    found = find.load(str(values["ckpt_path"]), runs, prefer=prefer, parts=parts)
-    combined, _ = merged(found.contents["config"], str(found.path), composition)
-    kind: type = schema
-    own = {key: values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
-    return found, combined | own
+    if composition.values.get("ckpt_path") is None:
+        return resolve_config(composition, schema), None
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer)
+    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema)
+    return config, found
 
 
 def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
@@ -253,7 +238,8 @@ def restored(settled: Settled[Any], data: KnownData, device: torch.device) -> tu
 
 def built(settled: Settled[Any], data: KnownData) -> tuple[Task, nn.Module]:
     """The task, and a model with initial weights, on the CPU."""
-    return build_model(settled.values, settled.config, data, lambda: blank_given(settled, data), fetch_weights=False)
+    task = build_task(settled.config, data)
+    return task, build_model(settled.config, task, data, lambda: blank_given(settled, data), fetch_weights=False)
 
 
 def blank_given(settled: Settled[Any], data: KnownData) -> Tensor:

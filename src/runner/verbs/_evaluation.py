@@ -13,9 +13,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from runner.build.data_check import name_not_finite
+from runner.build.data_check import warn_of_nonfinite
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner, place, probe
+from runner.build.model import build_task_model_loss, place
+from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
@@ -66,14 +67,14 @@ def _evaluate(composition: Composition) -> float:
         split = splits.eval_split(config.split)
         if split is None:
             raise UserError(f"split: this data has no '{config.split}' split\n    allowed: {', '.join(_names(splits))}")
-        task, model, loss = build_learner(settled.values, config, splits, fetch_weights=False)
+        task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
         fill(model, settled)
         parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
         scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
-        name_not_finite(scalars["loss"], splits, config.split, console.warn)
+        warn_of_nonfinite(scalars["loss"], splits, config.split, console.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None

@@ -11,11 +11,10 @@ from typing import TypeVar
 from omegaconf import DictConfig
 
 from runner.config.app import Composition, current
-from runner.config.errors import UserError, called_exit, too_many_files
+from runner.config.errors import FAILED, USAGE, UserError, called_exit, too_many_files
 from runner.config.secrets import mask_text
 from runner.runtime.determinism import operations_named
 from runner.tracking.formats import clean
-from runner.train import FAILED, USAGE
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from runner.config.schema.sections import Count
 from runner.config.schema.train import Train
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Audit(Train):
     """What `audit` adds: how many steps are compared, under which settings, or which two checkpoints are."""
 

@@ -28,7 +28,7 @@ Toggle = Literal[
 ]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Bench(Train):
     """What `bench` adds: what is compared with what, and how long that may take."""
 

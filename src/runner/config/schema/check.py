@@ -11,7 +11,7 @@ from runner.config.schema.sections import Count
 from runner.config.schema.train import Train
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Check(Train):
     """What `check` adds: which checks are made, on how much, and what counts as failed."""
 

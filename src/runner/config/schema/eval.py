@@ -9,7 +9,7 @@ from runner.config.schema.checkpoints import TtaMean, View, Weights
 from runner.config.schema.train import Train
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Eval(Train):
     """What `eval` adds: the split to evaluate, with which weights, the views that are averaged, and where to write the result."""
 

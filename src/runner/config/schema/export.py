@@ -14,7 +14,7 @@ from runner.config.schema.train import Train
 Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Export(Train):
     """What `export` adds: the formats, what goes into them, and how closely they have to agree with the model."""
 

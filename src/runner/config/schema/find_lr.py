@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 from runner.config.schema.train import Train
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class FindLr(Train):
     """What `find-lr` adds: how many steps it takes, the first rate and the last one, and where to write."""
 

@@ -16,7 +16,7 @@ FEATURE_FILES = (".npz", ".safetensors")
 """Endings of a file of features."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Inspect(Train):
     """What `inspect` adds: which parts of a model are looked at, and which features are written."""
 

@@ -9,7 +9,7 @@ from runner.config.schema.sections import Count
 from runner.config.schema.train import Train
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Predict(Train):
     """What `predict` adds: the images, what is said of each, and where it is written."""
 

@@ -11,7 +11,7 @@ from runner.config.schema.sections import Count, NonNegative
 from runner.config.schema.train import Train
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Profile(Train):
     """What `profile` adds: how many steps are measured, how long that may take, and where to write."""
 

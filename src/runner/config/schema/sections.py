@@ -22,7 +22,7 @@ class HasTarget:
 Node = Annotated[dict[str, Any], HasTarget()]
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class OptimizerExtras:
     """Keys of `optimizer` beside the arguments of what it names."""
 
@@ -32,7 +32,7 @@ class OptimizerExtras:
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class ModelExtras:
     """Keys of `model` beside the arguments of what it names."""
 
@@ -43,7 +43,7 @@ class ModelExtras:
 EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Normalize:
     """Statistics that pixels in [0, 1] are normalised with; null means measured on the training split."""
 
@@ -51,7 +51,7 @@ class Normalize:
     std: list[float] | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Split:
     """How validation and test samples are set apart where the data set does not come with them."""
 
@@ -64,11 +64,10 @@ class Split:
     group: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Where samples come from and how they reach the device."""
 
-    dataset: Node
     name: str = "data"
     root: str = "data"
     download: bool = False
@@ -92,6 +91,7 @@ class Data:
     identity: Literal["check", "full", "ignore"] = "check"
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
+    dataset: Node
 
     @property
     def samples_a_batch(self) -> int:
@@ -100,7 +100,7 @@ class Data:
         return self.batch_size
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Transform:
     """Sample transforms run where a sample is read, batch transforms on the device, in the order listed; then mixing."""
 
@@ -111,7 +111,7 @@ class Transform:
     mix: Node | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Clip:
     """Gradient clipping: by value first, then each unit by its weights, then all together by norm."""
 
@@ -120,7 +120,7 @@ class Clip:
     agc: Annotated[float, Gt(0)] | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Averaging:
     """How `ema` and `swa` average weights."""
 
@@ -130,7 +130,7 @@ class Averaging:
     recalibrate_batches: Count | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Compiler:
     """How `compile` compiles: arguments of torch.compile."""
 
@@ -139,7 +139,7 @@ class Compiler:
     dynamic: bool | None = False
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Evaluate:
     """When the validation split is evaluated, and how."""
 
@@ -149,7 +149,7 @@ class Evaluate:
     test: bool = True
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When checkpoints are written, which are kept, and what `best` means."""
 
@@ -162,7 +162,7 @@ class Checkpoint:
     mode: Literal["min", "max"] | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Log:
     """How often the device is asked for numbers, what is shown meanwhile and logged, and whether curves are drawn."""
 
@@ -172,7 +172,7 @@ class Log:
     curves: bool = True
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Limit:
     """Batches to use of each epoch and of each evaluation; null means all."""
 
@@ -180,7 +180,7 @@ class Limit:
     eval_batches: Count | None = None
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Watch:
     """What is checked of every module while training; off, nothing is done at all."""
 

@@ -26,16 +26,10 @@ from runner.config.schema.sections import (
 )
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Train:
     """Everything that `train` needs to know; the top-level keys are those that people type every day."""
 
-    data: Data
-    model: Node
-    loss: Node
-    task: Node
-    optimizer: Node
-    scheduler: Node
     name: str = "data"
     seed: NonNegative = 0
     epochs: Count | None = 30
@@ -78,11 +72,17 @@ class Train:
     grad_clip: Clip = field(default_factory=Clip)
     averaging: Averaging = field(default_factory=Averaging)
     compiler: Compiler = field(default_factory=Compiler)
-    transform: Transform = field(default_factory=Transform)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
     limit: Limit = field(default_factory=Limit)
     watch: Watch = field(default_factory=Watch)
-    callbacks: dict[str, Node] = field(default_factory=dict)
+    data: Data
+    model: Node
+    transform: Transform = field(default_factory=Transform)
+    optimizer: Node
+    scheduler: Node
+    loss: Node
+    task: Node
     logger: dict[str, Node] = field(default_factory=dict)
+    callbacks: dict[str, Node] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from torch import Tensor, nn
 
-from runner.build.run import build_training, set_switches
+from runner.build.hardware import set_switches
 from runner.checkpoint import resume, rng
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.config.schema.audit import Audit
@@ -22,6 +22,7 @@ from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer, observe_gradients
 from runner.instrument.profiler_ranges import FORWARD, step_in_ranges
 from runner.runtime.activation import is_switched_on, switch
+from runner.train import build_run
 from runner.verbs.audit.record import (
     ACTIVATION,
     BATCH,
@@ -47,14 +48,13 @@ class Side:
 
     Args:
         config: the config.
-        values: the same as plain containers; what was taken from the data is written into them.
         found: checkpoint to start from; None for the beginning.
     """
 
-    def __init__(self, config: Audit, values: dict[str, Any], found: LoadedCheckpoint | None = None) -> None:
+    def __init__(self, config: Audit, found: LoadedCheckpoint | None = None) -> None:
         self.config = config
         start = resume.made_of(found, "position", Position) if found else None
-        self.training = build_training(config, values, start, make_cache=found is None)
+        self.training = build_run(config, start, make_cache=found is None)
         self._recomputes = is_switched_on()
         if found:
             # A copy, as an optimizer takes the tensors of its state as they are, and the other side would share them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from runner.build.describe import describe
 from runner.config import keys
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import checked, problems_in
+from runner.config.frozen import to_plain
+from runner.config.resolve import resolve_changes, resolve_config
 from runner.config.schema.audit import Audit
 from runner.config.validate import shown
 from runner.data.nondeterminism import Nondeterminism, find_nondeterminism
@@ -53,7 +53,7 @@ def _audit(composition: Composition) -> float:
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if as_json else None)
     if a is not None or b is not None:
-        config = checked(values, composition, Audit)
+        config = resolve_config(composition, Audit)
         compared = stored.compare(str(config.a), str(config.b), Path(config.output_root) / config.name)
         report.show_stored(console, compared)
         same, record = compared.same, report.stored_record(compared)
@@ -93,22 +93,22 @@ class AuditResult:
     alike: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def settings_of(config: Audit, values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def settings_of(config: Audit) -> dict[str, tuple[Any, Any]]:
     """The keys of `vary`, however they are nested, with the values of both sides."""
-    found, now = {}, keys.flatten(values)
+    found, now = {}, keys.flatten(to_plain(config))
     for key, given in keys.flatten(config.vary).items() if config.vary else []:
         found[key] = (given[0], given[1]) if isinstance(given, list) else (now.get(key), given)
     return found
 
 
 def _trained(composition: Composition, console: Console) -> AuditResult:
-    config, values, start = line_or_checkpoint(composition, Audit)
-    varied = settings_of(config, values)
+    config, start = line_or_checkpoint(composition, Audit)
+    varied = settings_of(config)
     sides: list[Side] = []
     try:
         for number in range(2):
-            own_config, own_values = _with(composition, values, {key: pair[number] for key, pair in varied.items()})
-            sides.append(Side(own_config, own_values, start))
+            own_config = _with(composition, config, {key: pair[number] for key, pair in varied.items()})
+            sides.append(Side(own_config, start))
         training = sides[0].training
         title = f"audit of {config.name}  seed {config.seed}  {report.settings_text(varied)}"
         console.header(title, describe(sides[0].config, training))
@@ -126,23 +126,13 @@ def _trained(composition: Composition, console: Console) -> AuditResult:
             side.close()
 
 
-def _with(composition: Composition, values: dict[str, Any], settings: dict[str, Any]) -> tuple[Audit, dict[str, Any]]:
-    """The validated config with some keys set, and the same as plain containers."""
-    values = copy.deepcopy(values)
-    for key, value in settings.items():
-        *path, last = key.split(".")
-        section = values
-        for part in path:
-            inner = section.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise UserError(f"vary.{key}: there is no such key here, as {part} is {shown(inner)}")
-            section = inner
-        section[last] = copy.deepcopy(value)
-    config, problems = problems_in(values, composition, Audit)
-    if problems or config is None:
+def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> Audit:
+    """The validated config with some keys set."""
+    found, problems = resolve_changes(config, settings, composition, "vary.")
+    if problems or found is None:
         given = ", ".join(f"{key}={shown(value)}" for key, value in settings.items())
         raise UserError(f"vary: {given} cannot be run\n{ConfigError(problems)}") if settings else ConfigError(problems)
-    return config, values
+    return found
 
 
 def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> AuditResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
 import math
@@ -14,11 +13,13 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
-from runner.build.run import Training, build_training, set_switches
+from runner.build.hardware import set_switches
+from runner.build.run import Run
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import problems_in
+from runner.config.frozen import to_plain, with_changes
+from runner.config.resolve import resolve_changes
 from runner.config.schema.bench import Bench
 from runner.data.build import DataModule
 from runner.data.workers import WorkerLoader
@@ -27,6 +28,7 @@ from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.device import choose_device
 from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
+from runner.train import build_run
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
 
@@ -49,63 +51,57 @@ class Workbench:
     """Makes configs, data and trainings for the candidates.
 
     Args:
+        config: what was asked for.
         composition: what the command line amounts to.
     """
 
-    def __init__(self, composition: Composition) -> None:
-        self._composition = composition
-        self._values = composition.values
-        self._own = composition.values["ckpt_path"] is None  # and no config from a file says where to read and write
+    def __init__(self, config: Bench, composition: Composition) -> None:
+        self._config, self._composition = config, composition
+        self._own = config.ckpt_path is None  # and no config from a file says where to read and write
         self._splits: dict[str, DataModule] = {}
 
-    def config(self, settings: Mapping[str, Any]) -> tuple[Bench, dict[str, Any]]:
-        """The validated config with some keys set, and the same as plain containers.
+    def config(self, settings: Mapping[str, Any]) -> Bench:
+        """The validated config with some keys set.
 
         Raises:
             UserError: with what is wrong, in one line where it is not the user's own words that are.
         """
-        values = copy.deepcopy(self._values)
-        for key, value in settings.items():
-            _set(values, key, copy.deepcopy(value))
-        config, problems = problems_in(values, self._composition, Bench)
+        config, problems = resolve_changes(self._config, settings, self._composition)
         if problems or config is None:
             if not settings:
                 raise ConfigError(problems)
             raise UserError("; ".join(f"{problem.key}: {problem.message}" for problem in problems))
-        return config, values
+        return config
 
-    def build(self, config: Bench, values: dict[str, Any], splits: DataModule | None = None) -> Training:
+    def build(self, config: Bench, splits: DataModule | None = None) -> Run:
         """What a run would train, on data that other candidates may use too.
 
         Args:
             config: the config.
-            values: the same as plain containers.
             splits: data to use in place of what the config says.
 
         Raises:
             UserError: if the parts do not fit together.
         """
-        # The data is told apart by what was asked for; building fills in what is measured on it.
-        key = _about_data(values)
+        key = _about_data(config)
         if config.compile:
             _allow_recompiling()
-        training = build_training(
-            config, values, splits=splits or self._splits.get(key), make_cache=self._own, fresh=self._own
-        )
+        training = build_run(config, data=splits or self._splits.get(key), make_cache=self._own, fresh=self._own)
         if splits is None:
             self._splits[key] = training.splits
         return training
 
-    def read_data(self, config: Bench, values: dict[str, Any]) -> None:
+    def read_data(self, config: Bench) -> None:
         """Have the data of a config in memory, or its workers ready, so that building it later takes no time for that."""
-        if _about_data(values) not in self._splits:
-            self.build(config, copy.deepcopy(values))
+        if _about_data(config) not in self._splits:
+            self.build(config)
 
     def keep_statistics(self, splits: DataModule) -> None:
         """Give all further candidates the statistics that were measured for the first one."""
-        self._values = copy.deepcopy(self._values)
-        self._values["data"]["normalize"] = {"mean": list(splits.mean), "std": list(splits.std)}
-        self._splits[_about_data(self._values)] = splits
+        self._config = with_changes(
+            self._config, {"data.normalize.mean": list(splits.mean), "data.normalize.std": list(splits.std)}
+        )
+        self._splits[_about_data(self._config)] = splits
 
     def close(self) -> None:
         """End worker processes."""
@@ -120,15 +116,10 @@ def _allow_recompiling() -> None:
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
-def _about_data(values: dict[str, Any]) -> str:
-    return json.dumps({name: value for name, value in values.items() if name not in _NOT_ABOUT_DATA}, default=str)
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    for part in path:
-        values = values.setdefault(part, {})
-    values[last] = value
+def _about_data(config: Bench) -> str:
+    return json.dumps(
+        {name: value for name, value in to_plain(config).items() if name not in _NOT_ABOUT_DATA}, default=str
+    )
 
 
 class FirstSteps(NamedTuple):
@@ -168,17 +159,17 @@ class Stand:
 
     def __init__(self, bench: Workbench, candidate: Candidate = BASELINE) -> None:
         self.candidate = candidate
-        self.config, self._checked = bench.config(dict(candidate.settings))
+        self.config = bench.config(dict(candidate.settings))
         self._bench = bench
         self.device, _ = choose_device(self.config.device)
-        self._training: Training | None = None
+        self._training: Run | None = None
         self._recomputes = False
 
     @property
-    def training(self) -> Training:
+    def training(self) -> Run:
         """The objects of the candidate, built if they are not there."""
         if self._training is None:
-            self._training = self._bench.build(self.config, copy.deepcopy(self._checked))
+            self._training = self._bench.build(self.config)
             self._recomputes = is_switched_on()
         return self._training
 
@@ -205,7 +196,7 @@ class Stand:
             UserError, RuntimeError: if it cannot be run.
         """
         self.release()
-        self._bench.read_data(self.config, self._checked)
+        self._bench.read_data(self.config)
         device = self.device
         reset_peak_memory(device)
         before = memory_in_use(device)
@@ -235,8 +226,8 @@ class Stand:
 
     def seeded(self, seed: int, steps: int) -> float:
         """The loss after the first steps from other initial weights, on the same batches."""
-        config, values = self._bench.config({**dict(self.candidate.settings), "seed": seed})
-        training = self._bench.build(config, values, self.training.splits)
+        config = self._bench.config({**dict(self.candidate.settings), "seed": seed})
+        training = self._bench.build(config, self.training.splits)
         run(training, training.splits.train.loader, steps)
         return training.state.meter.read()
 

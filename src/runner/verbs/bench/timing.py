@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from runner.build.run import Training
+from runner.build.run import Run
 from runner.data.loaders import Batch
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
@@ -61,7 +61,7 @@ class Clock:
 
 
 def run(
-    training: Training,
+    training: Run,
     source: Source,
     steps: int,
     marks: Mapping[int, Callable[[Clock], None] | None] | None = None,
@@ -81,7 +81,7 @@ def run(
     # No batch is made that is not used: workers would go on with it while another candidate is measured.
     plan = dataclasses.replace(plan, limit=min(plan.batches, steps * plan.accumulate))
     clock = Clock(training.device, marks or {})
-    monitor = (training.monitor, training.mode)
+    monitor = training.monitor
     loop = Loop(state, source, plan, training.parts, Limits(None, steps), None, [clock], monitor)
     clock.take(loop)
     loop.run()
@@ -103,7 +103,7 @@ class Repeated:
             yield self._batch if size == len(self._batch.targets) else Batch(*(part[:size] for part in self._batch))
 
 
-def read(training: Training, batches: int, warmup: int, epoch: int) -> Timed:
+def read(training: Run, batches: int, warmup: int, epoch: int) -> Timed:
     """Take batches from the loader, and do nothing with them."""
     plan, device = training.plan, training.device
     samples, done, began = 0, 0, time.perf_counter()

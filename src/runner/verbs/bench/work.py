@@ -35,21 +35,11 @@ def run(cfg: DictConfig) -> float | None:
     return guarded(_bench, cfg)
 
 
-def settle(composition: Composition) -> tuple[Bench, Composition]:
-    """What to measure: the config of the command line, or that of the checkpoint that `ckpt_path` names with the line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
-    config, values, _ = line_or_checkpoint(composition, Bench)
-    return config, dataclasses.replace(composition, values=values)
-
-
 def _bench(composition: Composition) -> float:
-    config, composition = settle(composition)
+    config, _ = line_or_checkpoint(composition, Bench)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    bench = Workbench(composition)
+    bench = Workbench(config, composition)
     try:
         found = (_toggles if config.part == "train" else _data)(composition, config, bench, console)
     finally:

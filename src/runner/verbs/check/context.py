@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.build.run import Training, build_training, look_ahead
-from runner.build.weight_average import load_best
+from runner.build.evaluation import load_best
+from runner.build.run import Run
+from runner.build.validate import validate_limits
 from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
 from runner.config.schema.check import Check
@@ -24,6 +25,7 @@ from runner.data.loaders import Batch, Loader
 from runner.data.samples import SampleTransform, SeededDataset, collate
 from runner.data.splits import targets_of
 from runner.instrument.no_trace import SavedBuffers, evaluating
+from runner.train import build_run
 from runner.verbs.check.result import NotApplicable
 from runner.verbs.check.split_stats import SplitStats, compute_split_stats
 
@@ -47,7 +49,6 @@ class CheckContext:
 
     Args:
         config: the validated config.
-        values: the same as plain containers.
         splits: the data.
         found: a checkpoint with the weights of the model, or None.
         began: start of the time budget, by `time.monotonic`.
@@ -56,16 +57,9 @@ class CheckContext:
         used_stats: whether `stats` was used since this was last set to False.
     """
 
-    def __init__(
-        self,
-        config: Check,
-        values: dict[str, Any],
-        splits: DataModule,
-        found: find.LoadedCheckpoint | None,
-        began: float,
-    ) -> None:
-        self.config, self.values, self.splits, self.found, self.began = config, values, splits, found, began
-        self._training: Training | None = None
+    def __init__(self, config: Check, splits: DataModule, found: find.LoadedCheckpoint | None, began: float) -> None:
+        self.config, self.splits, self.found, self.began = config, splits, found, began
+        self._training: Run | None = None
         self._start: dict[str, Any] = {}
         self._cache: dict[Callable[[CheckContext], Any], tuple[Any, bool]] = {}
         self.used_stats = False
@@ -243,7 +237,7 @@ class CheckContext:
         return 2 * self.left / max(self._seconds_per_sample * plan.batch_size * plan.accumulate, 1e-9)
 
     @property
-    def training(self) -> Training:
+    def training(self) -> Run:
         """The objects of the run, in their initial state.
 
         Raises:
@@ -260,8 +254,8 @@ class CheckContext:
             UserError: as in `train`.
         """
         plain = dataclasses.replace(self.config, compile=False)  # compiled code calls no hooks
-        training = build_training(plain, self.values, splits=self.splits, fresh=self.found is None)
-        look_ahead(plain, training)
+        training = build_run(plain, data=self.splits, fresh=self.found is None)
+        validate_limits(training)
         if self.found is not None:
             try:
                 load_best(training, self.found.contents)

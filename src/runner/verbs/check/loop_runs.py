@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from runner.build.evaluation import evaluate_both
 from runner.build.metrics import build_callbacks, fresh_metrics
-from runner.build.weight_average import evaluate_both
 from runner.checkpoint import resume
 from runner.data.loaders import Loader
 from runner.engine.callbacks import UnfreezeCallback
@@ -19,7 +19,7 @@ from runner.verbs.check.context import CheckContext
 def run_callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], None]]:
     """The callbacks of the run that affect training, and what `on_nonfinite=rollback` does: back to the start."""
     training = context.training
-    extra = build_callbacks(context.config, training.task, training.monitor, training.mode)
+    extra = build_callbacks(context.config, training.task, training.monitor)
     kept = {
         name: resume.copied(callback.state_dict())
         for name, callback in extra.items()
@@ -74,9 +74,9 @@ def build_loop(
         plan,
         options.get("parts", training.parts),
         limits,
-        (lambda _: evaluate_both(training, context.config, evaluate_once)) if held_out is not None else None,
+        (lambda _: evaluate_both(training, evaluate_once)) if held_out is not None else None,
         [*own, *extra],
-        (training.monitor, training.mode),
+        training.monitor,
         step=options.get("step", training.step),
         roll_back=roll_back,
     )

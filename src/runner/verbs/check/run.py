@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from runner.build.batch_size import settle_batch_size
+from runner.build.batch_size import auto_batch_size
 from runner.build.describe import describe
-from runner.build.run import build_training, set_switches
+from runner.build.hardware import set_switches
 from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
@@ -30,6 +30,7 @@ from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
+from runner.train import build_run
 from runner.verbs._checkpoint import line_or_checkpoint
 from runner.verbs._work import guarded
 from runner.verbs.check.context import CheckContext
@@ -62,12 +63,12 @@ def run(cfg: DictConfig) -> float | None:
 
 def check(composition: Composition) -> float:
     """The same for a composed config."""
-    config, values, found = line_or_checkpoint(composition, Settings, "best")
+    config, found = line_or_checkpoint(composition, Settings, "best")
     chosen = select_checks(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     began = time.monotonic()
-    completed, seen = run_checks(config, values, found, chosen, console)
+    completed, seen = run_checks(config, found, chosen, console)
     bad = sum(each.result.status in (("fail", "warn") if config.strict else ("fail",)) for each in completed)
     seconds = time.monotonic() - began
     if config.json:
@@ -110,7 +111,6 @@ def select_checks(config: Settings) -> list[Check]:
 
 def run_checks(
     config: Settings,
-    values: dict[str, Any],
     found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
@@ -119,14 +119,15 @@ def run_checks(
     began = time.monotonic()
     set_switches(config, _device(config))
     late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
-    splits = _attempt(lambda: _build_data(config, values), began + config.budget_s - time.monotonic())
-    if isinstance(splits, OutOfTime):
+    built = _attempt(lambda: _build_data(config), began + config.budget_s - time.monotonic())
+    if isinstance(built, OutOfTime):
         return late, []
-    if isinstance(splits, Exception):
+    if isinstance(built, Exception):
         others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
-        return [CompletedCheck(BUILD, _build_failed(splits), time.monotonic() - began), *others], []
+        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], []
+    config, splits = built
     with contextlib.closing(splits):
-        context = CheckContext(config, values, splits, found, began)
+        context = CheckContext(config, splits, found, began)
         error = _attempt(context.build, context.left)
         if isinstance(error, OutOfTime):
             return late, []
@@ -207,12 +208,13 @@ def _attempt(work: Callable[[], T], seconds: float) -> T | Exception | OutOfTime
         return error
 
 
-def _build_data(config: Settings, values: dict[str, Any]) -> DataModule:
+def _build_data(config: Settings) -> tuple[Settings, DataModule]:
+    """The config, with the batch size that fits if it is auto, and the data."""
     if config.data.batch_size == "auto":
-        settle_batch_size(config, values, functools.partial(build_training, make_cache=False))
+        config, _ = auto_batch_size(config, functools.partial(build_run, make_cache=False))
     size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
     data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts images that cannot be read
-    return build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
+    return config, build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
 
 
 def _build_failed(error: Exception) -> Result:

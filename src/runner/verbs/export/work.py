@@ -18,10 +18,10 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from runner.build.metrics import build_metrics
-from runner.build.model import build_learner
+from runner.build.model import build_task_model_loss
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
-from runner.config.errors import UserError
+from runner.config.errors import FAILED, UserError
 from runner.config.schema.export import Export
 from runner.data.sources.image_files import reading_steps
 from runner.engine.evaluation import evaluate
@@ -30,7 +30,6 @@ from runner.runtime.device import configure_torch
 from runner.tracking.console import Console
 from runner.tracking.environment import versions
 from runner.tracking.files import finite, write_json, writing
-from runner.train import FAILED
 from runner.verbs._checkpoint import (
     FromCheckpoint,
     Settled,
@@ -168,7 +167,7 @@ def _accuracy(settled: Settled[Export], model: nn.Module, quantised: Run, files:
     with contextlib.closing(splits):
         if splits.val is None:
             raise UserError("int8: this data has no validation split to compare on\n    allowed: int8=false")
-        task, _, loss = build_learner(settled.values, config, splits, fetch_weights=False)
+        task, _, loss = build_task_model_loss(config, splits, fetch_weights=False)
         results = {}
         for name, each in (("float", model), ("int8", _Outputs(quantised))):
             metrics = build_metrics(config, task, _CPU)

@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 
 from runner.build.auto_lr import REASON, FoundRate, find_rate
 from runner.build.describe import describe
-from runner.build.run import build_training
 from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
@@ -25,6 +24,7 @@ from runner.engine.state import load_weights
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
+from runner.train import build_run
 from runner.verbs._checkpoint import folder_for, line_or_checkpoint
 from runner.verbs._work import guarded
 
@@ -42,12 +42,14 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _find(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, FindLr)
+    config, found = line_or_checkpoint(composition, FindLr)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps)
     own = found is None
-    training = build_training(tested, values, make_cache=own, fresh=own)
+    training = build_run(tested, make_cache=own, fresh=own)
+    built = training.config  # with what comes from the data
+    config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.splits):
         if found is not None:
             try:
@@ -61,9 +63,9 @@ def _find(composition: Composition) -> float:
         console.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         for warning in [*training.warnings, *(found.warnings if found else [])]:
             console.warn(warning)
-        rate = find_rate(config, training, config.num_steps, config.start, config.end)
+        rate = find_rate(training, config.num_steps, config.start, config.end)
     record = {"command": mask_words(composition.words), **rate.record()}
-    _write(folder, record, rate, config.name, stored.dump(values))
+    _write(folder, record, rate, config.name, stored.dump(config))
     if config.json:
         print(json.dumps(finite(record | {"folder": str(folder)})))
     else:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from runner.build.run import Training
+from runner.build.run import Run
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
 from runner.instrument.no_trace import evaluating
@@ -51,7 +51,7 @@ def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
     return split.loader.batches(0, 0, count if limit is None else min(count, limit))
 
 
-def mistakes_in(training: Training, split: SplitData, classes: int, limit: int | None, most: int) -> Mistakes:
+def mistakes_in(training: Run, split: SplitData, classes: int, limit: int | None, most: int) -> Mistakes:
     """Evaluate a split and collect the mistakes, with no more than a batch of images in memory."""
     confusion = torch.zeros(classes, classes, dtype=torch.int64)
     surest: list[Mistake] = []

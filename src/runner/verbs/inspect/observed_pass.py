@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.build.run import Training
+from runner.build.run import Run
 from runner.engine.protocols import Batch
 from runner.instrument.nested import first_tensor
 from runner.instrument.no_trace import no_trace
@@ -43,7 +43,7 @@ class Passed:
     frozen: list[str] = field(default_factory=list)
 
 
-def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Passed:
+def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
     """Send a batch of training through model and loss and back.
 
     Weights, buffers, modes, gradients and random generators are left as they were.
@@ -67,7 +67,7 @@ def pass_through(training: Training, batch: Batch, tensors: Sequence[str]) -> Pa
     return found
 
 
-def _gradients(training: Training, batch: Batch, forward: Callable[[Tensor], Any]) -> Passed:
+def _gradients(training: Run, batch: Batch, forward: Callable[[Tensor], Any]) -> Passed:
     weights = dict(training.model.named_parameters())
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     with training.precision.autocast():

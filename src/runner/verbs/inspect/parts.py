@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.build.model import as_given
-from runner.build.run import Training, training_flops
+from runner.build.model import example_input
+from runner.build.run import Run, training_flops
 from runner.config.errors import UserError
 from runner.config.schema.inspect import Inspect
 from runner.data.build import SplitData
@@ -44,7 +44,7 @@ class Inspection:
     """
 
     config: Inspect
-    training: Training
+    training: Run
     folder: Path
     lines: list[str] = field(default_factory=list)
     parts: list[Table | tuple[Path, str]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Inspection:
     def anatomy(self) -> Anatomy:
         """The modules of the model."""
         flops = self.flops
-        return anatomy(self.training.model, as_given(self.training.splits), flops.by_module, flops.samples)
+        return anatomy(self.training.model, example_input(self.training.splits), flops.by_module, flops.samples)
 
     @cached_property
     def batch(self) -> Batch:
@@ -88,7 +88,7 @@ class Inspection:
         self.parts.append((self.folder / name, title))
 
 
-def split_of(config: Inspect, training: Training) -> SplitData:
+def split_of(config: Inspect, training: Run) -> SplitData:
     """The split that the config names.
 
     Raises:

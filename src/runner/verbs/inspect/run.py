@@ -15,10 +15,10 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from runner.build.describe import describe
-from runner.build.run import Training, build_training
+from runner.build.run import Run
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
-from runner.config.resolve import checked
+from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
@@ -28,6 +28,7 @@ from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
+from runner.train import build_run
 from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
 from runner.verbs._work import guarded
 from runner.verbs.inspect.errors import batches_of
@@ -54,11 +55,10 @@ def run(cfg: DictConfig) -> float | None:
 def _inspect(composition: Composition) -> float:
     settled: Settled[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
-        values = composition.values
-        config = checked(values, composition, Inspect)
+        config = resolve_config(composition, Inspect)
     else:
         settled = settle(composition, Inspect)
-        values, config = settled.values, settled.config
+        config = settled.config
     found = settled.found if settled else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
@@ -66,7 +66,7 @@ def _inspect(composition: Composition) -> float:
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
-    training = build_training(plain, values, start, make_cache=False)
+    training = build_run(plain, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
     with contextlib.closing(training.splits):
         training.splits.bad_samples.open(None, console.warn)
@@ -101,7 +101,7 @@ def _inspect(composition: Composition) -> float:
 
 
 def _looked_at(
-    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
@@ -151,7 +151,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 
 
 def _written_features(
-    config: Inspect, training: Training, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
+    config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from runner.build.metrics import build_callbacks
-from runner.build.run import Training
+from runner.build.run import Run
 from runner.config.errors import UserError
 from runner.config.schema.profile import Profile
 from runner.data.profiler_ranges import loader_in_ranges
@@ -95,7 +95,7 @@ class Phases:
     """A callback that leads a loop through the phases and ends it; has to be the last in the list."""
 
     def __init__(
-        self, config: Profile, training: Training, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
+        self, config: Profile, training: Run, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
     ) -> None:
         self.found = Measured()
         self._config, self._training, self._watch, self._folder, self._tell = config, training, stopwatch, folder, tell
@@ -193,7 +193,7 @@ class Phases:
         self._context.close()
 
 
-def measure(config: Profile, training: Training, folder: Path, tell: Callable[[str], None]) -> Measured:
+def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], None]) -> Measured:
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them.
 
     Raises:
@@ -201,7 +201,7 @@ def measure(config: Profile, training: Training, folder: Path, tell: Callable[[s
     """
     stopwatch = Stopwatch(training.device)
     phases = Phases(config, training, stopwatch, folder, tell)
-    extra = build_callbacks(config, training.task, training.monitor, training.mode)
+    extra = build_callbacks(config, training.task, training.monitor)
     at_once = max(1, config.steps * config.accumulate // 5)
     loop = Loop(
         training.state,
@@ -211,7 +211,7 @@ def measure(config: Profile, training: Training, folder: Path, tell: Callable[[s
         Limits(None, phases.steps),
         None,
         [*extra.values(), Log(config.log.every_steps, []), phases],
-        (training.monitor, training.mode),
+        training.monitor,
         step=step_in_ranges(stopwatch, forward, backward, update_weights),
     )
     try:

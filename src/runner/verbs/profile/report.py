@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runner.build.run import Training, training_flops
+from runner.build.run import Run, training_flops
 from runner.config.cores import cores
 from runner.config.schema.profile import Profile
 from runner.instrument.flops import Flops
@@ -25,7 +25,7 @@ _MIB = 2**20
 _PARTS = (WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER, OTHER)
 
 
-def record_of(config: Profile, training: Training, measured: Measured, ops: list[Op]) -> dict[str, Any]:
+def record_of(config: Profile, training: Run, measured: Measured, ops: list[Op]) -> dict[str, Any]:
     """Everything that was found, as plain containers."""
     device = training.device
     seconds = measured.seconds
@@ -74,7 +74,7 @@ def _split(measured: Measured, mean: float) -> dict[str, dict[str, float]]:
     return found
 
 
-def _flops(training: Training) -> tuple[Flops | None, str]:
+def _flops(training: Run) -> tuple[Flops | None, str]:
     try:
         return training_flops(training, training.state.position), ""
     except RuntimeError as error:
@@ -98,7 +98,7 @@ def _compute(flops: Flops | None, reason: str, ceiling: PeakFlops, utilization: 
     }
 
 
-def _memory(training: Training, measured: Measured) -> dict[str, Any]:
+def _memory(training: Run, measured: Measured) -> dict[str, Any]:
     model, saved = training.model, measured.saved
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = [

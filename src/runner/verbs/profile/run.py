@@ -12,7 +12,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from runner.build.describe import describe
-from runner.build.run import build_training
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.schema.profile import Profile
@@ -20,6 +19,7 @@ from runner.config.secrets import mask_words
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
+from runner.train import build_run
 from runner.verbs._checkpoint import folder_for, line_or_checkpoint
 from runner.verbs._work import guarded
 from runner.verbs.profile.measure import Measured, measure
@@ -40,14 +40,16 @@ def run(cfg: DictConfig) -> float | None:
 
 
 def _profile(composition: Composition) -> float:
-    config, values, found = line_or_checkpoint(composition, Profile)
+    config, found = line_or_checkpoint(composition, Profile)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
     shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
     own = found is None
-    training = build_training(shortened, values, make_cache=own, fresh=own)
+    training = build_run(shortened, make_cache=own, fresh=own)
+    built = training.config  # with what comes from the data
+    config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.splits):
         folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles")
         console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
@@ -57,7 +59,7 @@ def _profile(composition: Composition) -> float:
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.words)}
         record |= record_of(config, training, measured, ops)
-    written = _write(folder, record, measured, ops, stored.dump(values))
+    written = _write(folder, record, measured, ops, stored.dump(config))
     if config.json:
         print(json.dumps(finite(record | {"folder": str(folder)})))
     else:

@@ -18,7 +18,7 @@ from runner.tracking.formats import percent
 from runner.verbs.profile.ops import SMALL_OP_MS
 
 if TYPE_CHECKING:
-    from runner.build.run import Training
+    from runner.build.run import Run
     from runner.config.schema.profile import Profile
 
 _MUCH = 0.2  # share of a step that is worth doing something about, beside computing
@@ -146,7 +146,7 @@ def _for_computing(facts: Facts) -> str:
 
 def facts_of(
     config: Profile,
-    training: Training,
+    training: Run,
     shares: Mapping[str, float],
     busy: float | None,
     small_ops: float | None,

@@ -14,7 +14,7 @@ from torchvision import models
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.resolve import merged
+from runner.config.merge import merge_with_checkpoint
 from runner.config.targets import build, remedy
 from runner.models.torchvision_zoo import classifier
 
@@ -54,10 +54,10 @@ def test_a_target_that_downloads_or_writes_is_built_in_its_own_section_alone(tar
     for place in PLACES:
         text = stored.dump(with_node(values, place, {"_target_": target, "root": "evil", "download": True}))
         if place.startswith(DOWNLOADS[target]):
-            merged(text, "theirs.pt", compose())
+            merge_with_checkpoint(text, "theirs.pt", compose())
             continue
         with pytest.raises(ConfigError) as caught:
-            merged(text, "theirs.pt", compose())
+            merge_with_checkpoint(text, "theirs.pt", compose())
         [problem] = caught.value.problems
         section = "data.dataset" if place.startswith("data.") else place.split(".")[0]
         assert problem.key == f"{place}._target_"
@@ -69,11 +69,11 @@ def test_the_users_word_counts_in_its_own_section_alone(compose: Compose) -> Non
     line = compose("data=mnist")
     node = {"_target_": "runner.data.sources.torchvision_sets.mnist", "root": "evil", "download": True}
     with pytest.raises(ConfigError, match=r"loss\._target_"):
-        merged(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
+        merge_with_checkpoint(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
     own = {"_target_": "strange_package.Net"}
     line = compose("model._target_=strange_package.Net")
     with pytest.raises(ConfigError, match=r"loss\._target_"):
-        merged(stored.dump(with_node(line.values, "loss", own)), "theirs.pt", line)
+        merge_with_checkpoint(stored.dump(with_node(line.values, "loss", own)), "theirs.pt", line)
 
 
 def test_downloads_of_data_are_off_at_every_depth(compose: Compose) -> None:
@@ -85,7 +85,7 @@ def test_downloads_of_data_are_off_at_every_depth(compose: Compose) -> None:
         "download": True,
     }
     text = stored.dump(with_node(compose().values, "data.dataset", node))
-    values, changed = merged(text, "theirs.pt", compose())
+    values, changed = merge_with_checkpoint(text, "theirs.pt", compose())
     assert "True" not in str(values["data"]["dataset"])
     assert not changed
 

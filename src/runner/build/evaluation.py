@@ -1,0 +1,147 @@
+"""Evaluations of a run: of its weights, of their average, and of the best checkpoint on the test split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.build.batch_size import explaining_memory, memory_for_evaluation
+from runner.build.data_check import warn_of_nonfinite
+from runner.build.metrics import fresh_metrics
+from runner.build.run import Run
+from runner.checkpoint import file
+from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.weights import part_with, weights_of
+from runner.engine.errors import Interrupted
+from runner.engine.evaluation import evaluate
+from runner.engine.state import load_weights
+from runner.engine.weight_average import prefix
+from runner.instrument.no_trace import preserved_rng
+
+Interrupt = Callable[[], bool]
+_LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
+
+
+class Evaluator:
+    """Evaluates the splits of a run.
+
+    Args:
+        run: the run.
+        warn: shows a warning.
+        interrupted: asked before every batch; True ends the evaluation with `Interrupted`.
+    """
+
+    def __init__(self, run: Run, warn: Callable[[str], None], interrupted: Interrupt) -> None:
+        self._run, self._warn, self._interrupted = run, warn, interrupted
+        self._metrics = fresh_metrics(run.config, run.task, run.device)
+
+    def weights(self, name: str, interrupted: Interrupt | None = None) -> dict[str, float]:
+        """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
+        run, split = self._run, self._run.data.eval_split(name)
+        assert split is not None, f"there is no split {name}"
+        with memory_for_evaluation(run.config):
+            found = evaluate(
+                run.model,
+                split.loader,
+                targets_of=run.task.targets,
+                loss=run.loss,
+                metrics=self._metrics(),
+                autocast=run.precision.autocast,
+                limit=run.config.limit.eval_batches,
+                interrupted=interrupted or self._interrupted,
+            )
+        warn_of_nonfinite(found["loss"], run.data, name, self._warn)
+        return {f"{name}/{metric}": number for metric, number in found.items()}
+
+    def weights_and_average(self, name: str, interrupted: Interrupt | None = None) -> dict[str, float]:
+        """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
+        stop = interrupted or self._interrupted
+        return evaluate_both(self._run, lambda: self.weights(name, stop), stop)
+
+    def validate(self, interrupted: Interrupt) -> dict[str, float]:
+        """Evaluate the validation split during training."""
+        return self.weights_and_average("val", interrupted)
+
+    def test(self, manager: CheckpointManager) -> dict[str, Any]:
+        """Test the best checkpoint, or without one the weights as they are; returns `test`, and which weights were tested."""
+        state, summary = self._run.state, dict[str, Any]()
+        if manager.best.is_file() and state.best is not None:
+            kind = load_best(self._run, file.read(manager.best, part_with()))
+            if state.averaged is not None or kind != "raw":
+                summary["test_weights"] = kind
+            results = self.weights("test")
+        else:
+            results = self.weights_and_average("test")
+        return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
+
+
+def evaluate_both(
+    run: Run, evaluate: Callable[[], dict[str, float]], interrupted: Interrupt = lambda: False
+) -> dict[str, float]:
+    """Evaluate the weights, and their average if there is one: `val/loss` and `val/ema_loss`, and so on.
+
+    Before SWA begins, its average is the weights themselves, so their metrics stand for both.
+
+    Args:
+        run: the run.
+        evaluate: evaluates the model as it is; returns metrics as {"val/loss": 0.1, ...}.
+        interrupted: asked before every batch that BatchNorm's statistics are computed from; True ends that.
+
+    Raises:
+        Interrupted: if `interrupted` said so.
+        UserError: if there is not enough memory for these batches.
+    """
+    found, averaged = evaluate(), run.state.averaged
+    if averaged is None:
+        return found
+    others = found
+    if averaged.begun:
+        with averaged.applied():
+            if averaged.kind == "swa":
+                with explaining_memory("data.batch_size", run.plan.batch_size, _LESS):
+                    averaged.recalibrate(lambda: _feed(run, interrupted))
+            others = evaluate()
+    start = f"/{prefix(averaged.kind)}"
+    return found | {name.replace("/", start, 1): value for name, value in others.items()}
+
+
+def _feed(run: Run, interrupted: Interrupt) -> None:
+    """Send the training split, without augmentation, through the model, in batches of the size that it is trained with.
+
+    BatchNorm's statistics depend on that size, and must not depend on the batch size of evaluations.
+    """
+    loader, size, limit = run.data.train_for_eval.loader, run.plan.batch_size, run.config.averaging.recalibrate_batches
+    samples = loader.samples if limit is None else min(loader.samples, limit * size)
+    if samples > size and samples % size == 1:
+        samples -= 1  # a single sample has no variance
+    read = loader.batches(0, 0, math.ceil(samples / loader.batch_size))
+    with preserved_rng(), torch.no_grad():
+        for images in _in_batches_of(size, (batch.images for batch in read), samples):
+            if interrupted():
+                raise Interrupted
+            with run.precision.autocast():
+                run.model(images)
+
+
+def _in_batches_of(size: int, batches: Iterable[Tensor], samples: int) -> Iterator[Tensor]:
+    """The first `samples` samples of batches (B, ...), in batches of `size`; only the last may be smaller."""
+    rest: Tensor | None = None
+    for batch in batches:
+        left = batch[:samples]
+        samples -= len(left)
+        left = left if rest is None else torch.cat([rest, left])
+        while len(left) >= size or (len(left) and not samples):
+            yield left[:size].clone()  # kernels may round differently if memory begins elsewhere
+            left = left[size:]
+        rest = left
+
+
+def load_best(run: Run, contents: dict[str, Any]) -> str:
+    """Load the weights of a checkpoint that its best evaluation used; returns what they are, see `weights_of`."""
+    weights, kind = weights_of(contents)
+    load_weights(run.model, weights)
+    return kind

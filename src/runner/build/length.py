@@ -1,0 +1,58 @@
+"""How long a run is: its epochs, batches and optimizer steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runner.config.errors import UserError
+from runner.config.schema.train import Train
+from runner.data.build import DataModule
+from runner.engine.plan import EpochPlan, Limits, Timeline
+from runner.engine.position import Position
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is.
+
+    Attributes:
+        plan: how an epoch divides into batches and steps.
+        timeline: where epochs begin, also those of a resumed run that had another number of steps.
+        limits: when training ends, and when it is evaluated.
+        total_steps: optimizer steps of the whole run.
+    """
+
+    plan: EpochPlan
+    timeline: Timeline
+    limits: Limits
+    total_steps: int
+
+
+def plan_length(config: Train, data: DataModule, start: Position | None) -> RunLength:
+    """Plan the epochs and steps of a run that starts at `start`, or at its beginning.
+
+    Raises:
+        UserError: if the data have no batch, or not the batches of the epoch in which the run starts.
+    """
+    size = config.data.samples_a_batch
+    plan = EpochPlan(
+        samples=data.train.samples,
+        batch_size=size,
+        accumulate=config.accumulate,
+        drop_last=config.data.drop_last,
+        limit=config.limit.train_batches,
+    )
+    if start is not None and start.batch >= max(1, plan.batches):
+        raise UserError(
+            "ckpt_path",
+            f"the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}",
+            "the data that the run was trained on, or a checkpoint from the end of an epoch",
+        )
+    if plan.batches == 0:
+        raise UserError(
+            "data.batch_size",
+            f"{size} is more than the {plan.samples} training samples, and data.drop_last=true leaves no batch",
+            "a smaller data.batch_size, or data.drop_last=false",
+        )
+    limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
+    return RunLength(plan, Timeline.of(start or Position(), plan), limits, limits.total_steps(plan, start))

@@ -1,0 +1,228 @@
+"""What is kept of a run: its directory with overrides, environment, config, log, metrics and summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from runner.build.setup import Setup, is_inside
+from runner.checkpoint.find import named
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.changes import changes_result
+from runner.config.errors import FAILED, OK, PREEMPTED, DataFailed, UserError, explain
+from runner.config.output_folders import holds_sweep
+from runner.config.reading import next_start_time, read_summary
+from runner.config.schema.train import Train
+from runner.engine.errors import BadMetric
+from runner.engine.state import TrainState
+from runner.runtime.debugger import post_mortem
+from runner.tracking.console import Console
+from runner.tracking.environment import environment
+from runner.tracking.plots import learning_curves
+from runner.tracking.run_directory import RunDirectory, claim, timestamp
+
+
+class RunRecord:
+    """The directory of a run, what is written into it, and how the run ended.
+
+    Attributes:
+        composition: the command line.
+        console: shows and logs.
+        summary: what `summary.json` contains.
+        exit_code: of the process.
+        setup: what the run is told to do; set by `open`.
+    """
+
+    setup: Setup
+
+    def __init__(self, composition: Composition) -> None:
+        self.composition = composition
+        self.console = Console(None)
+        self.summary: dict[str, Any] = {"status": "running", "error": None}
+        self.exit_code = OK
+        self._directory: RunDirectory | None = None
+        self._error: BaseException | None = None  # to debug
+        self._began = time.perf_counter()
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The directory, once it is open."""
+        assert self._directory is not None, "the run directory is opened first"
+        return self._directory
+
+    @property
+    def continued(self) -> bool:
+        """Whether the run continues in the directory of the checkpoint that it resumes from."""
+        return is_inside(self.setup.found, self.directory.path)
+
+    def reserve(self) -> None:
+        """Open the directory of a job of a sweep, before anything can go wrong in the job.
+
+        Raises:
+            UserError: if it cannot be made, or another process uses it.
+        """
+        if self.composition.job_dir is None:
+            return
+        self._directory = RunDirectory(self.composition.job_dir)
+        self._directory.lock()
+        if not self._directory.overrides_file.exists():  # otherwise they are the same, see `why_occupied`
+            self._directory.write_overrides(self.composition.words)
+
+    def open(self, setup: Setup) -> None:
+        """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names.
+
+        Raises:
+            UserError: if it cannot be made, or holds another run.
+        """
+        self.setup = setup
+        directory = self._directory or setup.again or self._new_directory(setup)
+        directory.lock()
+        self._directory = directory
+        if setup.again is not None and not self.continued:
+            directory.forget()  # before the console opens run.log, or it would report a deletion by others
+        progress = setup.config.log.progress
+        self.console = Console(directory.log_file, None if progress == "auto" else progress)
+
+    def _new_directory(self, setup: Setup) -> RunDirectory:
+        path = self.composition.run_dir
+        if path is None:
+            return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
+        if holds_sweep(path):
+            raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
+        if (path / "summary.json").exists() and not is_inside(setup.found, path):
+            allowed = f"another folder, or ckpt_path={path} to continue it there"
+            raise UserError("hydra.run.dir", f"{path} already holds a run", allowed)
+        path.mkdir(parents=True, exist_ok=True)
+        return RunDirectory(path)
+
+    def leave(self, finished: RunDirectory) -> float | None:
+        """Report a run that `resume=auto` found finished, leave it as it is, and return its best monitored value."""
+        print(f"{finished.path} has finished already", flush=True)
+        if self._directory is not None:
+            self._directory.unlock()
+            self._directory = None
+        best = (finished.read_summary() or {}).get("best")
+        value = best.get("value") if isinstance(best, dict) else None
+        return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
+
+    def begin(self) -> None:
+        """Write overrides, environment, and a summary that says when the run started and from what."""
+        config, found = self.setup.config, self.setup.found
+        self.summary["started"] = next_start_time(Path(config.output_root) / config.name)
+        self.summary["resumed_from"] = str(found.path) if found else None
+        if found is not None and found.path.parent.name == "checkpoints":
+            before = read_summary(found.path.parents[1]) or {}
+            self.summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
+        # Overrides come first: a summary without them belongs to an unknown command.
+        self.directory.write_overrides(self.composition.words)
+        self.directory.write_summary(self.summary)
+        self.directory.write_environment(environment())
+
+    def write_config(self, config: Train) -> None:
+        """Store the resolved config."""
+        self.directory.write_config(stored.dump(config))
+
+    def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
+        """Bring the summary up to date, and return it."""
+        self.summary |= {
+            "best": dataclasses.asdict(state.best) if state.best else None,
+            "last": {name.removeprefix("val/"): value for name, value in state.last_metrics.items()},
+            "monitor": monitor,
+            "global_step": state.position.global_step,
+        }
+        return self.summary
+
+    def show_resumed(self, step: int) -> None:
+        """Show from which checkpoint the run resumes, and what the command line changed."""
+        setup = self.setup
+        if setup.found is None:
+            return
+        self.console.line(f"resumed from {setup.found.path} at step {step}")
+        if setup.differences:
+            rows = [[*found, "yes" if changes_result(found[0]) else "no"] for found in setup.differences]
+            self.console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
+
+    def draw_curves(self, wanted: bool) -> None:
+        """Draw the metrics over the steps into `plots/curves.png`, or remove those of an earlier part of the run."""
+        picture = self.directory.plots / "curves.png"
+        try:
+            if wanted:
+                learning_curves(self.directory.metrics_file, picture)
+            else:
+                picture.unlink(missing_ok=True)
+        except Exception as error:  # a picture must not cost a finished run
+            self.console.warn(f"no learning curves were drawn: {error}")
+
+    def fail(self, error: BaseException) -> None:
+        """Record why the run ended early, and report it."""
+        self.exit_code, sentence, text = explain(error)
+        preempted = self.exit_code == PREEMPTED
+        self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
+        if preempted:
+            self.console.warn(f"{text}; {self._resume_command()}")
+            return
+        self.complain(f"{text}{self._resume_hint(error)}")
+        is_mistake = isinstance(error, UserError | BadMetric)
+        unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
+        if self.composition.values.get("post_mortem") is True and unexpected:
+            self._error = error
+        if is_mistake and os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exception(error)
+
+    def complain(self, text: str) -> None:
+        """Report an error on standard error, and in the log if there is one."""
+        log = self._directory.log_file if self._directory else None
+        Console(log, progress=False, stream=sys.stderr).error(text)
+
+    def _saved(self) -> bool:
+        return self._directory is not None and bool(named(self._directory.checkpoints, "last"))
+
+    def _resume_command(self) -> str:
+        if not self._saved():
+            return "nothing was saved yet: give the same command again"
+        return f"resume with ckpt_path={self.directory.path}"
+
+    def _resume_hint(self, error: BaseException) -> str:
+        """How to continue a run whose data could not be read any longer."""
+        return (
+            f"\n    to go on: ckpt_path={self.directory.path}"
+            if isinstance(error, DataFailed) and self._saved()
+            else ""
+        )
+
+    def close(self) -> None:
+        """Write the summary, and let other processes use the directory."""
+        self.console.stop()
+        if self._directory is None:
+            return
+        self.summary["wall_s"] = round(time.perf_counter() - self._began, 3)
+        try:
+            self._directory.write_summary(self.summary)
+        except UserError as error:
+            self.exit_code = self.exit_code or FAILED
+            self.complain(str(error))
+        self._directory.unlock()
+
+    def finish(self) -> None:
+        """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded.
+
+        Raises:
+            SystemExit: with the exit code, unless the run succeeded or failed as one job of a sweep.
+        """
+        if self._error is not None:
+            post_mortem(self._error)
+        if self._directory is not None:
+            print(self._directory.path, flush=True)
+        in_sweep = self.composition.job_dir is not None
+        if in_sweep:
+            # The loop freezes what exists, and what was frozen does not count towards Python's own full collections.
+            gc.collect()
+        if self.exit_code == PREEMPTED or (self.exit_code != OK and not in_sweep):
+            raise SystemExit(self.exit_code)
