@@ -111,7 +111,7 @@ def class_order(context: CheckContext) -> Result:
 
 
 def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
-    """Position and digest of each image; constant images are left out, as all of them are the same picture."""
+    """Position and digest of each image; constant images are skipped, because all of them are the same picture."""
     return [(place, stats.digests[place]) for place in (~stats.constant).nonzero().flatten().tolist()]
 
 
