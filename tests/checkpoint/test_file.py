@@ -399,7 +399,7 @@ def test_where_the_file_system_has_no_links_a_copy_is_made(
 def test_a_config_that_is_no_text_is_not_written(tmp_path: Path, contents: Make) -> None:
     with pytest.raises(UserError, match="checkpoint: config is a int"):
         write(tmp_path / "a.safetensors", contents(config=3))
-    with pytest.raises(UserError, match="checkpoint: .*surrogates"):
+    with pytest.raises(UserError, match=r"checkpoint: .*surrogates"):
         write(tmp_path / "a.safetensors", contents(config="\ud800"))
     assert names(tmp_path) == []
 
