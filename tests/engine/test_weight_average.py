@@ -24,7 +24,7 @@ def network(seed: int = 0) -> nn.Sequential:
 def walk(
     model: nn.Module, averaged: AveragedModel, steps: range, left_out: frozenset[int] = frozenset()
 ) -> list[list[Tensor]]:
-    """Weights after each step of a random walk; those left out move nothing, and say so by a flag."""
+    """Weights after each step of a random walk; skipped ones move nothing, and set a flag."""
     after = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)

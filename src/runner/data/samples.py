@@ -1,4 +1,4 @@
-"""Samples of any data set as tensors, read many at a time with random numbers of their own."""
+"""Samples of any data set as tensors, read many at a time with separate random numbers."""
 
 from __future__ import annotations
 

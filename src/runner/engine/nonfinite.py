@@ -72,7 +72,7 @@ class NonFiniteGuard:
         return self._found if self.policy == "skip" else None
 
     def start(self) -> None:
-        """Forget what was found, and take the buffers as they are for good."""
+        """Forget what was found, and keep the buffers as they are."""
         self._found.zero_()
         self._flags.zero_()
         self.steps, self._known = 0, []

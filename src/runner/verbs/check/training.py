@@ -37,7 +37,7 @@ _SECONDS = 0.1  # share of the time left, for one short training
 
 @contextlib.contextmanager
 def _counting_every_loss(state: TrainState) -> Iterator[None]:
-    """Also count losses that are not finite, which the running mean of `on_nonfinite=skip` leaves out."""
+    """Also count losses that are not finite, which the running mean of `on_nonfinite=skip` skips."""
     usual = state.meter
     state.meter = RunningMean(next(state.model.parameters()).device)
     try:

@@ -143,7 +143,7 @@ def draw_maps(
 
 
 def _file_name(layer: str, taken: set[str]) -> str:
-    """What a layer is called in the name of a file: names of modules may hold anything, and a stranger may have named them."""
+    """A layer's name as part of a file name; an untrusted file may have named the modules."""
     plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
     choices = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
     chosen = next(name for name in choices if name.lower() not in taken)
