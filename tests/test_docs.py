@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from runner.cli import main, verb_modules
+from runner.cli import main
 from runner.config import app, keys, overrides
 from runner.config.changes import CHANGES
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
+from runner.verbs import _table as table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -147,8 +148,7 @@ def call(*words: str) -> tuple[int, str, str]:
 def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
     schema = VERBS[verb]
-    expand_shorthand = getattr(verb_modules()[verb], "expand_shorthand", list)
-    request = app.parse(expand_shorthand(words), verb)
+    request = app.parse(table.VERBS[verb].expand_shorthand(words), verb)
     sources = Sources(app._folders(request))
     known = overrides.check_overrides(request.words, schema, sources, multirun=True)
     composition, _ = app._compose(request, known, schema, sources, lambda _: [])

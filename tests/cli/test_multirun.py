@@ -18,7 +18,7 @@ import yaml
 
 from runner import train
 from runner.tracking import run_directory
-from runner.verbs import train as train_verb
+from runner.verbs._launch import job_of
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_run_by_itself_leaves_nothing_but_its_directory(run, tiny, workdir):
 def test_jobs_can_be_pickled_by_launchers_without_torch():
     import pickle
 
-    assert pickle.loads(pickle.dumps(train_verb.job)) is train_verb.job
+    assert pickle.loads(pickle.dumps(job_of("train"))) is job_of("train")
 
 
 def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from runner.engine.weight_average import AveragedModel, loss_beside
+from runner.engine.weight_average import AveragedModel, loss_for
 from runner.optim.schedules import Annealed, Constant, Cosine
 
 STEPS = 12
@@ -204,7 +204,7 @@ def test_parameters_that_are_not_trained_and_buffers_are_the_models_own() -> Non
     [("val/accuracy", "val/loss"), ("val/ema_accuracy", "val/ema_loss"), ("val/swa_loss", "val/swa_loss")],
 )
 def test_ties_are_broken_by_the_loss_of_the_same_weights(metric: str, loss: str) -> None:
-    assert loss_beside(metric) == loss
+    assert loss_for(metric) == loss
 
 
 def test_a_schedule_goes_over_to_a_constant_rate() -> None:

@@ -256,16 +256,16 @@ class Case(NamedTuple):
     Attributes:
         fault: what is wrong.
         words: beyond those of a healthy one.
-        check: that has to find it.
-        status: with which it has to.
-        evidence: part of what it says.
+        check: the check that has to find it.
+        status: its result; empty for a warning or a failure.
+        evidence: part of what it reports.
     """
 
     fault: str
     words: tuple[str, ...]
     check: str
-    status: str
-    evidence: str
+    status: str = ""
+    evidence: str = ""
 
 
 def _data(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:

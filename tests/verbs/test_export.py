@@ -34,8 +34,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
     """The checkpoint's own model."""
-    settled = _checkpoint.settle(compose(f"ckpt_path={trained}", verb="export"), Export)
-    return _checkpoint.restored(settled, _checkpoint.known_data(settled), torch.device("cpu"))[1]
+    resolved = _checkpoint.resolve_checkpoint(compose(f"ckpt_path={trained}", verb="export"), Export)
+    return resolved.restore_model(resolved.data_facts(), torch.device("cpu"))[1]
 
 
 @pytest.fixture
