@@ -36,7 +36,7 @@ def run(composition: Composition) -> float:
     training = build_run(tested, make_cache=own, fresh=own)
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
-    with contextlib.closing(training.splits):
+    with contextlib.closing(training.data):
         if found is not None:
             try:
                 load_weights(training.model, found.contents["model"])

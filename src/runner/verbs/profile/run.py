@@ -40,7 +40,7 @@ def run(composition: Composition) -> float:
     training = build_run(shortened, make_cache=own, fresh=own)
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
-    with contextlib.closing(training.splits):
+    with contextlib.closing(training.data):
         folder = output_folder(
             config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
         )
