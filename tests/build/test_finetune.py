@@ -57,7 +57,7 @@ def settled(
                 section = section[parent]
             section[last] = value
         words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
-        return dataclasses.replace(composed[0], values=values, words=words)
+        return dataclasses.replace(composed[0], values=values, overrides=words)
 
     return make
 

@@ -50,7 +50,7 @@ def run(composition: Composition) -> float:
         report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         report.warnings(training.warnings, found.warnings if found else [])
         rate = find_rate(training, config.num_steps, config.start, config.end)
-    record = {"command": mask_words(composition.words), **rate.record()}
+    record = {"command": mask_words(composition.overrides), **rate.record()}
     rate.draw(folder / "lr_range.png", f"{config.name}: learning-rate range test")
     write_atomically(folder / "config.yaml", stored.dump(config).encode())
     # Written last: where it is, the other files are complete.

@@ -82,7 +82,7 @@ def run(composition: Composition) -> float:
             "checkpoint": str(found.path) if found else None,
             "global_step": found.contents["position"]["global_step"] if found else 0,
             "weights_are": kind or None,
-            "overrides": mask_words(composition.words),
+            "overrides": mask_words(composition.overrides),
         }
         if config.features:
             record |= _written_features(config, training, found, composition, console)

@@ -49,7 +49,7 @@ def run(composition: Composition) -> float:
             console.warn(warning)
         measured = measure(config, training, folder, console.line)
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
-        record: dict[str, Any] = {"overrides": mask_words(composition.words)}
+        record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
         record |= record_of(config, training, measured, ops)
     written = _write(folder, record, measured, ops, stored.dump(config))
     if config.json:
