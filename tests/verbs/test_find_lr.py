@@ -162,7 +162,7 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
 def test_a_picture_that_cannot_be_drawn_costs_no_run(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("no fonts")
 
     monkeypatch.setattr("runner.build.auto_lr.rate_curve", fail)
