@@ -58,7 +58,7 @@ def _find(composition: Composition) -> float:
                 raise UserError(f"{found.path}: {error}") from error
             # What is frozen there is what is frozen in the test.
             position = resume.made_of(found, "position", Position)
-            training.state.position = dataclasses.replace(position, left_out=[])
+            training.state.position = dataclasses.replace(position, skipped_steps=[])
         folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "find-lr")
         console.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         for warning in [*training.warnings, *(found.warnings if found else [])]:
