@@ -35,7 +35,7 @@ FILE = re.compile(
     r"^(?:`([\w./]+)`:\n\n)?```(?:python|yaml)\n(?:# ([\w./]+\.(?:py|yaml))\n)?(.*?)^```$", re.M | re.DOTALL
 )
 START = ["python", "-m", "runner"]
-# What the messages in the docs show in place of the folder that the program was started in.
+# What the messages in the docs show instead of the folder that the program was started in.
 ELSEWHERE = "/home/you"
 
 
@@ -112,7 +112,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 file.write_text(body)
         (folder / "my_package").mkdir(exist_ok=True)
         (folder / "my_package" / "__init__.py").touch()
-        (folder / "stranger.safetensors").write_text("not a checkpoint\n")
+        (folder / "untrusted.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
     with inside(found["docs"]):
         assert call("train", "debug=smoke", "threads=1", "logger=none", "evaluate.test=false")[0] == 0

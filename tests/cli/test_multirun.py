@@ -284,7 +284,7 @@ def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
     assert contents(first_sweep / "0") == before
 
 
-@pytest.mark.parametrize("again", [(), ("resume=auto",)], ids=["anew", "resumed"])
+@pytest.mark.parametrize("again", [(), ("resume=auto",)], ids=["again", "resumed"])
 def test_two_jobs_of_a_sweep_do_not_share_a_folder(run, tiny, workdir, again):
     words = ("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "hydra.sweep.subdir=both", *again)
     result = run("train", *tiny, *words)

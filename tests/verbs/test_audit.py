@@ -148,7 +148,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     found = audit("audit", "json=true", f"ckpt_path={checkpoint}", "steps=9")
     assert found["same"]
     assert found["steps"] == 2
-    assert found["notes"] == ["2 steps in place of 9: the run ends there"]
+    assert found["notes"] == ["2 steps instead of 9: the run ends there"]
 
 
 def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
@@ -169,7 +169,7 @@ def test_modules_of_a_compiled_model_are_not_looked_into(
     monkeypatch.setattr(instrumented_run.Side, "compiled", True)
     found = audit(*QUICK)
     assert found["same"]
-    assert found["notes"] == ["activations are left out: a compiled model cannot be looked into"]
+    assert found["notes"] == ["activations are skipped: a compiled model cannot be observed"]
     assert whole["values"] - found["values"] == 2 * (15 + 15)
 
 

@@ -201,10 +201,10 @@ def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) 
     assert problems("format=onx", verb="export")["format"].nearest == "onnx"
 
 
-def test_what_a_stranger_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
+def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
     contents = read(trained / "checkpoints" / "best.safetensors")
     contents["config"] = contents["config"].replace("runner.models.mlp.MLP", "subprocess.run")
-    write(workdir / "stranger.pt", contents)
-    result = run(*CALL, "ckpt_path=stranger.pt")
+    write(workdir / "untrusted.pt", contents)
+    result = run(*CALL, "ckpt_path=untrusted.pt")
     assert result.status == 2
     assert "its package is not trusted" in result.err

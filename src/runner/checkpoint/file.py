@@ -200,7 +200,8 @@ def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
         except UserError:
             raise
         except Exception as error:  # a file made by hand can raise anything
-            raise DamagedCheckpoint(str(path), f"cannot be read: {first_line(error)}") from error
+            reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+            raise DamagedCheckpoint(str(path), f"cannot be read: {reason[:200]}") from error
 
 
 def _read(file: BinaryIO, path: Path, parts: Parts | None) -> dict[str, Any]:
@@ -256,9 +257,10 @@ def _migrated(contents: Any, path: Path) -> dict[str, Any]:
         raise layout.Damaged("is not a checkpoint of runner's: its format is not a number from 1 on")
     if place := wrong_type(contents):
         raise layout.Damaged(f"is not a checkpoint of runner's: {place}")
+    found: dict[str, Any] = contents
     for older in range(written, FORMAT):
-        contents = _MIGRATIONS[older](contents)
-    return contents
+        found = _MIGRATIONS[older](found)
+    return found
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from runner.checkpoint.structure import BY_DTYPE, NATIVE
+from runner.config.errors import first_line
 
 _BLOCK = 1 << 20
 _LARGEST_HEADER = 100_000_000  # bytes, as in the library
@@ -98,12 +99,17 @@ def _compact(value: Any) -> str:
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data, digest = memoryview(plain.reshape(-1).view(torch.uint8).numpy()), hashlib.sha256()
+    data, digest = _bytes_of(plain.reshape(-1).view(torch.uint8)), hashlib.sha256()
     for start in range(0, len(data), _BLOCK):
         block = data[start : start + _BLOCK]
         digest.update(block)
         file.write(block)
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
 def is_checkpoint(file: BinaryIO) -> bool:
@@ -141,8 +147,8 @@ def read_header(file: BinaryIO) -> Header:
         digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)
         tensors = _tensors(entries, digests, 8 + length)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = str(error)[:200] or type(error).__name__
-        raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason}") from error
+        reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason[:200]}") from error
     end = max((stored.end for stored in tensors.values()), default=8 + length)
     if end != size:
         raise Damaged(f"is truncated, or has bytes after its end: it should have {end:,} bytes and has {size:,}")
@@ -186,7 +192,7 @@ def read_tensors(file: BinaryIO, header: Header, names: Iterable[str]) -> dict[s
     for name in names:
         stored = header.tensors[name]
         data = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
-        _read_verified(file, name, stored, memoryview(data.numpy()))
+        _read_verified(file, name, stored, _bytes_of(data))
         found[name] = data.view(stored.dtype).view(stored.shape)
     return found
 

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -113,10 +113,7 @@ def parse(block: bytes, size: int) -> Header:
 class CachedImages(Dataset[tuple[Tensor, Tensor]]):
     """Images and targets in a file, which the page cache of the system shares between processes.
 
-    Args:
-        path: the file.
-        key: digest that the file must have; None for any.
-        source: what the images were read from, to replace damaged ones.
+    `key` is the digest that the file must have (None for any); `source` replaces images that turn out to be damaged.
 
     Attributes:
         images: uint8 (N, C, H, W); read from the file when they are gathered.
@@ -184,22 +181,16 @@ def write(
 ) -> None:
     """Write a file; a crash at any instant leaves either the old file or the whole new one.
 
-    Args:
-        path: the file; its folder exists.
-        key: digest of all that the images depend on.
-        samples: number of samples.
-        batches: images uint8 (B, C, H, W) of one shape, and targets (B, ...).
-        unreadable: images whose places hold others; used after the last batch.
-
-    Raises:
-        Unwritable: if it cannot be written; nothing is left behind. What `batches` raises is passed on.
+    `batches` are images uint8 (B, C, H, W) of one shape, and targets (B, ...); what it raises is passed on. `unreadable`, the
+    images whose places hold others, is used after the last batch. Raises `Unwritable` and leaves nothing behind if the file
+    cannot be written.
     """
     temporary = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(6)}"
     kept, shape, checksums = [], torch.Size(), array.array("I")
     try:
         with _writing():
             file = temporary.open("xb")
-        with file:
+        with _closing(file):
             with _writing():
                 file.write(b" " * HEADER_BYTES)
             for images, targets in batches:  # an OSError of the data is none of writing
@@ -239,6 +230,15 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise Unwritable(error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def _closing(file: IO[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with _writing():  # closing writes what is buffered
+            file.close()
 
 
 def temporary_prefix(path: Path) -> str:

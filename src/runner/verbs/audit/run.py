@@ -70,7 +70,7 @@ class AuditResult:
         steps: optimizer steps that were compared.
         tensors: of each side that were compared.
         varied: keys that the sides differ in, with both values.
-        notes: what a reader has to know.
+        notes: what readers should know.
         step: number of the step with the first difference, from 1; 0 is before the first one.
         difference: the first one; None if there is none.
         cause: of it.
@@ -130,19 +130,19 @@ def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> 
 
 
 def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> AuditResult:
-    """Lead both sides step by step until something differs."""
+    """Run both sides step by step until something differs."""
     found = AuditResult(varied=varied)
     left = min(side.steps_left for side in sides)
     if left <= 0:
         raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
     steps = min(config.steps, left)
     if steps < config.steps:
-        found.notes.append(f"{steps} steps in place of {config.steps}: the run ends there")
+        found.notes.append(f"{steps} steps instead of {config.steps}: the run ends there")
     if any(side.compiled for side in sides):
-        found.notes.append("activations are left out: a compiled model cannot be looked into")
+        found.notes.append("activations are skipped: a compiled model cannot be observed")
     else:
         for side in sides:
-            side.look_inside()
+            side.observe()
     for step in range(steps + 1):
         records = [side.step() if step else side.start() for side in sides]
         found.steps, found.tensors = step, found.tensors + len(records[0])

@@ -172,7 +172,7 @@ def session(path: Path) -> Run:
 
 def _torchscript(model: nn.Module, example: Tensor, path: Path) -> Run:
     with warnings.catch_warnings():
-        # torch deprecates it as a whole, which is told in our own words; and a tracer's doubts about Python values
+        # torch deprecates it as a whole, which the verb reports itself; and a tracer's doubts about Python values
         # are resolved by the comparison at several batch sizes.
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=FutureWarning)

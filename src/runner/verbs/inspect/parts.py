@@ -1,4 +1,4 @@
-"""The parts of an inspection, each of which adds tables, pictures and figures to what was found."""
+"""The parts of an inspection: each adds tables, pictures and numbers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from runner.verbs.inspect.statistics import Summary, summarize
 
 @dataclass
 class Inspection:
-    """What was found so far, and what several parts need, made when first asked for.
+    """What was found so far, and what several parts need, computed when first used.
 
     Attributes:
         config: what to do.
-        training: what is looked at.
+        training: what is inspected.
         folder: where pictures go.
-        lines: said first.
+        lines: shown first.
         parts: tables, and pictures as (file, title), in order.
         record: for JSON.
         skipped: what could not be shown, and why.
@@ -78,7 +78,7 @@ class Inspection:
         return [summarize(name, weight) for name, weight in self.training.model.named_parameters()]
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Images and targets of the first samples of the split that is looked at, or of the training split."""
+        """Images and targets of the first samples of the split that the config names, or of the training split."""
         split = self.training.splits.eval_split(self.config.split) or self.training.splits.train_for_eval
         batch = next(iter(split.loader.batches(0, 0, 1)))
         return batch.images, batch.targets

@@ -59,7 +59,7 @@ def run(composition: Composition) -> float:
     found = resolved.found if resolved else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    # What is compiled cannot be looked into, and what is computed again in backward would be seen twice.
+    # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
@@ -87,7 +87,7 @@ def run(composition: Composition) -> float:
         if config.features:
             record |= _written_features(config, training, found, composition, console)
         if not config.features or config.what is not None:
-            record |= _looked_at(config, training, found, composition, console)
+            record |= _inspected(config, training, found, composition, console)
         if said := training.splits.bad_samples.summary():
             console.warn(said)
     if config.json:
@@ -97,10 +97,10 @@ def run(composition: Composition) -> float:
     return float(sum(parameter.numel() for parameter in training.model.parameters()))
 
 
-def _looked_at(
+def _inspected(
     config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
-    """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
+    """Inspect the parts that the config names; returns the content of `inspect.json`."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
     folder = _folder(config, found, composition)
     seen = Inspection(config, training, folder)
@@ -115,8 +115,8 @@ def _looked_at(
     for note in seen.skipped:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
-    told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
-    lines = [told, *seen.lines, *seen.skipped]
+    where = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
+    lines = [where, *seen.lines, *seen.skipped]
     pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
     record["files"] = [path.name for path in pictures] + ["report.html"]
