@@ -31,7 +31,7 @@ from runner.tracking.files import finite
 from runner.train import build_run
 from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.report import CompletedCheck, ImagesSeen, images_seen, record, show
+from runner.verbs.check.report import CompletedCheck, images_seen, record, show
 from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time, skipped
 from runner.verbs.check.table import BUILD, CHECKS, Check
 
@@ -106,23 +106,23 @@ def run_checks(
     found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
-) -> tuple[list[CompletedCheck], list[ImagesSeen]]:
+) -> tuple[list[CompletedCheck], dict[str, dict[str, Any]]]:
     """Build the run, and run the checks: their results, and how many images of each split were read."""
     began = time.monotonic()
     set_switches(config, _device(config))
     late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
     built = _attempt(lambda: _build_data(config), began + config.budget_s - time.monotonic())
     if isinstance(built, OutOfTime):
-        return late, []
+        return late, {}
     if isinstance(built, Exception):
         others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
-        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], []
+        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], {}
     config, splits = built
     with contextlib.closing(splits):
         context = CheckContext(config, splits, found, began)
         error = _attempt(context.build, context.left)
         if isinstance(error, OutOfTime):
-            return late, []
+            return late, {}
         # If the build failed, the data can still be checked.
         result = BUILD.run(context) if error is None else _build_failed(error)
         completed = [CompletedCheck(BUILD, result, time.monotonic() - began)]
