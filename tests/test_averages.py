@@ -266,7 +266,7 @@ def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_ke
     assert (best["metric"], best["value"]) == ("val/swa_hits", 1.0)
     found = run("train", "threads=1", "logger=none", *words, "swa=0.1")
     assert found.status == 2
-    assert "metrics.swa_hits: is called as metrics of the average that swa keeps are" in found.err
+    assert "metrics.swa_hits: has the name of a metric of the swa average" in found.err
 
 
 def test_the_rate_goes_over_to_that_of_swa(train: Callable[..., Any]) -> None:

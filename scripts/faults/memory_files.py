@@ -242,14 +242,14 @@ BOMBS = [
     Bomb("weights: safetensors of a tensor of 2**40", "train", _sent(_header(json.dumps(
         {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()), "sent.safetensors")),
     Bomb("weights: safetensors with 100,000 levels", "train", _sent(_header(b'{"a":' + b"[" * 100_000), "sent.safetensors")),
-    Bomb("checkpoint: a header of 340,000 empty lists", "eval", _headed('},"a":[' + "[]," * 340_000 + "0]}")),
-    Bomb("checkpoint: a header of 140,000 mappings", "eval", _headed('},"a":[' + '{"":1},' * 140_000 + "0]}")),
+    Bomb("checkpoint: a header of 340,000 empty lists", "eval", _headed('},"a":[' + "[]," * 335_000 + "0]}")),
+    Bomb("checkpoint: a header of 140,000 mappings", "eval", _headed('},"a":[' + '{"":1},' * 135_000 + "0]}")),
     Bomb("checkpoint: a header of 12,000 empty tensors", "eval", _headed("}," + json.dumps(
         {f"{n:x}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(12_000)})[1:])),
     Bomb("checkpoint: a part of 300,000 empty mappings", "eval", _saying(metrics="[" + "{}," * 300_000 + "0]")),
-    Bomb("checkpoint: a part of 80,000 sets", "eval", _saying(rng="[" + '{"$set":[]},' * 75_000 + "0]")),
-    Bomb("checkpoint: a part that has one tensor 40,000 times", "eval", _saying(
-        rng="[" + '{"$tensor":"rng/torch"},' * 40_000 + "0]")),
+    Bomb("checkpoint: a part of 70,000 sets", "eval", _saying(rng="[" + '{"$set":[]},' * 70_000 + "0]")),
+    Bomb("checkpoint: a part that has one tensor 35,000 times", "eval", _saying(
+        rng="[" + '{"$tensor":"rng/torch"},' * 35_000 + "0]")),
     Bomb("config: YAML of 130,000 numbers", "eval", _config("a: [" + "1," * 130_000 + "]")),
     Bomb("config: YAML of 65,000 mappings", "eval", _config("a: [" + "{}," * 65_000 + "]")),
     Bomb("config: YAML of 30,000 keys", "eval", _config("a: {" + "".join(f"k{n:x}: 1, " for n in range(26_000)) + "}")),

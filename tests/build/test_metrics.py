@@ -33,7 +33,7 @@ class Error(Silent):
     higher_is_better = False
 
 class Watcher:
-    def __init__(self, monitor=None, mode=None): self.monitor = monitor, mode
+    def __init__(self, monitor=None, mode=None): self.monitor, self.mode = monitor, mode
     def on_evaluation(self, loop, metrics): pass
 """
     )

@@ -268,7 +268,7 @@ def test_channels_last_changes_the_layout_and_no_value(dtype: torch.dtype) -> No
     assert torch.equal(plain, last)
 
 
-def test_statistics_for_other_channels_are_a_sentence() -> None:
+def test_statistics_for_other_channels_are_reported() -> None:
     with pytest.raises(UserError, match=r"data.normalize: has 3 values, but the images have 1 channels"):
         Pipeline([], [0.1, 0.2, 0.3], [1.0, 1.0, 1.0], 0, CPU)(pictures(2, 1), torch.arange(2), 0)
 

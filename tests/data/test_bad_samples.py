@@ -70,7 +70,7 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
-def test_a_stand_in_is_another_sample_of_the_split_and_the_rest_are_as_ever() -> None:
+def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged() -> None:
     batches, whole = read(loader()), read(loader(set()))
     replacements = ReplacementSampler(3, PART)
     for batch, expected in zip(batches, whole, strict=True):
@@ -86,7 +86,7 @@ def test_a_stand_in_is_another_sample_of_the_split_and_the_rest_are_as_ever() ->
 @pytest.mark.parametrize(
     "options", [{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": False}], ids=str
 )
-def test_stand_ins_and_their_list_are_the_same_for_any_workers_and_wherever_an_epoch_is_entered(
+def test_replacements_and_their_log_are_the_same_for_any_workers_and_wherever_an_epoch_is_entered(
     options: dict[str, Any],
 ) -> None:
     for epoch in (0, 1):
@@ -113,7 +113,7 @@ def test_who_stands_in_depends_on_seed_epoch_and_sample_and_is_drawn_evenly() ->
     assert next(ReplacementSampler(0, AllSamples(10**12)).candidates(0, 0)) > 10**9
 
 
-def test_what_happens_to_a_stand_in_is_drawn_as_for_the_sample() -> None:
+def test_what_happens_to_a_replacement_is_drawn_as_for_the_sample() -> None:
     damaged, whole = (read(loader(broken, transforms=(noisy,))) for broken in (BROKEN, set[int]()))
     for batch, expected in zip(damaged, whole, strict=True):
         noise, expected_noise = (each.images - each.targets.view(-1, 1, 1, 1) for each in (batch, expected))
@@ -127,7 +127,7 @@ def test_when_nothing_can_be_read_it_is_an_error_after_a_while() -> None:
     assert not found
 
 
-def test_without_stand_ins_it_is_an_error_at_once() -> None:
+def test_without_replacements_it_is_an_error_at_once() -> None:
     with pytest.raises(
         UserError, match=r"sample \d+ cannot be read: OSError: the disk says no .*\n.*data.on_error=skip"
     ):
@@ -142,7 +142,7 @@ def test_too_little_memory_is_no_damaged_sample() -> None:
         list(made.batches(0, 0, 5))
 
 
-def test_from_memory_the_same_samples_stand_in() -> None:
+def test_from_memory_the_same_samples_are_replacements() -> None:
     images = torch.arange(40, dtype=torch.uint8).view(40, 1, 1, 1).expand(40, 1, 2, 2).contiguous()
     source_of = functools.partial(ReplacementSampler(3, PART).sources, unreadable=torch.tensor(sorted(BROKEN)))
     memory = MemoryLoader(images, torch.arange(40), PART, 8, 3, True, CPU, source_of=source_of)
@@ -256,7 +256,7 @@ def listing(skipped: BadSampleLog, path: Path | None = None) -> list[str]:
     return said
 
 
-def test_a_sample_is_listed_once_and_the_first_is_told_at_once(tmp_path: Path) -> None:
+def test_a_sample_is_listed_once_and_the_first_is_reported_at_once(tmp_path: Path) -> None:
     skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
     note: Callable[[list[BadSample]], None] = skipped.noting("train", object())
     note([BadSample(3, "early")])
@@ -299,7 +299,7 @@ def test_a_list_that_is_deleted_during_the_run_is_written_again_whole(tmp_path: 
     assert sum("was deleted" in text for text in said) == 1
 
 
-def test_a_list_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_written_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
     skipped = BadSampleLog()
     said = listing(skipped, tmp_path / "gone" / "skipped.jsonl")
     for sample in (1, 2):
@@ -310,7 +310,7 @@ def test_a_list_that_cannot_be_written_is_told_and_costs_nothing_else(tmp_path: 
     assert "2 of train" in skipped.summary()
 
 
-def test_nothing_skipped_is_nothing_told(tmp_path: Path) -> None:
+def test_nothing_skipped_is_nothing_reported(tmp_path: Path) -> None:
     skipped = BadSampleLog()
     assert listing(skipped, tmp_path / "skipped.jsonl") == []
     assert skipped.summary() == ""

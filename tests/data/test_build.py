@@ -80,7 +80,7 @@ def indices(splits: DataModule, name: str) -> set[int]:
     return {index for batch in split.loader.batches(0, 0, count) for index in batch.indices.tolist()}
 
 
-def test_images_in_memory_stay_there_and_the_reason_is_told() -> None:
+def test_images_in_memory_stay_there_and_the_reason_is_reported() -> None:
     assert choice(put_together(), "data path") == ("in RAM", "0.0 MiB of images, and the CPU computes")
     assert choice(put_together(placement="ram"), "data path") == ("in RAM", "as set")
     assert choice(put_together(placement="device"), "data path") == ("in RAM", "as set")
@@ -94,7 +94,7 @@ def test_samples_read_one_by_one_and_sample_transforms_go_through_workers() -> N
 
 
 @pytest.mark.parametrize("placement", ["ram", "device"])
-def test_a_residency_that_cannot_be_had_is_refused(placement: str) -> None:
+def test_a_placement_that_is_impossible_is_refused(placement: str) -> None:
     with pytest.raises(UserError, match=rf"data.placement: '{placement}' needs .*\n.*allowed: auto or disk"):
         put_together(node("Listed"), placement=placement)
 
@@ -108,7 +108,7 @@ def test_workers_without_effect_are_a_warning_and_none_else() -> None:
     assert warning.startswith("data.num_workers=4096 is more than the")
 
 
-def test_automatic_workers_are_measured_and_told() -> None:
+def test_automatic_workers_are_measured_and_reported() -> None:
     value, reason = choice(put_together(placement="disk", num_workers="auto"), "workers")
     assert value == "0"
     # Which of the two it is depends on how fast the machine is just now; tests/data/test_num_workers.py has each of them.
@@ -233,7 +233,7 @@ def test_splits_in_memory_share_one_copy_of_the_images() -> None:
 
 
 @pytest.mark.parametrize("name", ["stream", "Triples"])
-def test_data_of_another_kind_is_a_sentence(name: str) -> None:
+def test_data_of_another_kind_is_reported(name: str) -> None:
     words = "no length or no items" if name == "stream" else r"a pair \(image, target\)"
     with pytest.raises(UserError, match=words):
         put_together(node(name))

@@ -171,7 +171,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_made_anew_and_that_is_said(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_rebuilt_and_reported(tmp_path: Path, damage: str) -> None:
     opened(tmp_path)
     path = cache(tmp_path).path("train")
     hurt, complaint = DAMAGES[damage]
@@ -239,7 +239,7 @@ def test_a_file_larger_than_the_memory_can_be_used(tmp_path: Path) -> None:
     assert not images.images[-1].any()
 
 
-def test_an_image_that_the_data_set_gives_differently_by_now_makes_it_again(tmp_path: Path) -> None:
+def test_an_image_that_the_data_set_gives_differently_rebuilds_it(tmp_path: Path) -> None:
     opened(tmp_path, Listed([(torch.full((1, 2, 2), 1, dtype=torch.uint8), 0)] * 3))
     found = opened(tmp_path, Listed([(torch.full((1, 2, 2), 2, dtype=torch.uint8), 0)] * 3))
     assert "image 0 differs from the data set" in found.complaint
@@ -325,13 +325,13 @@ ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
         ([(torch.zeros(1, 4, 4), 0)] * 3, r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
     ],
 )
-def test_images_that_cannot_be_kept_are_a_sentence(tmp_path: Path, items: list[Any], message: str) -> None:
+def test_images_that_cannot_be_kept_are_reported(tmp_path: Path, items: list[Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         opened(tmp_path, Listed(items))
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_data_set_that_draws_its_images_is_refused(tmp_path: Path) -> None:
+def test_a_data_set_with_random_images_is_refused(tmp_path: Path) -> None:
     class Drawn(Made):
         def __getitem__(self, index: int) -> tuple[Tensor, Any]:
             return torch.randint(0, 256, (1, 4, 4), dtype=torch.uint8), 0
@@ -352,7 +352,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
     assert "allowed: data.cache_dir on another disk" in str(caught.value)
 
 
-def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_is_reported_and_leaves_nothing(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
     try:
@@ -375,7 +375,7 @@ def test_an_error_of_the_data_is_not_taken_for_one_of_writing(tmp_path: Path) ->
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data.cache_dir: cannot write .*Not a directory"):
         opened(tmp_path / "file" / "folder")
@@ -455,7 +455,7 @@ def test_a_signal_that_the_run_handles_ends_the_making_and_is_passed_on(tmp_path
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock"]
 
 
-def test_progress_is_told_once_it_takes_long(
+def test_progress_is_shown_once_it_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cache_module, "_SHOWN_AFTER_S", 0.0)
@@ -541,7 +541,7 @@ def rows(splits: DataModule) -> dict[str, tuple[str, str]]:
     return {label: (value, reason) for label, value, reason in splits.choices}
 
 
-def test_the_files_stand_beside_the_images_or_where_they_are_told_to(photos: Path, tmp_path: Path) -> None:
+def test_the_files_are_beside_the_images_or_where_configured(photos: Path, tmp_path: Path) -> None:
     first = rows(put_together(photos, cache="disk"))
     assert first["data path"] == ("cache file", "0.0 MiB of images, and the CPU computes")
     for split in ("train", "test"):
@@ -591,7 +591,7 @@ def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other
         put_together(photos, crops, cache="disk")
 
 
-def test_a_run_that_is_told_to_stop_meanwhile_goes_on_from_the_files(
+def test_a_run_that_is_asked_to_stop_meanwhile_goes_on_from_the_files(
     photos: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = cache_module._decoded

@@ -116,7 +116,7 @@ def test_indices_count_from_the_end_and_stop_there(root):
         ),
     ],
 )
-def test_folders_that_cannot_be_a_data_set_are_a_sentence(root, prepare, message):
+def test_folders_that_cannot_be_a_data_set_are_reported(root, prepare, message):
     with pytest.raises(UserError, match=message):
         image_folder(str(prepare(root)))
 

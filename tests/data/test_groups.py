@@ -1,4 +1,4 @@
-"""Folds partition the data, groups stay together, and samples in two splits are reported."""
+"""Folds partition the data, groups stay together, and what is in two splits is reported."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_groups_are_the_same_for_every_seed_of_the_run_and_others_for_another_se
         ({"group": "all_one"}, r"there are 1 groups, too few or too large for any to be in 'val'"),
     ],
 )
-def test_what_cannot_be_divided_is_a_sentence(keys: dict[str, Any], words: str):
+def test_what_cannot_be_divided_is_reported(keys: dict[str, Any], words: str):
     dataset = Plain(
         60,
         targets=torch.tensor([0] * 55 + [1] * 5),
@@ -144,7 +144,7 @@ def test_folds_of_a_data_set_with_validation_samples_are_refused():
         (("data.split.folds=1",), "data.split.folds", "cannot be 1"),
     ],
 )
-def test_folds_that_cannot_be_are_a_sentence(problems: Callable[..., Any], words: Any, key: str, message: str):
+def test_folds_that_cannot_be_are_reported(problems: Callable[..., Any], words: Any, key: str, message: str):
     assert problems(*words)[key].message == message
 
 
@@ -175,7 +175,7 @@ def arrays(pixels: torch.Tensor) -> ImageArrays:
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 5, 7), (1, 1, 1)])
-def test_images_that_are_in_two_splits_are_told(shape: tuple[int, ...]):
+def test_images_that_are_in_two_splits_are_reported(shape: tuple[int, ...]):
     pixels = torch.arange(40, dtype=torch.uint8).view(-1, 1, 1, 1).expand(40, *shape).clone()
     if shape != (1, 1, 1):
         pixels[:, 0, 0, 1] = 9
@@ -197,7 +197,7 @@ def test_images_that_are_in_two_splits_are_told(shape: tuple[int, ...]):
     ]
 
 
-def test_groups_that_are_in_two_splits_of_the_data_set_are_told():
+def test_groups_that_are_in_two_splits_of_the_data_set_are_reported():
     train, test = Plain(30, patient=list(range(30))), Plain(4, patient=[28, 29, 30, 31])
     parts = make_splits({"train": train, "test": test}, Split(group="patient", seed=3))
     told = find_leaks(parts, "patient")

@@ -54,7 +54,7 @@ def test_a_folders_own_reading_is_that_of_its_files(tmp_path: Path) -> None:
     torch.testing.assert_close(images, torch.stack([own[index][0] for index in range(3)]).float())
 
 
-def test_a_blank_takes_the_place_of_what_cannot_be_read_and_the_file_is_told(tmp_path: Path) -> None:
+def test_a_blank_replaces_what_cannot_be_read_and_the_file_is_reported(tmp_path: Path) -> None:
     paths = saved(tmp_path, (8, 8), (8, 8), (8, 8))
     paths[1].write_bytes(b"not an image")
     images, unreadable = read(paths, (3, 8, 8), {"_target_": "my.own"})

@@ -148,7 +148,7 @@ def test_random_sample_transforms_draw_the_same_for_any_worker_count(options: di
             assert same(list(loader.batches(epoch, 0, BATCHES)), expected)
     finally:
         loader.close()
-    assert not same(expected, list(alone.batches(0, 0, BATCHES))), "another epoch draws again"
+    assert not same(expected, list(alone.batches(0, 0, BATCHES))), "another epoch has other random numbers"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -240,15 +240,15 @@ class Noting:
 
     def __init__(self, per_sample: bool) -> None:
         self.per_sample = per_sample
-        self.told: list[tuple[int, list[int]]] = []
+        self.calls: list[tuple[int, list[int]]] = []
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        self.told.append((epoch, indices.tolist()))
+        self.calls.append((epoch, indices.tolist()))
         return images.float() + epoch + indices.view(-1, 1, 1, 1)
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
-def test_preparing_is_told_the_epoch_and_the_samples_and_is_the_same_on_both_paths(per_sample: bool) -> None:
+def test_preparing_gets_the_epoch_and_the_samples_and_is_the_same_on_both_paths(per_sample: bool) -> None:
     first, second = Noting(per_sample), Noting(per_sample)
     memory = MemoryLoader(ARRAYS.images, ARRAYS.targets, PART, 8, 5, True, CPU, first)
     given = list(memory.batches(3, 1, BATCHES))
@@ -256,8 +256,8 @@ def test_preparing_is_told_the_epoch_and_the_samples_and_is_the_same_on_both_pat
     for batch in given:
         assert torch.equal(batch.images, ARRAYS.images[batch.indices].float() + 3 + batch.indices.view(-1, 1, 1, 1))
     # A transform that may look at its whole batch is given batches; any other all there is at once.
-    assert [len(places) for _, places in first.told] == ([19] if per_sample else [8, 8, 3])
-    assert {epoch for epoch, _ in first.told} == {3}
+    assert [len(places) for _, places in first.calls] == ([19] if per_sample else [8, 8, 3])
+    assert {epoch for epoch, _ in first.calls} == {3}
 
 
 def test_slices_of_a_chunk_lie_where_tensors_of_their_own_would() -> None:
@@ -351,7 +351,7 @@ def test_a_worker_writes_a_batch_straight_into_shared_memory() -> None:
         assert batch.images.is_contiguous()
 
 
-def test_images_of_two_kinds_in_one_batch_are_a_sentence() -> None:
+def test_images_of_two_kinds_in_one_batch_are_reported() -> None:
     items = [(torch.zeros(1, 4, 4), 0), (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)]
     with pytest.raises(UserError, match=r"different kinds: torch.float32, torch.uint8"):
         list(through_workers(Listed(items), torch.arange(2)).batches(0, 0, 1))

@@ -176,7 +176,7 @@ def test_numbers_to_predict_are_blended_as_numbers(shape: tuple[int, ...]) -> No
         (torch.zeros(4, 3, dtype=torch.int64), 5, r"a sample's have shape \(3,\)"),
     ],
 )
-def test_classes_that_cannot_be_probabilities_are_a_sentence(targets: Tensor, classes: Any, words: str) -> None:
+def test_classes_that_cannot_be_probabilities_are_reported(targets: Tensor, classes: Any, words: str) -> None:
     with pytest.raises(UserError, match=rf"transform.mix: blends classes .* {words}\n +allowed: transform.mix=null"):
         Mixing(Mixup(), 0, classes)(torch.zeros(4, 1, 2, 2), targets, torch.arange(4), 0)
 
@@ -233,7 +233,7 @@ def test_every_loss_trains_on_blended_classes(train: Callable[..., Any], loss: s
         (("task=regression", "loss=mse"), "transform.mix: gives targets that task and loss cannot take"),
     ],
 )
-def test_what_cannot_be_blended_is_said_before_training(
+def test_what_cannot_be_blended_is_reported_before_training(
     run: Callable[..., Any], words: tuple[str, ...], message: str
 ) -> None:
     result = run("train", "threads=1", "logger=none", *SMALL, *words)

@@ -1,4 +1,4 @@
-"""The number of workers is measured, told with its reason, and changes nothing else."""
+"""The number of workers is measured, reported with its reason, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Slow(Dataset[Any]):
         return torch.rand(1, 4, 4) + random.random() + float(np.random.rand()), 0
 
 
-def mustered(
+def chosen(
     dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64
 ) -> WorkerChoice:
     indices = torch.arange(len(dataset))
@@ -73,17 +73,17 @@ def mustered(
 
 def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(num_workers, "cores", lambda: 3)
-    found = mustered(Slow(0.004))
+    found = chosen(Slow(0.004))
     assert found.workers == 3
     assert found.reason.endswith(" ms to read on one core; 3 cores")
-    assert mustered(Slow(0), batch=4).workers == 0
-    assert mustered(Slow(0.004, samples=5)).workers == 0
+    assert chosen(Slow(0), batch=4).workers == 0
+    assert chosen(Slow(0.004, samples=5)).workers == 0
 
 
 def test_measuring_is_short_and_draws_nothing() -> None:
     dataset = Slow(0.05)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index,union-attr]
-    mustered(dataset)
+    chosen(dataset)
     assert dataset.read <= 8
     assert random.getstate() == before[0]
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index,union-attr]
@@ -92,23 +92,23 @@ def test_measuring_is_short_and_draws_nothing() -> None:
 
 def test_a_number_that_was_set_is_taken_without_reading() -> None:
     dataset = Slow(1)
-    assert mustered(dataset, wanted=1) == WorkerChoice(1)
-    assert mustered(dataset, wanted=0) == WorkerChoice(0)
+    assert chosen(dataset, wanted=1) == WorkerChoice(1)
+    assert chosen(dataset, wanted=0) == WorkerChoice(0)
     assert dataset.read == 0
 
 
 def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(num_workers, "_free_shared_memory", lambda: 64 * 2**20)
     monkeypatch.setattr(num_workers, "cores", lambda: 2)
-    few = mustered(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
+    few = chosen(Slow(0), wanted=4, batch=100, sample_bytes=2**20)
     assert few.workers == 4
     assert few.warnings[0] == "data.num_workers=4 is more than the 2 CPU cores there are"
     assert few.warnings[1].startswith(
         "data.num_workers=4 reads up to 800 MiB of batches ahead, and /dev/shm has 64 MiB"
     )
-    none = mustered(Slow(0.01), batch=100, sample_bytes=2**20)
+    none = chosen(Slow(0.01), batch=100, sample_bytes=2**20)
     assert none == WorkerChoice(0, "auto: /dev/shm has 64 MiB free, too little for batches of 200 MiB")
-    assert mustered(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
+    assert chosen(Slow(0.01), wanted=2, batch=10, sample_bytes=2**20).warnings == []
 
 
 @pytest.mark.parametrize(

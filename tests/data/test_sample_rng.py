@@ -126,7 +126,7 @@ def test_a_batch_draws_one_number_whatever_the_order_of_its_samples() -> None:
     assert len({int(SampleRNG(0, 0, indices + batch).batch_integer(1000)) for batch in range(20)}) > 15
 
 
-def test_lasting_draws_are_the_same_in_every_epoch_and_of_no_epoch() -> None:
+def test_epoch_independent_numbers_are_the_same_in_every_epoch_and_of_no_epoch() -> None:
     lasting = [SampleRNG(0, epoch, MANY).without_epoch().uniform() for epoch in (0, 7)]
     assert torch.equal(*lasting)
     for epoch in range(3):

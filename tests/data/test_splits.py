@@ -129,7 +129,7 @@ def test_float_targets_are_split_at_random():
         ({}, 0, "no training sample"),
     ],
 )
-def test_fractions_that_cannot_be_are_a_sentence_with_the_key(fractions, n, message):
+def test_fractions_that_cannot_be_are_an_error_with_the_key(fractions, n, message):
     with pytest.raises(UserError, match=message):
         split_indices(None, n, fractions, 0, False)
 
@@ -187,7 +187,7 @@ def test_fractions_of_given_splits_are_not_judged():
         ({"train": Stream()}, 0.1, "no length"),
     ],
 )
-def test_data_that_cannot_be_split_is_a_sentence(splits, val, message):
+def test_data_that_cannot_be_split_is_reported(splits, val, message):
     with pytest.raises(UserError, match=message):
         make_splits(splits, Split(val, 0, 0, True))
 

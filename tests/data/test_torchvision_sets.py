@@ -108,7 +108,7 @@ def test_a_failed_download_says_why_and_what_to_put_where(tmp_path):
     assert "\n" not in caught.value.problems[0].message
 
 
-def test_a_root_that_is_a_file_is_a_sentence(tmp_path):
+def test_a_root_that_is_a_file_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"fetching MNIST failed: .*file"):
         sets.mnist(str(tmp_path / "file"), True)
@@ -194,7 +194,7 @@ def test_idx_files_round_trip(tmp_path_factory, sizes, packed, random):
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=40))
-def test_any_bytes_are_read_or_refused_in_a_sentence(tmp_path_factory, content):
+def test_any_bytes_are_read_or_refused_with_an_error(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("idx") / "file"
     path.write_bytes(content)
     with pytest.raises(UserError, match="file"):
@@ -301,7 +301,7 @@ def test_svhn_fetches_both_of_its_files(tmp_path, monkeypatch):
     assert fetched == ["train_32x32.mat", "test_32x32.mat"]
 
 
-def test_missing_and_damaged_svhn_files_are_told_apart(tmp_path, monkeypatch):
+def test_missing_and_damaged_svhn_files_are_distinguished(tmp_path, monkeypatch):
     _write_svhn(tmp_path, monkeypatch)
     (tmp_path / "test_32x32.mat").write_bytes(b"damaged")
     with pytest.raises(UserError, match=r"test_32x32\.mat has another MD5"):

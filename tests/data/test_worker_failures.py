@@ -97,7 +97,7 @@ def test_a_limit_on_file_sizes_that_shared_memory_exceeds_is_named() -> None:
     assert "data.num_workers=0" in str(caught.value)
 
 
-def test_a_worker_that_dies_while_the_main_process_computes_is_told_when_the_next_batch_is_wanted() -> None:
+def test_a_worker_that_dies_while_the_main_process_computes_is_reported_when_the_next_batch_is_requested() -> None:
     made = loader(prefetch=1)
     batches = made.batches(0, 0, 10)
     with contextlib.closing(made):
@@ -120,7 +120,7 @@ def test_another_loader_works_on_after_a_death_in_the_first() -> None:
             assert torch.cat([batch.targets for batch in made.batches(epoch, 0, 10)]).tolist() == list(range(80))
 
 
-def test_a_child_process_of_ones_own_that_fails_is_no_worker() -> None:
+def test_a_child_process_of_user_code_that_fails_is_no_worker() -> None:
     with contextlib.closing(loader()) as made:
         batches = made.batches(0, 0, 10)
         next(batches)
@@ -128,14 +128,14 @@ def test_a_child_process_of_ones_own_that_fails_is_no_worker() -> None:
         assert len(list(batches)) == 9
 
 
-def test_a_loader_of_ones_own_before_ours_changes_nothing() -> None:
+def test_a_custom_loader_before_ours_changes_nothing() -> None:
     assert len(list(DataLoader(Numbered(), batch_size=8, num_workers=1))) == 10
     with pytest.raises(DataFailed, match="SIGKILL"):
         list(loader("SIGKILL").batches(0, 0, 10))
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_a_worker_that_hangs_is_waited_for_as_long_as_is_said(persistent: bool) -> None:
+def test_a_worker_that_hangs_is_waited_for_as_long_as_configured(persistent: bool) -> None:
     made = loader("hangs", timeout_s=1.0, persistent=persistent)
     with contextlib.closing(made):
         batches = made.batches(0, 0, 10)
@@ -150,7 +150,7 @@ def test_a_worker_that_hangs_is_waited_for_as_long_as_is_said(persistent: bool) 
 
 
 @pytest.mark.parametrize("frozen_when", ["its batch is in the queue", "a batch is passed over", "it reads"])
-def test_workers_that_are_frozen_are_waited_for_as_long_as_is_said(frozen_when: str) -> None:
+def test_workers_that_are_frozen_are_waited_for_as_long_as_configured(frozen_when: str) -> None:
     made = loader("" if frozen_when != "it reads" else "SIGSTOP", timeout_s=1.0)
     with contextlib.closing(made):
         batches = made.batches(0, 0, 10)

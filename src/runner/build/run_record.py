@@ -37,7 +37,7 @@ class RunRecord:
         console: shows and logs.
         summary: what `summary.json` contains.
         exit_code: of the process.
-        setup: what the run has to do; set by `open`.
+        setup: what the run is asked to do; set by `open`.
     """
 
     setup: Setup

@@ -200,7 +200,8 @@ def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
         except UserError:
             raise
         except Exception as error:  # a file made by hand can raise anything
-            raise DamagedCheckpoint(str(path), f"cannot be read: {first_line(error)}") from error
+            reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+            raise DamagedCheckpoint(str(path), f"cannot be read: {reason[:200]}") from error
 
 
 def _read(file: BinaryIO, path: Path, parts: Parts | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from runner.checkpoint.structure import BY_DTYPE, NATIVE
+from runner.config.errors import first_line
 
 _BLOCK = 1 << 20
 _LARGEST_HEADER = 100_000_000  # bytes, as in the library
@@ -146,8 +147,8 @@ def read_header(file: BinaryIO) -> Header:
         digests = json.loads(metadata.get("digests", "{}"), object_pairs_hook=_unique)
         tensors = _tensors(entries, digests, 8 + length)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = str(error)[:200] or type(error).__name__
-        raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason}") from error
+        reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise Damaged(f"is not a checkpoint of runner's: its header is damaged or forged: {reason[:200]}") from error
     end = max((stored.end for stored in tensors.values()), default=8 + length)
     if end != size:
         raise Damaged(f"is truncated, or has bytes after its end: it should have {end:,} bytes and has {size:,}")

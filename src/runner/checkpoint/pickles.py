@@ -368,26 +368,30 @@ def wrong_extent(contents: Any, size: int) -> str:
         size: bytes of the file.
     """
     left = size + _EXPANDED // 64
-    stack: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter([("", contents)]))]
+    stack: list[tuple[Any, Iterator[tuple[Any, Any]]]] = [("", iter([("", contents)]))]
+    key: Any = ""
+
+    def name() -> str:
+        return ".".join([*(str(above) for above, _ in stack[2:]), str(key)])[:200]
+
     while stack:
-        place, items = stack[-1]
-        for key, value in items:
-            name, left = f"{place}.{key}".lstrip(".")[:200], left - 1
+        for key, value in stack[-1][1]:
+            left -= 1
             if left < 0:
                 return "it stands for more values than a file of its size can hold"
             if isinstance(value, torch.Tensor):
                 if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
-                    return f"{name} is a tensor of a kind that is never saved"
+                    return f"{name()} is a tensor of a kind that is never saved"
                 stored, shown = value.untyped_storage().nbytes(), value.numel() * value.element_size()
                 if stored > size or shown > size + _EXPANDED:
-                    return f"{name} is larger than the file"
+                    return f"{name()} is larger than the file"
             elif isinstance(value, str | bytes | bytearray) and len(value) > size:
-                return f"{name} is larger than the file"
+                return f"{name()} is larger than the file"
             elif isinstance(value, Mapping | list | tuple | set):
                 if len(stack) > _DEEPEST:
                     return f"it has over {_DEEPEST} levels of nesting"
                 inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
-                stack.append((name, iter(inner)))
+                stack.append((key, iter(inner)))
                 break
         else:
             stack.pop()

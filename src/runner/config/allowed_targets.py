@@ -1,4 +1,4 @@
-"""Which targets from a file may stand in which section of the config, and how they are built without fetching anything."""
+"""Which targets a file may name in which section of the config, and how they are built without downloads."""
 
 from __future__ import annotations
 

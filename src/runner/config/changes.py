@@ -9,14 +9,14 @@ from runner.config.errors import Problem
 
 
 class Change(Enum):
-    """What becomes of another value on the command line than in the checkpoint."""
+    """What happens if the command line gives another value than the checkpoint."""
 
     REFUSED = "refused"
     """The saved state would mean something else."""
     REFUSED_INSIDE_EPOCH = "refused inside an epoch, reported at its end"
     """The position counts batches of a given order."""
     REPORTED = "allowed and reported"
-    """The run ends with other weights, or with another idea of which are best, than without the change."""
+    """The run ends with other weights, or another choice of the best ones, than without the change."""
     ALLOWED = "allowed"
     """No bit of the weights depends on it."""
 
@@ -78,7 +78,7 @@ CHANGES = {key: change for change, keys in _OF.items() for key in keys}
 
 
 def declared(key: str) -> Change:
-    """What is declared of a dotted key, or of the component that it lies in; what an older version wrote is reported."""
+    """What is declared for a dotted key or its component; unknown keys of older versions are reported."""
     while key not in CHANGES:
         key, dot, _ = key.rpartition(".")
         if not dot:

@@ -1,4 +1,4 @@
-"""Keys of a component that the program reads itself, beside the arguments of what the component names."""
+"""Keys of a component that the program reads itself, in addition to the arguments of its target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ E = TypeVar("E")
 
 
 def names_of(key: str, signature: inspect.Signature | None) -> set[str]:
-    """Names of the extras of the component at a dotted key; what its signature names is its own and none."""
+    """Names of the extras of the component at a dotted key; names in its signature are arguments."""
     own = set(signature.parameters) if signature is not None else set()
     return set(keys.hints(EXTRAS[key])) - own if key in EXTRAS else set()
 

@@ -1,4 +1,4 @@
-"""The words of `freeze` and `unfreeze_at`: what is frozen, and until when."""
+"""Parses `freeze` and `unfreeze_at`: what is frozen, and until when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Entry:
 
 
 def entries(freeze: str | list[str] | None, unfreeze_at: str | int | None) -> list[Entry]:
-    """What `freeze` lists; `unfreeze_at` holds for what names no moment of its own, as `stem@2ep` does.
+    """What `freeze` lists; `unfreeze_at` applies to entries without their own moment, such as the one in `stem@2ep`.
 
     Raises:
         ValueError: if something is no moment, or there is no pattern before it; the message says what.

@@ -1,4 +1,4 @@
-"""What Hydra itself would build for a run: its callbacks, launcher, sweeper and loggers, and whose word that is."""
+"""What Hydra itself would build for a run (callbacks, launcher, sweeper, loggers): only the command line may choose it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _OF_THE_RUN = "${hydra.runtime.output_dir}/"
 
 
 def unasked(cfg: DictConfig, words: Sequence[str]) -> list[Problem]:
-    """Problems of nodes below `hydra` that would build something which the command line does not name.
+    """Problems of nodes below `hydra` that would build something that the command line does not name.
 
-    Hydra builds them before any check of the program's, from whatever folder they were composed of.
+    Hydra builds them before this program can check anything, from any folder of configs.
 
     Args:
         cfg: the composed config with `hydra`.
@@ -36,7 +36,7 @@ def unasked(cfg: DictConfig, words: Sequence[str]) -> list[Problem]:
             named = any(key == word or key.startswith(f"{word}.") for word in given)
             if not named and _builds(section, key, str(value)):
                 message = (
-                    f"'{value}' stands in a folder of configs, and only the command line can have Hydra build things"
+                    f"'{value}' comes from a folder of configs, and only the command line can make Hydra build things"
                 )
                 problems.append(
                     Problem(key, message, f"'{key}={shown(str(value))}' on the command line, or without it")

@@ -1,4 +1,4 @@
-"""Questions about the schema: does a key exist, what may it hold, which keys are there."""
+"""Queries of the schema: which keys exist, and which values they take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.config.schema.sections import HasTarget
 
 @functools.cache
 def hints(section: type) -> dict[str, Any]:
-    """Keys of a dataclass with their full annotations: its fields' names, without the `_` that sets some apart from keywords."""
+    """Keys of a dataclass with their full annotations: its fields' names, without the `_` that avoids Python's keywords."""
     return {name.removesuffix("_"): kind for name, kind in get_type_hints(section, include_extras=True).items()}
 
 

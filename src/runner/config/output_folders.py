@@ -1,4 +1,4 @@
-"""The folders that runs and sweeps write into: whether they can be made, and whether something else lies there."""
+"""The folders that runs and sweeps write into: whether they can be made, and whether they are occupied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def holds_sweep(folder: Path) -> bool:
 
 
 def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem | None:
-    """A problem if a sweep may not write into a folder, as another sweep or a run lies there.
+    """A problem if a folder is occupied by another sweep or a run.
 
     Args:
         folder: the folder of the sweep.
@@ -59,11 +59,11 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
 
 
 def _words_of(folder: Path) -> list[str]:
-    """The words that the sweep in a folder was started with.
+    """The overrides that the sweep in a folder was started with.
 
     Raises:
         OSError: if its file cannot be read.
-        ValueError: if that says nothing about them.
+        ValueError: if it does not contain them.
     """
     try:
         content = yaml.load(read_regular(folder / "multirun.yaml"), Loader=yaml.BaseLoader)
@@ -74,7 +74,7 @@ def _words_of(folder: Path) -> list[str]:
 
 
 def _that_matter(words: Iterable[str]) -> list[str]:
-    """The words that say which jobs there are; where they run, and in which folder, is Hydra's business."""
+    """The overrides that determine the jobs; where they run, and in which folder, does not matter."""
     plain = [str(word).lstrip("+") for word in words]
     return sorted(
         word for word in plain if not word.startswith("hydra") or word.startswith(("hydra.sweeper", "hydra/sweeper"))

@@ -1,4 +1,4 @@
-"""Patterns of dotted names, with which parts of a model are picked."""
+"""Patterns of dotted names, which select parts of a model."""
 
 from __future__ import annotations
 

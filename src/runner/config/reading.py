@@ -1,4 +1,4 @@
-"""Reading files that anybody may have put there: regular files only, of a bounded size, opened without blocking."""
+"""Reads untrusted files: regular files only, of a bounded size, opened without blocking."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def read_overrides(folder: Path) -> list[str]:
-    """The content of `folder/overrides.yaml`: the words that a run was started with.
+    """The content of `folder/overrides.yaml`: the overrides that a run was started with.
 
     Raises:
         OSError: if it cannot be read, or is not a small regular file.

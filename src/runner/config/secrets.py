@@ -1,4 +1,4 @@
-"""Passwords and keys, masked wherever a command line, a config or an error is stored or shown.
+"""Masks passwords and keys wherever a command line, a config or an error is stored or shown.
 
 One list of names decides. A name is compared in snake case, `apiKey` and `api-key` as `api_key`, without digits at its end.
 """

@@ -1,4 +1,4 @@
-"""Configs that were written to a file, and overrides laid on top of them.
+"""Configs in files, and overrides applied to them.
 
 A stored config is plain YAML: it is read with the safe loader into plain containers and never as a Hydra or OmegaConf
 object, so that neither a tag nor an interpolation in it does anything.

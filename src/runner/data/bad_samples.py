@@ -158,8 +158,8 @@ class BadSampleLog:
         new, self._waiting = self._waiting, []
         if len(new) == len(self._entries):
             first = new[0]
-            told = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]
-            tell(f"sample {first['sample']} of {first['split']} cannot be read and is replaced by another: {told}")
+            where = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]
+            tell(f"sample {first['sample']} of {first['split']} cannot be read and is replaced by another: {where}")
         if self._path is None:
             return
         try:

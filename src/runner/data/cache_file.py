@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -190,7 +190,7 @@ def write(
     try:
         with _writing():
             file = temporary.open("xb")
-        with file:
+        with _closing(file):
             with _writing():
                 file.write(b" " * HEADER_BYTES)
             for images, targets in batches:  # an OSError of the data is none of writing
@@ -230,6 +230,15 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise Unwritable(error.strerror or str(error)) from error
+
+
+@contextlib.contextmanager
+def _closing(file: IO[bytes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with _writing():  # closing writes what is buffered
+            file.close()
 
 
 def temporary_prefix(path: Path) -> str:

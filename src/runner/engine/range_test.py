@@ -100,7 +100,7 @@ def range_test(
     smoothed: list[float] = []
     mean, stopped = 0.0, ""
     windows = _windows(source, plan, len(rates))
-    with unchanged(state, parts.loss):
+    with _unchanged(state, parts.loss):
         meter = state.meter = RunningMean(next(state.model.parameters()).device)
         state.averaged = None  # averaging weights during a sweep of the rate is meaningless
         state.train()
@@ -198,7 +198,7 @@ def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[_Window]:
 
 
 @contextlib.contextmanager
-def unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
+def _unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
     """Restore everything that training changes: weights, optimizer, loss scale, position, and what `no_trace` restores."""
     model, optimizer, scaler = state.model, state.optimizer, state.scaler
     meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)

@@ -65,7 +65,7 @@ def _half_cosine(progress: float) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A pure schedule: linear warm-up, then `shape`.
+    """A pure schedule: linear warm-up (`_rise`), then `_shape`.
 
     Args:
         total_steps: optimizer steps of the whole run.
@@ -97,17 +97,15 @@ class Schedule:
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
         done = self.clock.run(step) if self.warmup < 1 else step
-        return self.rise(done) if done < self.warmup_steps else self.shape(step)
+        return self._rise(done) if done < self.warmup_steps else self._shape(step)
 
-    def rise(self, done: float) -> float:
-        """Factor after `done` steps of the warm-up."""
+    def _rise(self, done: float) -> float:
         return (done + 1) / (self.warmup_steps + 1)
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
+    def _shape(self, step: int) -> float:
         return 1.0
 
-    def progress(self, step: int, start: float) -> float:
+    def _progress(self, step: int, start: float) -> float:
         """The share of the way from `start`, on the scale of `total_steps`, to the end, from 0 to 1."""
         return min(max((self.clock.run(step) - start) / max(self.total_steps - start, 1), 0.0), 1.0)
 
@@ -141,9 +139,8 @@ class Cosine(Schedule):
         super().__post_init__()
         _require_final(self.final)
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
-        return self.final + (1 - self.final) * _half_cosine(self.progress(step, self.warmup_end))
+    def _shape(self, step: int) -> float:
+        return self.final + (1 - self.final) * _half_cosine(self._progress(step, self.warmup_end))
 
 
 @dataclass(frozen=True)
@@ -167,14 +164,12 @@ class OneCycle(Schedule):
         _require(math.isfinite(self.div) and self.div >= 1, f"div must be at least 1, got {self.div}")
         _require_final(self.final)
 
-    def rise(self, done: float) -> float:
-        """Factor after `done` steps of the warm-up."""
+    def _rise(self, done: float) -> float:
         low = 1 / self.div
         return low + (1 - low) * (1 - _half_cosine(done / self.warmup_steps))
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
-        return self.final + (1 - self.final) * _half_cosine(self.progress(step, self.warmup_end))
+    def _shape(self, step: int) -> float:
+        return self.final + (1 - self.final) * _half_cosine(self._progress(step, self.warmup_end))
 
 
 @dataclass(frozen=True)
@@ -197,8 +192,7 @@ class Step(Schedule):
         _require(self.every >= 1, f"every must be at least 1 epoch, got {self.every}")
         _require(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, got {self.gamma}")
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
+    def _shape(self, step: int) -> float:
         return float(self.gamma ** (self.clock.epochs(step) // (self.every * self.steps_per_epoch)))
 
 
@@ -226,13 +220,12 @@ class WSD(Schedule):
         _require(self.curve in ("linear", "1-sqrt"), f"curve must be 'linear' or '1-sqrt', got '{self.curve}'")
         _require_final(self.final)
 
-    def shape(self, step: int) -> float:
-        """Factor after the warm-up."""
+    def _shape(self, step: int) -> float:
         if self.decay == 0:
             return 1.0
         start = self.total_steps - round(self.decay * self.total_steps)
         # A warm-up counted in steps may reach into the decay of a short run, which then starts at its end.
-        progress = self.progress(step, max(start, self.warmup_end))
+        progress = self._progress(step, max(start, self.warmup_end))
         fallen = progress if self.curve == "linear" else math.sqrt(progress)
         return self.final + (1 - self.final) * (1 - fallen)
 

@@ -1,6 +1,6 @@
-"""The typed surface of every verb: one file a verb, one dataclass a section, each field with its type, range and default.
+"""The typed config of every verb: one file per verb, one dataclass per section; each field has a type, range and default.
 
-The YAML files in `conf/` repeat the defaults with a comment for each key; a test holds the two together. Ranges are
+The YAML files in `conf/` repeat the defaults with a comment for each key; a test compares the two. Ranges are
 `annotated_types` constraints, choices are `Literal`s, and a mapping with `_target_` (a component) is a `Node`.
 """
 
@@ -14,7 +14,7 @@ from runner.config.schema.train import Train
 
 
 def _of_verbs() -> dict[str, type[Train]]:
-    """Each verb that takes a config with its schema: the dataclass over `Train` in the file that is named after it."""
+    """The schema of each verb that takes a config: the dataclass derived from `Train` in the file named after the verb."""
     found: dict[str, type[Train]] = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__)):
         module = importlib.import_module(f"{__name__}.{name}")

@@ -24,7 +24,7 @@ Node = Annotated[dict[str, Any], HasTarget()]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerExtras:
-    """Keys of `optimizer` beside the arguments of what it names."""
+    """Keys of `optimizer` in addition to the arguments of its target."""
 
     lr_base_batch_size: Count | None = None
     no_decay: Literal["auto"] | list[str] | None = None
@@ -34,12 +34,12 @@ class OptimizerExtras:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelExtras:
-    """Keys of `model` beside the arguments of what it names."""
+    """Keys of `model` in addition to the arguments of its target."""
 
     head: Literal["linear", "none"] | list[Count] | None = None
 
 
-# Keys that the program itself reads from the mapping of a component; where the component has such an argument, it is that.
+# Keys of a component that the program itself reads, unless the component has an argument of that name.
 EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
 
 
@@ -53,7 +53,7 @@ class Normalize:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """How validation and test samples are set apart where the data set does not come with them."""
+    """How validation and test samples are split off if the data set does not provide them."""
 
     val: Share = 0.1
     test: Share = 0.2
@@ -95,14 +95,14 @@ class Data:
 
     @property
     def samples_a_batch(self) -> int:
-        """`batch_size` once it is known; `auto` is settled before a run is built."""
-        assert self.batch_size != "auto", "data.batch_size is settled first"
+        """`batch_size` once it is known; `auto` is replaced before a run is built."""
+        assert self.batch_size != "auto", "data.batch_size=auto is replaced first"
         return self.batch_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """Sample transforms run where a sample is read, batch transforms on the device, in the order listed; then mixing."""
+    """Sample transforms run when a sample is read, batch transforms on the device, in the order listed; mixing comes last."""
 
     sample_train: list[Node] = field(default_factory=list)
     sample_eval: list[Node] = field(default_factory=list)
@@ -164,7 +164,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """How often the device is asked for numbers, what is shown meanwhile and logged, and whether curves are drawn."""
+    """How often numbers are read from the device, what is shown and logged, and whether curves are drawn."""
 
     every_steps: Count = 50
     progress: bool | Literal["auto"] = "auto"
@@ -182,7 +182,7 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """What is checked of every module while training; off, nothing is done at all."""
+    """Checks of every module during training."""
 
     shapes: bool = False
     finite: bool = False

@@ -1,4 +1,4 @@
-"""What `train` takes, and with it every verb that works on a config."""
+"""The config of `train`, which those of the other verbs extend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from runner.config.schema.sections import (
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Everything that `train` needs to know; the top-level keys are those that people type every day."""
+    """The config of `train`; the top-level keys are those that people type every day."""
 
     name: str = "data"
     seed: NonNegative = 0
