@@ -4,7 +4,7 @@
 
 A training with AdamW, as `python -m runner train` assembles it, saves the same state in turns: at once, and with
 `checkpoint.async=true`. What is timed is how long the loop stands still for a save, and how long a step takes while the thread
-writes. The first save in the background, which makes the buffers, is told apart.
+writes. The first save in the background, which makes the buffers, is listed separately.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Both read the same files (about 500x375 pixels, noise with the spectrum of photo
 workers and give normalised float32 batches of one size. The peer is written as in most training scripts: version 1
 transforms on PIL images. Two kinds of training transforms are timed, in alternation, by whole epochs with workers that are
 already running: `middle` (Resize, CenterCrop, flip) and `random` (RandomResizedCrop, flip). The processor time of all
-processes is told beside the rates, as it depends less on what else the machine does. Then `data.cache=disk` is timed: the
+processes is reported beside the rates, as it depends less on what else the machine does. Then `data.cache=disk` is timed: the
 epoch that decodes the images and writes the cache, and the epoch after it.
 
     python scripts/benchmark_folder.py --images 300 --rounds 3 --workers 2 --train

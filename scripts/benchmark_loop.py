@@ -6,7 +6,7 @@
 The process is that of `python -m runner train`, writing to a terminal, with its logging, live progress and checkpoints. After
 every few epochs the other loops train as many, in the same process and on the same threads, so that whatever else the machine
 does meets all of them alike. A ratio is taken within each turn; its median over the turns is one measurement, of which
-several are made in processes of their own. Garbage is collected automatically in the turns of the others, as Python does.
+several are made in separate processes. Garbage is collected automatically in the turns of the others, as Python does.
 """
 
 from __future__ import annotations

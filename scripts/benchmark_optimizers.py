@@ -23,7 +23,7 @@ WAYS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fus
 
 
 def measure(name: str, parameters: list[torch.nn.Parameter], repeats: int) -> dict[str, float]:
-    """Median milliseconds of a step by way; ways that the optimizer does not have are left out."""
+    """Median milliseconds of a step by way; ways that the optimizer does not have are skipped."""
     optimizers = {}
     for way, options in WAYS.items():
         if way == "fused" and name == "RMSprop":

@@ -7,7 +7,7 @@
 
 Every measurement is a process of its own with the same number of threads, writing to a terminal of its own; the contenders
 take turns, and ratios are taken within a round. What counts is the time from the end of the first epoch to the end of
-the last, so that imports, reading the data and warming up are left out for everybody. Nobody evaluates meanwhile. Every
+the last, so that imports, reading the data and warming up are excluded for everybody. Nobody evaluates meanwhile. Every
 contender starts from the same weights and is scored afterwards by the same function on the same samples: exit status 1 if
 one of them is not as good as the others. Reading pictures from files is measured by `benchmark_folder.py`.
 """
@@ -80,7 +80,7 @@ def main() -> int:
             root = fashion_copy(asked.fashion_root, Path(scratch))
         for name in asked.case:
             if name == "fashion" and root is None:
-                print("\nfashion: left out, as it needs --fashion-root, the folder that holds FashionMNIST/")
+                print("\nfashion: skipped, as it needs --fashion-root, the folder that holds FashionMNIST/")
                 continue
             for threads in asked.threads:
                 report["cases"].append(measure_case(job_of(asked, name, threads, root), asked))

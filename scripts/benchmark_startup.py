@@ -36,7 +36,7 @@ os._exit(0)
 FIRST_STEP = """
 import os, sys, time
 import runner.cli
-import runner.verbs.train
+from runner.verbs._launch import Job
 
 def stop_after_first_step():
     import runner.train as train
@@ -55,14 +55,13 @@ def stop_after_first_step():
     progress = train.Progress
     train.build_data, train.Progress = timed, lambda advance: progress(stop)
 
-job = runner.verbs.train.job
+call = Job.__call__
 
-def patched(cfg):
+def patched(job, cfg):
     stop_after_first_step()
-    return job(cfg)
+    return call(job, cfg)
 
-patched.__module__ = job.__module__
-runner.cli.verb_modules()["train"].job = patched
+Job.__call__ = patched
 sys.exit(runner.cli.main(["train", "log.progress=false"]))
 """
 

@@ -44,7 +44,7 @@ def record(words: list[str]) -> str:
 
 
 def screen(output: str) -> str:
-    """The lines that stay when the run has ended: the progress bar, drawn over again and again, is left out."""
+    """The lines that stay when the run has ended: the progress bar, drawn over again and again, is omitted."""
     lines: list[str] = []
     for line in output.replace("\r\n", "\n").split("\n"):
         kept = re.split(r"\r|\x1b\[1A|\x1b\[2K", line)[-1]

@@ -1,4 +1,4 @@
-"""Do to runs what machines, schedulers and strangers do to them, and count how often nothing was lost.
+"""Do to runs what machines, schedulers and untrusted files do to them, and count how often nothing was lost.
 
     python scripts/torture.py                                  # everything, about an hour on two cores
     python scripts/torture.py kills sweep --kills 200 --seed 7
@@ -33,7 +33,7 @@ SECTIONS = {
     "cache": "damage to the cache of data.cache=disk, before a run and while it is used",
     "hostile": "files made by somebody who means harm",
     "memory": "small files that want to become large, and the peak of memory",
-    "downloads": "a stranger's config that would download or write, in every section",
+    "downloads": "an untrusted config that would download or write, in every section",
     "special": "named pipes, devices and the like in every place that is listed or opened",
     "same_bits": "settings that must not change a bit",
     "signals": "SIGTERM, SIGHUP and the other signals that stop a run, in every phase",

@@ -4,7 +4,7 @@
     python scripts/torture_peers.py runner timm --kills 5 --seed 3
 
 Every library trains the same small network on digits as its documentation writes it, saves every few steps, and goes on from
-the newest checkpoint. Peers come with `pip install -e '.[peers]'`; one that is not installed is left out, and that is said.
+the newest checkpoint. Peers come with `pip install -e '.[peers]'`; one that is not installed is skipped with a message.
 Each training is a forked process, and torch computes on one thread. Nothing is promised here, so the exit status is 0.
 """
 
@@ -186,7 +186,7 @@ class Victim:
         file.write_bytes(data)
 
     def _pickles(self) -> None:
-        row = self._row("a pickle in the place of a file of the checkpoint: nothing of it is run")
+        row = self._row("a pickle as a file of the checkpoint: nothing in it is executed")
         whole = self._interrupted()
         for index in range(len(self._program.checkpoints(whole.folder))):
             job = self._copy(whole)
@@ -292,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             try:
                 program: Program = importlib.import_module(f"faults.peers.{PROGRAMS[name]}")  # type: ignore[assignment]
             except ModuleNotFoundError as error:
-                print(f"{name} is left out: {error}", flush=True)
+                print(f"{name} is skipped: {error}", flush=True)
                 continue
             began = time.perf_counter()
             found = Victim(program, Path(scratch) / name, options, random.Random(f"{options.seed} {name}")).torment()

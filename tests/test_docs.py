@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from runner.cli import main, verb_modules
+from runner.cli import main
 from runner.config import app, keys, overrides
 from runner.config.changes import CHANGES
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
+from runner.verbs import _table as table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -34,7 +35,7 @@ FILE = re.compile(
     r"^(?:`([\w./]+)`:\n\n)?```(?:python|yaml)\n(?:# ([\w./]+\.(?:py|yaml))\n)?(.*?)^```$", re.M | re.DOTALL
 )
 START = ["python", "-m", "runner"]
-# What the messages in the docs show in place of the folder that the program was started in.
+# What the messages in the docs show instead of the folder that the program was started in.
 ELSEWHERE = "/home/you"
 
 
@@ -111,7 +112,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 file.write_text(body)
         (folder / "my_package").mkdir(exist_ok=True)
         (folder / "my_package" / "__init__.py").touch()
-        (folder / "stranger.safetensors").write_text("not a checkpoint\n")
+        (folder / "untrusted.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
     with inside(found["docs"]):
         assert call("train", "debug=smoke", "threads=1", "logger=none", "evaluate.test=false")[0] == 0
@@ -147,8 +148,7 @@ def call(*words: str) -> tuple[int, str, str]:
 def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
     schema = VERBS[verb]
-    expand_shorthand = getattr(verb_modules()[verb], "expand_shorthand", list)
-    request = app.parse(expand_shorthand(words), verb)
+    request = app.parse(table.VERBS[verb].expand_shorthand(words), verb)
     sources = Sources(app._folders(request))
     known = overrides.check_overrides(request.words, schema, sources, multirun=True)
     composition, _ = app._compose(request, known, schema, sources, lambda _: [])

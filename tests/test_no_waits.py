@@ -111,7 +111,7 @@ def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
         train(*RUN, *words, "callbacks.watch={_target_: watching.Watch}")
     start, *after = watching.Watch.seen
     assert len(after) == 24
-    # Whether steps were left out, and the loss. The callback comes before the one that logs, so it sees the readings of the
+    # Whether steps were skipped, and the loss. The callback comes before the one that logs, so it sees the readings of the
     # log points before its step.
     assert [count - start for count in after] == [2 * ((step - 1) // EVERY) for step in range(1, 25)], reads.found
 

@@ -89,8 +89,8 @@ def circles(imports: dict[Path, set[Path]]) -> set[str]:
 def test_no_files_import_each_other_in_a_circle() -> None:
     # A package's __init__ that gathers its modules is no circle.
     files = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
-    # Each of these has one circle left.
-    files = [path for path in files if path.relative_to(SOURCE).parts[0] not in ("build", "verbs")]
+    # The verbs have one circle left.
+    files = [path for path in files if path.relative_to(SOURCE).parts[0] != "verbs"]
     assert not circles({path: imported_files(path) & set(files) for path in files})
 
 
@@ -100,6 +100,6 @@ def test_no_file_is_long() -> None:
 
 
 def test_importing_the_command_line_imports_nothing_heavy() -> None:
-    code = "import sys, runner.cli; runner.cli.verb_modules(); print(*sys.modules)"
+    code = "import sys, runner.cli; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "hydra", "omegaconf", "pydantic", "numpy", "rich"} & set(done.stdout.split())

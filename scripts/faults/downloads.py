@@ -1,4 +1,4 @@
-"""A stranger's config that would download or write in some section: nothing is fetched and nothing is written elsewhere."""
+"""An untrusted config that would download or write in some section: nothing is fetched and nothing is written elsewhere."""
 
 from __future__ import annotations
 

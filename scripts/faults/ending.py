@@ -26,7 +26,7 @@ _OF_THE_CLOCK = ("samples_per_s", "data_wait", "peak_memory_mib", "mfu")
 _DUE = 5  # micro-batch, counted from 0, after which an evaluation is due
 PREEMPTED = 75
 Lines = dict[str, list[Any]]
-"""What each log file holds, by its name; numbers that depend on the clock left out."""
+"""What each log file holds, by its name; without numbers that depend on the clock."""
 
 
 def section(bench: Bench) -> list[Row]:

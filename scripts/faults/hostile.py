@@ -47,8 +47,10 @@ def _try(case: Case, verb: str, status: int, folder: Path, ours: Path) -> str:
     """Use a malicious file; gives what was not as it should be, or an empty string."""
     from runner.checkpoint.file import read
 
-    arena = Arena(folder / "stranger", folder / "outside", folder / "outside" / "ran", folder / "stranger" / "run", {})
-    for path in (arena.stranger, arena.outside, folder / "home", folder / "user"):
+    arena = Arena(
+        folder / "untrusted", folder / "outside", folder / "outside" / "ran", folder / "untrusted" / "run", {}
+    )
+    for path in (arena.untrusted, arena.outside, folder / "home", folder / "user"):
         path.mkdir(parents=True)
     (arena.outside / "precious.txt").write_text("precious\n")
     shutil.copytree(ours, arena.run)
@@ -56,7 +58,7 @@ def _try(case: Case, verb: str, status: int, folder: Path, ours: Path) -> str:
     words = case.make(arena)
     watched = [arena.outside, folder / "user"]
     if not any(word.startswith("hydra.run.dir=") for word in words):
-        watched.append(arena.stranger)
+        watched.append(arena.untrusted)
     if verb == "eval":
         words += [f"output={folder / 'home' / 'evaluation'}", "split=val"]
     before = [_listing(path) for path in watched]
@@ -64,7 +66,7 @@ def _try(case: Case, verb: str, status: int, folder: Path, ours: Path) -> str:
     after = [_listing(path) for path in watched]
     said = life.said()
     strange = sorted(
-        path.name for path in folder.iterdir() if path.name not in ("stranger", "outside", "home", "user", "log")
+        path.name for path in folder.iterdir() if path.name not in ("untrusted", "outside", "home", "user", "log")
     )
     if arena.canary.exists() or strange or (folder / "home" / "canary").exists():
         return f"its code was run: {strange}"

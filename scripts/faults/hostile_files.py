@@ -41,14 +41,14 @@ class Arena:
     """What a case works with.
 
     Attributes:
-        stranger: folder of the file that was sent.
+        untrusted: folder of the file that was sent.
         outside: folder that nothing may be written to.
         canary: a file that no code may make.
         run: a run of ours, to be copied or harmed.
         contents: what its checkpoint holds.
     """
 
-    stranger: Path
+    untrusted: Path
     outside: Path
     canary: Path
     run: Path
@@ -56,7 +56,7 @@ class Arena:
 
     def sent(self, data: bytes) -> list[str]:
         """Put a file there, and give the words that use it."""
-        path = self.stranger / ("sent.pt" if data[:2] == b"PK" else "sent.safetensors")
+        path = self.untrusted / ("sent.pt" if data[:2] == b"PK" else "sent.safetensors")
         path.write_bytes(data)
         return [f"ckpt_path={path}"]
 
@@ -178,9 +178,9 @@ def _holding(value: Any, *place: str) -> Callable[[Arena], list[str]]:
 
 def _cached_elsewhere(arena: Arena) -> list[str]:
     """A config of other data, of which a cache would be made before anybody sees that the model does not fit."""
-    pictures(arena.stranger / "pictures")
+    pictures(arena.untrusted / "pictures")
     images = {
-        "root": str(arena.stranger / "pictures"), "image_size": 8, "cache": "disk",
+        "root": str(arena.untrusted / "pictures"), "image_size": 8, "cache": "disk",
         "cache_dir": str(arena.outside / "cache"), "dataset": {"_target_": "runner.data.sources.folders.image_folder"},
     }  # fmt: skip
     return arena.sent(with_config(arena.contents, lambda config: config["data"].update(images)))

@@ -119,7 +119,7 @@ def _last(run: Path) -> Path:
 
 
 def continued(run: Path, number: int = 0) -> tuple[list[str], Path]:
-    """The words that resume a run, in its own directory or in another one, or that start it anew if nothing was saved."""
+    """The words that resume a run, in its own directory or in another one, or that start it again if nothing was saved."""
     if not _last(run).exists():
         fresh = run.with_name(f"{run.name}_anew") if run.exists() else run
         return [directory(fresh)], fresh

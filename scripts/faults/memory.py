@@ -61,7 +61,7 @@ def measuring(path: Path) -> Prepare:
 
     def prepare() -> None:
         leave = os._exit
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _resident("VmRSS") - _resident("RssFile")
 
         def measure_and_leave(status: int) -> None:

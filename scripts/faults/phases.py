@@ -43,7 +43,7 @@ class _Watched:
 
 
 def telling(tell: Tell) -> None:
-    """Tell of every phase of every micro-batch, of evaluations, and of restoring."""
+    """Report every phase of every micro-batch, of evaluations, and of restoring."""
     import runner.train
     from runner.checkpoint import resume
     from runner.engine import step

@@ -15,7 +15,7 @@ _SLEEP_S = 0.0005
 
 
 class _Watched:
-    """An open file that tells of every write: before it, in its middle and after it."""
+    """An open file that reports every write: before it, in its middle and after it."""
 
     def __init__(self, inner: Any, tell: Callable[[], None]) -> None:
         self._inner, self._tell = inner, tell

@@ -92,7 +92,7 @@ def _damage(run: Path) -> str:
 def _not_resumed(words: tuple[str, ...], run: Path, expected: str) -> str:
     """What is wrong with a run that is continued in its directory, or an empty string."""
     more = [f"ckpt_path={run}"] if (run / "checkpoints" / "last.safetensors").exists() else []
-    if not more and (run / "summary.json").exists():  # a run without a checkpoint is started anew, elsewhere
+    if not more and (run / "summary.json").exists():  # a run without a checkpoint is started again, elsewhere
         run = run.with_name(f"{run.name}_anew")
     life = live([*words, *more, directory(run)], run.with_suffix(".rest.log"))
     if life.status != 0:

@@ -1,4 +1,4 @@
-"""The clock that every contender is timed with: it is told when an epoch has ended."""
+"""The clock that every contender is timed with: each contender reports the end of an epoch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Clock:
     """Notes when epochs end; the time between the first end and the last is what counts.
 
     Whatever comes before the end of the first epoch (imports, reading the data, building, starting workers, warm-up) and
-    after the end of the last one is left out for everybody.
+    after the end of the last one is excluded for everybody.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, each writing to a terminal of its own."""
+"""Measurements in separate processes, each writing to a separate terminal."""
 
 from __future__ import annotations
 

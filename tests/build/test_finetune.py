@@ -44,7 +44,7 @@ def composed() -> list[Composition]:
 def settled(
     compose: Callable[..., Composition], composed: list[Composition]
 ) -> Callable[[dict[str, Any]], Composition]:
-    """The composition of `SMALL` with some keys set, as if they were on the line."""
+    """The composition of `SMALL` with some keys set, as if they were on the command line."""
 
     def make(settings: dict[str, Any]) -> Composition:
         if not composed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -12,10 +13,11 @@ import pytest
 import yaml
 
 from runner import __version__
-from runner.cli import main, verb_modules
+from runner.cli import main
 from runner.config.keys import hints
-from runner.config.schema import VERBS
+from runner.config.schema import VERBS as SCHEMAS
 from runner.config.sources import Sources, shipped
+from runner.verbs._table import VERBS
 
 # Calls the program as the console script `runner` does; an import that costs seconds is refused and told.
 GUARD = """
@@ -96,7 +98,7 @@ def test_composing_for_display_never_imports_torch(words, workdir):
 
 COMPLETIONS = [
     ("runner tr", ["train"]),
-    ("runner ", sorted(verb_modules())),
+    ("runner ", sorted(VERBS)),
     ("python -m runner ev", ["eval"]),
     ("runner train model=", [f"model={name}" for name in ("mlp", "small_cnn", "vit_tiny")]),
     ("python -m runner train model=vit", ["model=vit_tiny"]),
@@ -138,10 +140,16 @@ def test_tab_completion_is_installed_for_the_command(workdir):
 def test_help_lists_every_verb_with_what_it_does(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for verb, module in verb_modules().items():
-        [line] = re.findall(rf"^  {verb} +(\S.*)$", text, re.MULTILINE)
-        assert line == (module.__doc__ or "").splitlines()[0].rstrip(".")
-    assert {"env", "list", "show", *VERBS} <= set(verb_modules())
+    for name, verb in VERBS.items():
+        [line] = re.findall(rf"^  {name} +(\S.*)$", text, re.MULTILINE)
+        assert line == verb.help.rstrip(".")
+    assert {"env", "list", "new", "show", *SCHEMAS} == set(VERBS)
+
+
+def test_the_table_names_a_function_of_each_verb():
+    for name, verb in VERBS.items():
+        assert callable(getattr(importlib.import_module(verb.module), "run" if verb.takes_config else "main"))
+        assert verb.takes_config == (name in SCHEMAS)
 
 
 def test_help_is_shown_without_a_verb_and_for_the_word_help(capsys):
@@ -160,11 +168,11 @@ def test_every_flag_and_example_of_the_help_is_understood(capsys, workdir):
     examples = re.findall(r"^  python -m runner (\w[\w-]*)(.*?)(?:  .*)?$", text.partition("examples")[2], re.MULTILINE)
     assert len(examples) >= 5
     for verb, words in examples:
-        assert verb in verb_modules()
-        if verb in VERBS:
+        assert verb in VERBS
+        if verb in SCHEMAS:
             parse(words.split(), verb)
     [(those, flags)] = re.findall(r"^flags of (.*): (--.*)$", text, re.MULTILINE)
-    assert sorted(re.split(", | and ", those)) == sorted(VERBS)
+    assert sorted(re.split(", | and ", those)) == sorted(SCHEMAS)
     for flag in re.findall(r"--[\w-]+", flags):
         value = {"--cfg": ["job"], "--config-dir": ["x"], "--config-name": ["x"]}.get(flag, [])
         parse([flag, *value], "train")
@@ -223,14 +231,14 @@ def test_show_without_words_explains_every_top_level_key(capsys):
     assert (shipped() / "train.yaml").read_text() in text
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", SCHEMAS)
 def test_help_of_a_verb_shows_its_groups_and_every_top_level_key_with_its_comment(verb, capsys, workdir):
     assert main([verb, "--help"]) == 0
     text = capsys.readouterr().out
     sources = Sources()
     for group in sources.groups():
         assert re.search(rf"^  {group} +{', '.join(o.name for o in sources.options(group))}$", text, re.MULTILINE)
-    for key in hints(VERBS[verb]):
+    for key in hints(SCHEMAS[verb]):
         assert key in sources.groups() or re.search(rf"^  {key}:(.*  # \S|$)", text, re.MULTILINE), key
     assert "hydra:" not in text
 
@@ -242,10 +250,10 @@ def test_help_of_a_verb_sees_the_users_own_folder(capsys, workdir):
     assert re.search(r"^  model .*\bown\b", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("verb", sorted(verb_modules()))
+@pytest.mark.parametrize("verb", sorted(VERBS))
 def test_every_verb_answers_help_and_does_nothing_else(verb, capsys, workdir):
     assert main([verb, "--help"]) == 0
-    assert capsys.readouterr().out.startswith((verb_modules()[verb].__doc__ or "").splitlines()[0])
+    assert capsys.readouterr().out.startswith(VERBS[verb].help)
     assert list(workdir.iterdir()) == []
 
 

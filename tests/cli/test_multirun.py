@@ -18,7 +18,7 @@ import yaml
 
 from runner import train
 from runner.tracking import run_directory
-from runner.verbs import train as train_verb
+from runner.verbs._launch import job_of
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_run_by_itself_leaves_nothing_but_its_directory(run, tiny, workdir):
 def test_jobs_can_be_pickled_by_launchers_without_torch():
     import pickle
 
-    assert pickle.loads(pickle.dumps(train_verb.job)) is train_verb.job
+    assert pickle.loads(pickle.dumps(job_of("train"))) is job_of("train")
 
 
 def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
@@ -284,7 +284,7 @@ def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
     assert contents(first_sweep / "0") == before
 
 
-@pytest.mark.parametrize("again", [(), ("resume=auto",)], ids=["anew", "resumed"])
+@pytest.mark.parametrize("again", [(), ("resume=auto",)], ids=["again", "resumed"])
 def test_two_jobs_of_a_sweep_do_not_share_a_folder(run, tiny, workdir, again):
     words = ("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "hydra.sweep.subdir=both", *again)
     result = run("train", *tiny, *words)

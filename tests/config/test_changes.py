@@ -12,7 +12,7 @@ from runner.config.schema.train import Train
 
 
 def undeclared(section: type) -> list[str]:
-    """Keys of a schema without a declaration of their own; sections are what is in them."""
+    """Keys of a schema without a separate declaration; sections are what is in them."""
     return [
         key
         for key in keys.all_keys(section)

@@ -130,7 +130,7 @@ def values_in_files(verb: str) -> dict[str, Any]:
 
 
 def defaults_of(section: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a dataclass with their defaults; those that must be given are left out."""
+    """Dotted keys of a dataclass with their defaults; without required ones."""
     found: dict[str, Any] = {}
     for entry in dataclasses.fields(section):
         name = entry.name.removesuffix("_")

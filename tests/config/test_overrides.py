@@ -14,7 +14,7 @@ from runner.config.schema.train import Train
 from runner.config.sources import Sources
 
 PREFIXES = ("", "+", "++")
-# A key of the schema, one of a section, one of a component, one that a component's file leaves out, a group.
+# A key of the schema, one of a section, one of a component, one that a component's file omits, a group.
 WORDS = ["seed=7", "data.batch_size=16", "model.dropout=0.3", "optimizer.maximize=true", "optimizer=sgd"]
 WORDS += ["metrics.f1._target_=torchmetrics.F1Score", "callbacks.mine._target_=a.B", "grad_clip={norm: 1}"]
 

@@ -1,4 +1,4 @@
-"""Components: paths resolved, arguments checked without a call, objects built, and strangers kept out."""
+"""Components: paths resolved, arguments checked without a call, objects built, and untrusted ones refused."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ os.system subprocess.run subprocess.Popen builtins.eval builtins.exec builtins._
 shutil.rmtree pickle.loads importlib.import_module functools.partial
 runner.config.targets.importlib.import_module runner.config.targets.build runner.config.targets.resolve
 runner.tracking.files.write_json runner.tracking.files.os.system runner.checkpoint.file.write runner.cli.main
-runner.verbs.train.main runner.data.sources.folders.os.remove runner.data.build.os.system runner.data.build.build
+runner.verbs.list.main runner.data.sources.folders.os.remove runner.data.build.os.system runner.data.build.build
 runner.data.sources.torchvision_sets.tarfile.open runner.data.loaders.signal.signal runner.optim.losses.torch.load
 runner.models.mlp._private runner.models runner.models.checks.no_such_thing
 torch.load torch.save torch.hub.load torch.os.system torch.jit.load torch.compile torch.ops.load_library
@@ -324,13 +324,13 @@ def test_trust_in_a_submodule_is_trust_in_it_alone(workdir, monkeypatch):
     assert refusal("large_package.top", ["large_package.nets"])
 
 
-@pytest.mark.parametrize("trust", [[], ["another_package"], ["stranger"], ["stranger_package.nets"], ["torch"]])
-def test_a_strangers_module_is_not_even_imported(trust, workdir, monkeypatch):
-    (workdir / "stranger_package.py").write_text("open('imported', 'w').close()\n\n\nclass Net: ...\n")
+@pytest.mark.parametrize("trust", [[], ["another_package"], ["untrusted"], ["untrusted_package.nets"], ["torch"]])
+def test_a_untrusteds_module_is_not_even_imported(trust, workdir, monkeypatch):
+    (workdir / "untrusted_package.py").write_text("open('imported', 'w').close()\n\n\nclass Net: ...\n")
     monkeypatch.syspath_prepend(workdir)
-    assert "its package is not trusted" in refusal("stranger_package.Net", trust)
+    assert "its package is not trusted" in refusal("untrusted_package.Net", trust)
     assert not Path("imported").exists()
-    assert "stranger_package" not in sys.modules
+    assert "untrusted_package" not in sys.modules
 
 
 def test_an_instance_is_nothing_to_build_from_a_file():

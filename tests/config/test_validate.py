@@ -230,10 +230,8 @@ def test_an_override_is_the_origin_rather_than_the_file_that_it_overrides(own, p
 
 
 def test_a_value_of_the_base_that_options_share_comes_from_there(compose):
-    from runner.config.validate import origin
-
     composition = compose("data=digits")
-    found = origin("data.prefetch", composition.words, composition.choices, composition.sources, composition.primary)
+    found = composition.origin("data.prefetch")
     assert found == str(shipped() / "data" / "_base.yaml")
 
 

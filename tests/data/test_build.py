@@ -1,4 +1,4 @@
-"""The sections `data` and `transform` become splits, and every choice made on the way is told."""
+"""The sections `data` and `transform` become splits, and every choice is reported."""
 
 from __future__ import annotations
 

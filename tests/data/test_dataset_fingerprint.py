@@ -1,4 +1,4 @@
-"""A checkpoint knows its data again: lengths, classes, and a few samples of each split."""
+"""A checkpoint stores a fingerprint of its data: lengths, classes, and a few samples of each split."""
 
 from __future__ import annotations
 

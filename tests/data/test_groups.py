@@ -1,4 +1,4 @@
-"""Folds partition the data, groups stay together, and what is in two splits is told."""
+"""Folds partition the data, groups stay together, and samples in two splits are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files without targets come as the model takes them, in order, and those that cannot be read as blanks that are told."""
+"""Files without targets come as the model takes them, in order, and those that cannot be read as blanks that are reported."""
 
 from __future__ import annotations
 

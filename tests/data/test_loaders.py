@@ -148,7 +148,7 @@ def test_random_sample_transforms_draw_the_same_for_any_worker_count(options: di
             assert same(list(loader.batches(epoch, 0, BATCHES)), expected)
     finally:
         loader.close()
-    assert not same(expected, list(alone.batches(0, 0, BATCHES))), "another epoch draws anew"
+    assert not same(expected, list(alone.batches(0, 0, BATCHES))), "another epoch draws again"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -236,7 +236,7 @@ def busy() -> Iterator[tuple[WorkerLoader, Iterator[Batch], list[Batch], list[in
 
 
 class Noting:
-    """A way to prepare images that notes what it is told."""
+    """A way to prepare images that records its arguments."""
 
     def __init__(self, per_sample: bool) -> None:
         self.per_sample = per_sample

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from runner.data.transforms.quantiles import beta, log_uniform
+from runner.data.sample_rng import beta, log_uniform
 
 EVENLY = (torch.arange(2**20) + 0.5) / 2**20
 

@@ -353,7 +353,7 @@ class Boundaries:
 
 
 class Failing:
-    """A source that fails in place of a batch."""
+    """A source that fails instead of giving a batch."""
 
     def __init__(self, source: Any, batch: int) -> None:
         self.source, self.batch = source, batch

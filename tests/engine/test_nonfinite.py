@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite are left out, whatever takes them, and looked into."""
+"""Steps whose gradients are not finite are skipped with every optimizer, and diagnosed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 class Seen:
-    """Notes the weights after every step, and what was left out."""
+    """Notes the weights after every step, and what was skipped."""
 
     def __init__(self) -> None:
         self.weights: list[list[Tensor]] = []
@@ -152,7 +152,7 @@ def test_a_step_that_is_undone_on_the_device_is_as_if_it_had_not_been_taken(
         ends.append((seen.weights, numbers))
     (read, read_moments), (undone, undone_moments) = ends
     assert all(same(one, other) for one, other in zip(read, undone, strict=True))
-    if read_moments:  # steps that are left out from the first one on make none
+    if read_moments:  # steps that are skipped from the first one on make none
         assert same(read_moments, undone_moments)
     else:
         assert not any(value.any() for value in undone_moments)

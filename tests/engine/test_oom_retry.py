@@ -144,8 +144,8 @@ def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Calla
     assert state.model.sizes == [8, 4, *[2] * 10]
 
 
-class Anew(Layers):
-    """Assigns a buffer anew in every forward pass."""
+class Reassigning(Layers):
+    """Reassigns a buffer in every forward pass."""
 
     def __init__(self, most: int, where: str) -> None:
         super().__init__(most, where)
@@ -159,7 +159,7 @@ class Anew(Layers):
 def test_buffers_that_are_assigned_anew_are_put_back_too(bench: Callable[..., Any]) -> None:
     means = []
     for pieces in (1, 2):
-        one = bench(8, batch_size=8, build=lambda: Anew(4, "forward"))
+        one = bench(8, batch_size=8, build=lambda: Reassigning(4, "forward"))
         state = one.state()
         state.position.pieces = pieces
         OOMRetryStep(8)(state, one.step_parts(), next(iter(one.source.batches(0, 0, 1))), 1.0, 8, True)

@@ -1,4 +1,4 @@
-"""Tasks: what data, outputs and metrics mean; shipped ones and one's own, through the program."""
+"""Tasks: what data, outputs and metrics mean; shipped and custom ones, through the program."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
-from runner.engine.weight_average import AveragedModel, loss_beside
+from runner.engine.weight_average import AveragedModel, loss_for
 from runner.optim.schedules import Annealed, Constant, Cosine
 
 STEPS = 12
@@ -24,7 +24,7 @@ def network(seed: int = 0) -> nn.Sequential:
 def walk(
     model: nn.Module, averaged: AveragedModel, steps: range, left_out: frozenset[int] = frozenset()
 ) -> list[list[Tensor]]:
-    """Weights after each step of a random walk; those left out move nothing, and say so by a flag."""
+    """Weights after each step of a random walk; skipped ones move nothing, and set a flag."""
     after = []
     for step in steps:
         generator = torch.Generator().manual_seed(step)
@@ -204,7 +204,7 @@ def test_parameters_that_are_not_trained_and_buffers_are_the_models_own() -> Non
     [("val/accuracy", "val/loss"), ("val/ema_accuracy", "val/ema_loss"), ("val/swa_loss", "val/swa_loss")],
 )
 def test_ties_are_broken_by_the_loss_of_the_same_weights(metric: str, loss: str) -> None:
-    assert loss_beside(metric) == loss
+    assert loss_for(metric) == loss
 
 
 def test_a_schedule_goes_over_to_a_constant_rate() -> None:

@@ -1,4 +1,4 @@
-"""How many tensors an optimizer updates at once: chosen where it is left open, and refused where it cannot be had."""
+"""How many tensors an optimizer updates at once: chosen where it is left open, and refused where it is not supported."""
 
 from __future__ import annotations
 

@@ -183,14 +183,14 @@ def test_targets_that_do_not_fit_are_refused_and_never_broadcast(
     build: Callable[[], nn.Module], logits: Tensor, targets: Tensor
 ) -> None:
     shape = re.escape(str(tuple(targets.shape)))
-    with pytest.raises(ValueError, match=rf"targets \w+ {shape} do not fit logits \(6, 4\); allowed: "):
+    with pytest.raises(ValueError, match=rf"targets \w+ {shape} do not fit logits \(6, 4\); expected: "):
         build()(logits, targets)
 
 
 @every_loss
 @pytest.mark.parametrize("shape", [(6,), (6, 4, 1), (0, 4)])
 def test_logits_that_are_not_a_matrix_are_refused(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="the model must give logits"):
+    with pytest.raises(ValueError, match="the model must return logits"):
         build()(torch.zeros(shape), torch.zeros(shape[:1], dtype=torch.int64))
 
 
@@ -201,7 +201,7 @@ def test_a_column_of_outputs_is_not_broadcast_against_a_vector() -> None:
 
 @pytest.mark.parametrize("kind", [CrossEntropy, Focal, BinaryCrossEntropy, MeanSquaredError])
 def test_a_model_with_another_number_of_outputs_is_refused(kind: type[nn.Module]) -> None:
-    with pytest.raises(ValueError, match="the model gives 4 outputs, and the loss is for num_classes=3"):
+    with pytest.raises(ValueError, match="the model returns 4 outputs, and the loss is for num_classes=3"):
         kind(num_classes=3)(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
 
 

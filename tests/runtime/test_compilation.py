@@ -1,4 +1,4 @@
-"""What is compiled is the same model under the same names, and what compiling cost and could not do is told.
+"""What is compiled is the same model under the same names, and what compiling cost and could not do is reported.
 
 Compiling by Inductor takes seconds; most of this runs on torch's backends that only trace.
 """
@@ -90,7 +90,7 @@ def test_compiling_is_timed_and_what_could_not_be_compiled_is_told_once() -> Non
     assert "size mismatch" in lines[1]
     assert report.summary()["recompilations"] >= 1
     assert report.summary()["compile_s"] > summary["compile_s"]
-    assert len(warnings) == 1, "each reason is told once"
+    assert len(warnings) == 1, "each reason is reported once"
 
 
 @pytest.mark.usefixtures("traced")

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A clock that stands still unless it is told to go on."""
+    """A clock that stands still until it is advanced."""
 
     class Clock:
         now = 100.0

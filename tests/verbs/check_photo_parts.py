@@ -84,7 +84,7 @@ class Net(nn.Module):
 
 
 class Holder:
-    """An object of one's own that is no module."""
+    """A custom object that is not a module."""
 
     def __init__(self) -> None:
         self.layer = nn.Linear(24, 24)

@@ -16,7 +16,7 @@ CLASSES = 4
 
 
 class Listed(Dataset[Any]):
-    """Samples from tensors of any kind, which the program cannot look into."""
+    """Samples from tensors of any kind, which the program cannot inspect."""
 
     def __init__(self, images: Any, targets: Tensor, classes: tuple[str, ...] = ()) -> None:
         self.images, self.targets = images, targets
@@ -256,16 +256,16 @@ class Case(NamedTuple):
     Attributes:
         fault: what is wrong.
         words: beyond those of a healthy one.
-        check: that has to find it.
-        status: with which it has to.
-        evidence: part of what it says.
+        check: the check that has to find it.
+        status: its result; empty for a warning or a failure.
+        evidence: part of what it reports.
     """
 
     fault: str
     words: tuple[str, ...]
     check: str
-    status: str
-    evidence: str
+    status: str = ""
+    evidence: str = ""
 
 
 def _data(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:
@@ -345,7 +345,7 @@ CASES = [
     Case("constant targets", (*REGRESSION[:2], "data.dataset={_target_: check_zoo.shapes, kind: regression, fault: no targets}"),
          "target-scale", "fail", "deviation 0"),
     Case("learning rate 1e3", ("optimizer=sgd", "optimizer.lr=1000"), "learning-rate", "fail", "up to 1000"),
-    Case("learning rate 1e3, steps left out", ("optimizer=sgd", "optimizer.lr=1000", "on_nonfinite=skip"),
+    Case("learning rate 1e3, steps skipped", ("optimizer=sgd", "optimizer.lr=1000", "on_nonfinite=skip"),
          "learning-rate", "fail", "up to 1000"),
     _model("explodes", "learning-rate", "fail", "loss nan to nan", "on_nonfinite=skip"),
     _model("explodes", "training", "fail", "not finite up to step 2 of 20", "on_nonfinite=skip", "train=true", "train_steps=20"),
@@ -359,7 +359,7 @@ CASES = [
     _model("hook that adds up", "stale-gradients", "fail", "conv.weight"),
     Case("evaluation mode in training", ("callbacks={leave: {_target_: check_zoo.LeavesEvaluation}}",),
          "mode-in-training", "fail", "6 modules are in evaluation mode when a step begins"),
-    Case("parameters left out", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
+    Case("parameters omitted", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
          "optimizer-parameters", "fail", "conv.weight, hidden.weight, head.weight"),
     Case("parameters never zeroed", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
          "stale-gradients", "fail", "conv.weight after step 1"),

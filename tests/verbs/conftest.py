@@ -54,7 +54,7 @@ def composed_check(compose: Callable[..., Any]) -> Callable[..., dict[str, dict[
         out, status = io.StringIO(), 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             try:
-                check_run.check(composition)
+                check_run.run(composition)
             except SystemExit as stop:
                 status = stop.code  # type: ignore[assignment]
         found = json.loads(out.getvalue())

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from runner.checkpoint import file
-from runner.verbs.audit import expand_shorthand, instrumented_run
+from runner.verbs._table import VERBS
+from runner.verbs.audit import instrumented_run
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
@@ -147,7 +148,7 @@ def test_steps_go_on_from_a_checkpoint_and_end_with_the_run(
     found = audit("audit", "json=true", f"ckpt_path={checkpoint}", "steps=9")
     assert found["same"]
     assert found["steps"] == 2
-    assert found["notes"] == ["2 steps in place of 9: the run ends there"]
+    assert found["notes"] == ["2 steps instead of 9: the run ends there"]
 
 
 def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., Any], train: Callable[..., Any]) -> None:
@@ -168,7 +169,7 @@ def test_modules_of_a_compiled_model_are_not_looked_into(
     monkeypatch.setattr(instrumented_run.Side, "compiled", True)
     found = audit(*QUICK)
     assert found["same"]
-    assert found["notes"] == ["activations are left out: a compiled model cannot be looked into"]
+    assert found["notes"] == ["activations are skipped: a compiled model cannot be observed"]
     assert whole["values"] - found["values"] == 2 * (15 + 15)
 
 
@@ -223,7 +224,12 @@ def test_a_mistake_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...]
 
 def test_the_short_form_of_vary_is_spelled_out_before_hydra_sees_a_sweep() -> None:
     words = ["vary=data.num_workers:0,2", "+vary=amp:bf16", "vary={seed: 1}", "seed=1"]
-    assert expand_shorthand(words) == ["vary.data.num_workers=[0,2]", "vary.amp=bf16", "vary={seed: 1}", "seed=1"]
+    assert VERBS["audit"].expand_shorthand(words) == [
+        "vary.data.num_workers=[0,2]",
+        "vary.amp=bf16",
+        "vary={seed: 1}",
+        "seed=1",
+    ]
 
 
 def test_a_sweep_of_audits_goes_on_after_a_difference(run: Callable[..., Any]) -> None:

@@ -48,7 +48,7 @@ def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
 
 @pytest.fixture
 def tried(composed: Callable[..., Any]) -> Tried:
-    """Candidates by name, and what was left out with the reason: `tried(CPU, amp=True)`."""
+    """Candidates by name, and what was skipped with the reason: `tried(CPU, amp=True)`."""
 
     def call(facts: Facts, *words: str, **changes: Any) -> tuple[dict[str, Candidate], dict[str, str]]:
         config, composition = composed(*words)

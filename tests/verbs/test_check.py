@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from runner.verbs.check import expand_shorthand
+from runner.verbs._table import VERBS
 from runner.verbs.check.table import CHECKS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
@@ -26,7 +26,7 @@ def test_a_default_run_passes_and_every_check_has_a_line(run: Callable[..., Any]
     assert not list(workdir.iterdir()), "nothing is written"
 
 
-def test_a_warning_fails_only_where_that_is_asked_for(run: Callable[..., Any]) -> None:
+def test_a_warning_fails_only_with_strict(run: Callable[..., Any]) -> None:
     words = (*QUICK, "optimizer.lr=1e-12", "only=[learning-rate,image-range]")
     assert run(*words).status == 0
     strict = run(*words, "--strict")
@@ -44,7 +44,7 @@ def test_checks_are_chosen_by_name_and_by_group(run: Callable[..., Any]) -> None
 
 
 @pytest.mark.parametrize("key", ["only", "skip"])
-def test_a_check_that_there_is_not_is_a_mistake(run: Callable[..., Any], key: str) -> None:
+def test_an_unknown_check_is_an_error(run: Callable[..., Any], key: str) -> None:
     result = run(*QUICK, f"{key}=[overfitt]")
     assert result.status == 2
     assert f"{key}: there is no check or group 'overfitt'; did you mean 'overfit'?" in result.err
@@ -52,26 +52,26 @@ def test_a_check_that_there_is_not_is_a_mistake(run: Callable[..., Any], key: st
 
 
 @pytest.mark.parametrize("name", ["build", "config"])
-def test_what_is_always_made_cannot_be_left_out(run: Callable[..., Any], name: str) -> None:
+def test_the_build_cannot_be_skipped(run: Callable[..., Any], name: str) -> None:
     result = run(*QUICK, f"skip={name}")
     assert result.status == 2
     assert f"skip: '{name}' always runs" in result.err
 
 
-def test_a_choice_that_leaves_nothing_is_a_mistake(run: Callable[..., Any]) -> None:
+def test_a_selection_without_checks_is_an_error(run: Callable[..., Any]) -> None:
     result = run(*QUICK, "only=loss", "skip=loss")
     assert result.status == 2
     assert "skip: leaves no check of only=[loss]" in result.err
     assert run(*QUICK, "only=build").status == 0
 
 
-def test_a_config_that_train_refuses_is_refused_likewise(run: Callable[..., Any]) -> None:
+def test_check_refuses_a_config_like_train(run: Callable[..., Any]) -> None:
     told = [run(verb, "epoch=3", "threads=1") for verb in ("train", "check")]
     assert [each.status for each in told] == [2, 2]
     assert told[0].err == told[1].err
 
 
-def test_what_cannot_be_built_fails_and_the_data_are_checked_nevertheless(run: Callable[..., Any]) -> None:
+def test_a_failed_build_fails_but_the_data_are_checked(run: Callable[..., Any]) -> None:
     result = run(*QUICK, "task=regression", "loss=cross_entropy", "json=true", "skip=[baselines]")
     assert result.status == 1
     checks = {each["name"]: each for each in json.loads(result.out)["checks"]}
@@ -81,14 +81,14 @@ def test_what_cannot_be_built_fails_and_the_data_are_checked_nevertheless(run: C
     assert checks["overfit"]["status"] == "skip"
 
 
-def test_data_that_are_not_there_fail(run: Callable[..., Any]) -> None:
+def test_missing_data_fail(run: Callable[..., Any]) -> None:
     result = run("check", "threads=1", "data=image_folder", "data.root=nowhere", "only=[data]")
     assert result.status == 1
     assert "nowhere" in result.out
     assert "the data was not built" in result.out
 
 
-def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[..., Any]) -> None:
+def test_checks_beyond_the_budget_are_skipped_and_reported(run: Callable[..., Any]) -> None:
     result = run(*QUICK, "budget_s=0.001", "json=true")
     assert result.status == 3
     found = json.loads(result.out)
@@ -98,9 +98,10 @@ def test_what_the_budget_is_too_short_for_is_skipped_and_told(run: Callable[...,
 
 
 def test_short_words_stand_for_keys() -> None:
-    assert expand_shorthand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
-    assert expand_shorthand(["only=labels,overfit", "-m"]) == ["only=labels,overfit", "-m"]
-    assert expand_shorthand(["--json", "--strict", "--train", "seed=1"]) == [
+    expand = VERBS["check"].expand_shorthand
+    assert expand(["only=labels,overfit", "skip=modes"]) == ["only=[labels,overfit]", "skip=[modes]"]
+    assert expand(["only=labels,overfit", "-m"]) == ["only=[labels,overfit]", "-m"]
+    assert expand(["--json", "--strict", "--train", "seed=1"]) == [
         "json=true",
         "strict=true",
         "train=true",
@@ -108,7 +109,7 @@ def test_short_words_stand_for_keys() -> None:
     ]
 
 
-def test_each_check_in_the_docs_says_what_it_finds() -> None:
+def test_the_docs_list_every_check_and_what_it_finds() -> None:
     cells = re.findall(r"^\| (\w+) \| `([\w-]+)` \| (.*?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert [row for row in cells if row[0] != "config"] == [(each.group, each.name, each.finds) for each in CHECKS]
 

@@ -84,7 +84,7 @@ def check(run: Callable[..., Any]) -> Callable[..., tuple[int, dict[str, Any]]]:
     return call
 
 
-def test_every_start_of_the_order_is_a_random_sample_stratified_over_the_classes() -> None:
+def test_every_prefix_of_the_order_is_a_stratified_random_sample() -> None:
     targets = torch.tensor([0] * 600 + [1] * 300 + [7] * 90 + [2] * 10)
     order = stratified_order(targets, len(targets), 0)
     assert sorted(order.tolist()) == list(range(1000))
@@ -113,7 +113,7 @@ def test_a_sample_of_a_folder_has_every_class(check: Callable[..., Any], known: 
     assert all(low <= count <= high for count in seen["train"]["classes"].values()), seen
 
 
-def test_what_saw_too_little_is_not_passed(check: Callable[..., Any]) -> None:
+def test_a_check_of_too_few_images_does_not_pass(check: Callable[..., Any]) -> None:
     status, found = check(data(0.1), model(), "budget_s=3", "only=[readable,image-range,class-balance,logits]")
     checks = found["checks"]
     assert status == 3
@@ -127,7 +127,7 @@ def test_what_saw_too_little_is_not_passed(check: Callable[..., Any]) -> None:
     assert checks["logits"]["status"] == "pass", "a batch is enough for it"
 
 
-def test_what_was_found_in_a_few_images_is_told(check: Callable[..., Any]) -> None:
+def test_a_fault_in_a_few_images_is_reported(check: Callable[..., Any]) -> None:
     wrong = "data.normalize={mean: [127.0], std: [60.0]}"
     status, found = check(data(0.1), model(), wrong, "budget_s=3", "only=[normalization]")
     assert status == 1

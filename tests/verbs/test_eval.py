@@ -18,7 +18,7 @@ from runner.config.schema.eval import Eval
 from runner.engine.tasks import Classification
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
 from runner.verbs import _checkpoint
-from runner.verbs._evaluation import _of_softmax
+from runner.verbs.eval import _is_of_softmax
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -199,9 +199,9 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
     assert found["metrics"] == plain["metrics"]
     assert found["confusion"] == plain["confusion"]
     assert found["tta"]["views"] == ["flip", "vflip"]
-    settled = _checkpoint.settle(compose(f"ckpt_path={trained.directory}", verb="eval"), Eval)
-    splits = _checkpoint.splits_of(settled, torch.device("cpu"))
-    _, model = _checkpoint.restored(settled, splits, torch.device("cpu"))
+    resolved = _checkpoint.resolve_checkpoint(compose(f"ckpt_path={trained.directory}", verb="eval"), Eval)
+    splits = resolved.data(torch.device("cpu"))
+    _, model = resolved.restore_model(splits, torch.device("cpu"))
     with torch.inference_mode():
         (batch,) = splits.test.loader.batches(0, 0, 1)
         views = torch.stack([model(batch.images), model(batch.images.flip(-1)), model(batch.images.flip(-2))])
@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
 ) -> None:
     result = run(*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=bce")
     assert result.status == 0, result.err
-    assert "no loss of the averaged views" in result.err
+    assert "warning: tta_mean=probabilities: the averaged views have no loss" in result.err
     found = json.loads(result.out)
     assert list(found["tta"]["metrics"]) == ["accuracy"]
     assert found["metrics"]["loss"] > 0
@@ -232,17 +232,15 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
      (MeanSquaredError(3), False)],
     ids=["cross_entropy", "focal", "bce", "mse"],
 )  # fmt: skip
-def test_losses_of_softmax_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
-    assert _of_softmax(loss, Classification(3), torch.device("cpu")) is expected
+def test_losses_is_of_softmax_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
+    assert _is_of_softmax(loss, Classification(3), torch.device("cpu")) is expected
 
 
 def test_numbers_that_are_none_are_null_in_json(
     trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "runner.verbs._evaluation.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")}
-    )
-    monkeypatch.setattr("runner.verbs._evaluation.build_metrics", lambda *_: {})
+    monkeypatch.setattr("runner.verbs.eval.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")})
+    monkeypatch.setattr("runner.verbs.eval.build_metrics", lambda *_: {})
     monkeypatch.setattr(Classification, "tables", lambda *_: {})
     result = run(*EVAL, f"ckpt_path={trained.directory}")
     assert result.status == 0, result.err

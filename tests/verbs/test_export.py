@@ -34,8 +34,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module:
     """The checkpoint's own model."""
-    settled = _checkpoint.settle(compose(f"ckpt_path={trained}", verb="export"), Export)
-    return _checkpoint.restored(settled, _checkpoint.known_data(settled), torch.device("cpu"))[1]
+    resolved = _checkpoint.resolve_checkpoint(compose(f"ckpt_path={trained}", verb="export"), Export)
+    return resolved.restore_model(resolved.data_facts(), torch.device("cpu"))[1]
 
 
 @pytest.fixture
@@ -201,10 +201,10 @@ def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) 
     assert problems("format=onx", verb="export")["format"].nearest == "onnx"
 
 
-def test_what_a_stranger_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
+def test_what_a_untrusted_names_is_not_built(run: Callable[..., Any], trained: Path, workdir: Path) -> None:
     contents = read(trained / "checkpoints" / "best.safetensors")
     contents["config"] = contents["config"].replace("runner.models.mlp.MLP", "subprocess.run")
-    write(workdir / "stranger.pt", contents)
-    result = run(*CALL, "ckpt_path=stranger.pt")
+    write(workdir / "untrusted.pt", contents)
+    result = run(*CALL, "ckpt_path=untrusted.pt")
     assert result.status == 2
     assert "its package is not trusted" in result.err

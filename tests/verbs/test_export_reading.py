@@ -26,7 +26,7 @@ IMAGES = 72
 
 
 class Reader:
-    """Follows the steps that a description lists, leaving out some."""
+    """Follows the steps that a description lists, skipping some."""
 
     def __init__(self, description: dict[str, Any], without: str = "") -> None:
         self.steps = [step for step in description["preprocessing"]["steps"] if step["step"] != without]

@@ -148,7 +148,7 @@ def test_a_checkpoint_is_searched_with_what_is_trained_there(
         frozen.append(not all(weight.requires_grad for weight in training.model.parameters()))
         return find_rate(training, *settings)
 
-    monkeypatch.setattr("runner.verbs.find_lr.work.find_rate", look)
+    monkeypatch.setattr("runner.verbs.find_lr.find_rate", look)
     freezing = ("freeze=all-but-head", "unfreeze_at=400")
     fresh = run("find-lr", *SMALL, *STEPS, *freezing)
     assert "is never trained" not in fresh.out + fresh.err

@@ -19,7 +19,7 @@ from runner.build.run import Run
 from runner.config.resolve import resolve_config
 from runner.config.schema.inspect import Inspect
 from runner.train import build_run
-from runner.verbs.inspect import expand_shorthand
+from runner.verbs._table import VERBS
 from runner.verbs.inspect.observed_pass import pass_through
 
 DATA = (
@@ -390,7 +390,7 @@ def test_errors_of_numbers_are_refused_if_asked_for(run: Callable[..., Any]) -> 
 
 def test_lists_can_be_typed_without_brackets() -> None:
     words = ["features=a.b,c", "+what=layers", "what=null", "tensors=[x]", "seed=1,2", "output=a,b"]
-    assert expand_shorthand(words) == [
+    assert VERBS["inspect"].expand_shorthand(words) == [
         "features=[a.b,c]",
         "+what=[layers]",
         "what=null",

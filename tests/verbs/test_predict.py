@@ -377,7 +377,7 @@ def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch
 def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turned = "runner.verbs.predict.work.Extractor"
+    turned = "runner.verbs.predict.run.Extractor"
     monkeypatch.setattr(turned, lambda *_: lambda images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
     assert result.status == 2

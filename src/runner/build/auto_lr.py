@@ -1,4 +1,4 @@
-"""The learning-rate range test of a run: what `find-lr` shows, and what `lr=auto` takes."""
+"""The learning-rate range test: what `find-lr` shows, and what `lr=auto` uses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FoundRate:
         curve: the loss over the rate.
         suggestions: rates that it suggests, in full.
         settings: arguments of the optimizer that are rates, with what is recommended for them; `lr` is the first.
-        warning: why the recommendation is to be taken with care; empty if there is no reason.
+        warning: why the recommendation may be wrong, or an empty string.
     """
 
     curve: Curve
@@ -63,7 +63,8 @@ class FoundRate:
             "a fifth of the edge (recommended)": self.suggestions.fifth,
             "edge: the loss begins to rise": self.suggestions.edge,
         }
-        rate_curve(self.curve.rates, self.curve.losses, self.curve.smoothed, marks, target, title)
+        curve = self.curve
+        rate_curve(curve.rates, curve.losses, curve.smoothed, marks=marks, target=target, title=title)
 
 
 def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:
@@ -71,13 +72,13 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
 
     Args:
         run: the run.
-        steps: optimizer steps.
+        steps: optimizer steps, from the rate `start` to `end`.
         start: the first rate.
         end: the last rate.
-        interrupted: the name of the signal that asks to stop, or an empty string.
+        interrupted: returns the name of the signal that asks to stop, or an empty string.
 
     Raises:
-        UserError: if the optimizer has no rate to scale, memory does not suffice, or the loss hardly falls at any rate.
+        UserError: if the optimizer has no rate to scale, there is not enough memory, or the loss hardly falls at any rate.
     """
     node = run.config.optimizer
     reference = node.get("lr") or run.state.optimizer.defaults.get("lr")
@@ -106,7 +107,7 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
 
 
 def _rounded(rate: float) -> float:
-    """Two digits: a range test says no more, and what is typed is then exactly what was found."""
+    """Two digits: a range test is no more precise, and typing the rate gives exactly this number."""
     return float(f"{rate:.1e}")
 
 

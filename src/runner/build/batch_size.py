@@ -1,4 +1,4 @@
-"""The batch that fits: found before a run that asks for `data.batch_size=auto`, and what is said when one does not."""
+"""The batch size that fits into memory, for `data.batch_size=auto`, and errors for batches that do not."""
 
 from __future__ import annotations
 
@@ -54,10 +54,6 @@ class Fitting:
 def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, Fitting]:
     """The config with the batch size that fits, so that a resumed run does not search again, and why it is that one.
 
-    Args:
-        config: the config.
-        build: builds a run from such a config.
-
     Raises:
         UserError: if not even one sample fits.
     """
@@ -70,7 +66,7 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, Fitting]:
 def largest_batch(run: Run) -> Fitting:
     """The largest power of two that fits as a batch, and is no more than the training samples.
 
-    What a sample takes is estimated from what the graph of a few keeps for backward. On a GPU the batch is then tried.
+    The memory of a sample is estimated from what the graph of a few keeps for backward. On a GPU, the batch is then tried.
 
     Raises:
         UserError: if no sample fits.

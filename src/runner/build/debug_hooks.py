@@ -1,4 +1,4 @@
-"""What looks at every module while a run trains, as far as the config asks for it."""
+"""Hooks on every module during training, as far as `watch` asks for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runner.tracking.console import Console
 
 
 def watch_modules(config: Watch, run: Run, console: Console) -> None:
-    """Put hooks on the modules of a run that is about to begin; none where nothing is asked for."""
+    """Put hooks on the modules of a run before it starts; none unless asked for."""
     if config.shapes:
 
         def show(rows: list[list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""What is done to a model between its constructor and its training: another head, initial weights, parts that are frozen."""
+"""What happens to a model between its constructor and its training: a new head, initial weights, frozen parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.runtime.determinism import refusal
 
 
 def try_forward(model: nn.Module, images: Tensor) -> Tensor:
-    """What a model gives for images (B, C, H, W) while evaluating. It is left as it is, and so are random generators.
+    """The output of a model in evaluation mode for images (B, C, H, W); the model and random generators are left as they are.
 
     Raises:
         UserError: if it cannot take them.
@@ -35,13 +35,7 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
-    """Replace the head of a model as `model.head` says.
-
-    Args:
-        model: the model.
-        setting: `linear`, widths of hidden layers, or `none`.
-        outputs: outputs of the new head.
-        image: a sample as the model is given it, (1, C, H, W).
+    """Replace the head of a model: `linear`, hidden layers of the widths given, or `none`.
 
     Raises:
         UserError: if it has no head that could be replaced.
@@ -67,10 +61,10 @@ def find_head(model: nn.Module, image: Tensor) -> Head | None:
 
 
 def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
-    """The head of a model.
+    """The head of a model, as `key` needs it.
 
     Raises:
-        UserError: that says of `key` why there is none that could be told from the rest.
+        UserError: if it cannot be told from the rest.
     """
     try:
         return heads.find_head(model, lambda: try_forward(model, image))
@@ -80,16 +74,7 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
 
 
 def initialize(config: Train, model: nn.Module, image: Tensor, class_counts: Tensor | None) -> Sequence[str]:
-    """Set initial weights as `init` says.
-
-    Args:
-        config: the config.
-        model: the model.
-        image: a sample as the model is given it, (1, C, H, W).
-        class_counts: training samples of each class, int64 (C,), or None.
-
-    Returns:
-        Names of the schemes.
+    """Set initial weights as `init` says; returns the names of the schemes.
 
     Raises:
         UserError: if a scheme does not apply to the model.
@@ -118,15 +103,7 @@ def _set_prior(model: nn.Module, image: Tensor, class_counts: Tensor | None) -> 
 
 
 def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
-    """Decide what is not trained, as `freeze` and `unfreeze_at` say; what never is requires no gradient from here on.
-
-    Args:
-        config: the config.
-        model: the model, on its device.
-        image: a sample as the model is given it, (1, C, H, W).
-
-    Returns:
-        What is frozen when.
+    """Decide what is frozen when, as `freeze` and `unfreeze_at` say; what is never trained requires no gradient from now on.
 
     Raises:
         UserError: if a pattern matches nothing with weights, or nothing is left to train.
@@ -143,7 +120,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
 
 
 def never_unfrozen(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
-    """Warnings about what is frozen for a while that the run does not outlast."""
+    """Warnings about frozen parts that the run ends before training."""
     late = [part for part in freezing.parts if not part.permanent and _ends(part, timeline) >= total_steps]
     return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
 
@@ -153,7 +130,7 @@ def _ends(part: Frozen, timeline: Timeline) -> float:
 
 
 def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
-    """The weights and modules that a pattern stands for, everything in a module that it names included."""
+    """The weights and modules that a pattern matches, with everything inside matched modules."""
     if entry.pattern == ALL_BUT_HEAD:
         names = set(_all_but(model, head_of(model, image, "freeze").path))
     else:

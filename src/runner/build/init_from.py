@@ -120,15 +120,9 @@ def _shown(shape: tuple[int, ...] | None) -> str:
 def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequence[str]) -> Started:
     """Load the weights of `init_from` that fit; nothing else of a checkpoint is used.
 
-    Args:
-        config: the config.
-        model: the model, on its device.
-        head: the head of the model, if it is known.
-        classes: names of the classes of the data.
-
     Raises:
-        UserError: if the file cannot be read, what does not fit is more than `init_mismatch` allows, or a tensor holds
-            another kind of values than the model's.
+        UserError: if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds another kind
+            of values than the model's.
     """
     assert config.init_from is not None
     given = read_weights(config.init_from, Path(config.output_root) / config.name)
@@ -145,7 +139,14 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
-    return Started(given.path, weights_sha256(given.tensors), len(fitting), given.kind, misfits, given.warnings)
+    return Started(
+        path=given.path,
+        sha256=weights_sha256(given.tensors),
+        loaded=len(fitting),
+        kind=given.kind,
+        misfits=misfits,
+        warnings=given.warnings,
+    )
 
 
 def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metrics, which of them says what is best, and the callbacks that watch them."""
+"""Metrics, the one that decides which evaluation is best, and the callbacks that watch them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def choose_monitor(config: Train, task: Task) -> Monitor:
 
 
 def averaging(config: Train) -> Kind | None:
-    """What kind of average of the weights is evaluated beside them."""
+    """The average of the weights that is evaluated as well."""
     return "ema" if config.ema is not None else "swa" if config.swa is not None else None
 
 

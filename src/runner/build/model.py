@@ -23,25 +23,25 @@ from runner.runtime.determinism import refusal
 
 
 class KnownData(Protocol):
-    """What a model has to know about the data: names of classes, colour channels, and height and width of an image."""
+    """What a model has to know about the data."""
 
     @property
-    def classes(self) -> Sequence[str]: ...
+    def classes(self) -> Sequence[str]:
+        """Names of the classes."""
+
     @property
-    def channels(self) -> int: ...
+    def channels(self) -> int:
+        """Colour channels."""
+
     @property
-    def image_size(self) -> tuple[int, int]: ...
+    def image_size(self) -> tuple[int, int]:
+        """Height and width."""
 
 
 def build_task_model_loss(
     config: Train, data: DataModule, fetch_weights: bool = True
 ) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss.
-
-    Args:
-        config: the config.
-        data: the data.
-        fetch_weights: see `build_model`.
+    """Build task, model and loss; for `fetch_weights` see `build_model`.
 
     Raises:
         UserError: if the config does not fit the data.
@@ -79,8 +79,8 @@ def build_model(
 
     Args:
         config: the config.
-        task: says how many outputs there are.
-        data: classes, channels and size of the images.
+        task: gives the number of outputs.
+        data: a description of the data.
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
 

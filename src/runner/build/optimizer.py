@@ -22,10 +22,6 @@ from runner.runtime.blocks import repeated_blocks
 def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
-    Args:
-        config: the config.
-        model: what is trained.
-
     Raises:
         UserError: if there is nothing to train, or the optimizer refuses its arguments.
     """
@@ -61,13 +57,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
 
 
 def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedule:
-    """Build the schedule; one that takes a clock keeps its place where the steps of an epoch have become more or fewer.
-
-    Args:
-        config: the config.
-        length: epochs and steps of the run.
-        monitor: the metric that decides which evaluation is best.
-    """
+    """Build the schedule; one with a clock keeps its place if a resumed run has more or fewer steps per epoch."""
     node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
     if timeline.turns and names_argument(node, "clock"):
         follows = length.limits.epochs_decide(timeline) and node.get("total_steps") is None

@@ -14,8 +14,8 @@ from typing import Any
 from runner.build.setup import Setup, is_inside
 from runner.checkpoint.find import named
 from runner.config import stored
-from runner.config.app import Composition
 from runner.config.changes import changes_result
+from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, DataFailed, UserError, explain
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
@@ -37,7 +37,7 @@ class RunRecord:
         console: shows and logs.
         summary: what `summary.json` contains.
         exit_code: of the process.
-        setup: what the run is told to do; set by `open`.
+        setup: what the run has to do; set by `open`.
     """
 
     setup: Setup

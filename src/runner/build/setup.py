@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint import find
-from runner.config.app import Composition
 from runner.config.changes import changes_refused
+from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.reading import read_overrides
 from runner.config.resolve import resolve_config, resolve_with_checkpoint

@@ -1,4 +1,4 @@
-"""The files that the user's own components are written in, so that a resumed run notices a change."""
+"""Digests of the source files of custom components, so that a resumed run notices a change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def source_digests(config: Train) -> dict[str, str]:
-    """SHA-256 of the source file of every imported module of the packages that the config's own components come from.
+    """SHA-256 of the source file of every imported module of the packages that custom components of the config come from.
 
     Installed packages are not read: their versions are recorded.
 

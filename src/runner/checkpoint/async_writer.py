@@ -29,7 +29,7 @@ class Snapshot:
 
         Args:
             contents: nested containers.
-            later: tells of a tensor on the CPU, by its place such as `/model/head.weight`, whether `finish` may copy it;
+            later: reports for a tensor on the CPU, by its place such as `/model/head.weight`, whether `finish` may copy it;
                 until `complete` is set nobody may change it.
         """
         self.complete.clear()
@@ -83,7 +83,7 @@ class Snapshot:
 
 
 def mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
-    """A container of a checkpoint with `item(element, key)` in place of each element; anything else as it is."""
+    """A container of a checkpoint with `item(element, key)` instead of each element; anything else as it is."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return (

@@ -256,9 +256,10 @@ def _migrated(contents: Any, path: Path) -> dict[str, Any]:
         raise layout.Damaged("is not a checkpoint of runner's: its format is not a number from 1 on")
     if place := wrong_type(contents):
         raise layout.Damaged(f"is not a checkpoint of runner's: {place}")
+    found: dict[str, Any] = contents
     for older in range(written, FORMAT):
-        contents = _MIGRATIONS[older](contents)
-    return contents
+        found = _MIGRATIONS[older](found)
+    return found
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -98,12 +98,17 @@ def _compact(value: Any) -> str:
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data, digest = memoryview(plain.reshape(-1).view(torch.uint8).numpy()), hashlib.sha256()
+    data, digest = _bytes_of(plain.reshape(-1).view(torch.uint8)), hashlib.sha256()
     for start in range(0, len(data), _BLOCK):
         block = data[start : start + _BLOCK]
         digest.update(block)
         file.write(block)
     return digest.hexdigest()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor."""
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
 def is_checkpoint(file: BinaryIO) -> bool:
@@ -186,7 +191,7 @@ def read_tensors(file: BinaryIO, header: Header, names: Iterable[str]) -> dict[s
     for name in names:
         stored = header.tensors[name]
         data = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
-        _read_verified(file, name, stored, memoryview(data.numpy()))
+        _read_verified(file, name, stored, _bytes_of(data))
         found[name] = data.view(stored.dtype).view(stored.shape)
     return found
 

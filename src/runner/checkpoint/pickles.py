@@ -12,7 +12,7 @@ import pickletools
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -361,45 +361,34 @@ def wrong_archive(file: BinaryIO, size: int) -> str:
 def wrong_extent(contents: Any, size: int) -> str:
     """What in nested containers stands for more than a file can hold, or is a tensor that does not lie in it; or an empty string.
 
+    A list that holds another one twice, which holds another one twice, and so on, is short in a file and endless to walk.
+
     Args:
         contents: as loaded; none of its tensors has been read.
         size: bytes of the file.
     """
-    return _Extent(size).exceeded(contents)
-
-
-class _Extent:
-    """Counts what nested containers stand for when they are walked through, as saving and restoring does.
-
-    A list that holds another one twice, which holds another one twice, and so on, is short in a file and endless to walk.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._left = size + _EXPANDED // 64
-
-    def exceeded(self, value: Any, place: str = "", depth: int = 0) -> str:
-        """What goes beyond the file's size or is nested too deeply, or an empty string."""
-        self._left -= 1
-        if self._left < 0:
-            return "it stands for more values than a file of its size can hold"
-        if isinstance(value, torch.Tensor):
-            return self._exceeded_by_tensor(value, place)
-        if isinstance(value, str | bytes | bytearray) and len(value) > self._size:
-            return f"{place} is larger than the file"
-        if isinstance(value, Mapping | list | tuple | set):
-            if depth == _DEEPEST:
-                return f"it has over {_DEEPEST} levels of nesting"
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            for key, item in items:
-                if found := self.exceeded(item, f"{place}.{key}".lstrip(".")[:200], depth + 1):
-                    return found
-        return ""
-
-    def _exceeded_by_tensor(self, tensor: torch.Tensor, place: str) -> str:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            return f"{place} is a tensor of a kind that is never saved"
-        stored, shown = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.element_size()
-        if stored > self._size or shown > self._size + _EXPANDED:
-            return f"{place} is larger than the file"
-        return ""
+    left = size + _EXPANDED // 64
+    stack: list[tuple[str, Iterator[tuple[Any, Any]]]] = [("", iter([("", contents)]))]
+    while stack:
+        place, items = stack[-1]
+        for key, value in items:
+            name, left = f"{place}.{key}".lstrip(".")[:200], left - 1
+            if left < 0:
+                return "it stands for more values than a file of its size can hold"
+            if isinstance(value, torch.Tensor):
+                if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
+                    return f"{name} is a tensor of a kind that is never saved"
+                stored, shown = value.untyped_storage().nbytes(), value.numel() * value.element_size()
+                if stored > size or shown > size + _EXPANDED:
+                    return f"{name} is larger than the file"
+            elif isinstance(value, str | bytes | bytearray) and len(value) > size:
+                return f"{name} is larger than the file"
+            elif isinstance(value, Mapping | list | tuple | set):
+                if len(stack) > _DEEPEST:
+                    return f"it has over {_DEEPEST} levels of nesting"
+                inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
+                stack.append((name, iter(inner)))
+                break
+        else:
+            stack.pop()
+    return ""

@@ -40,7 +40,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `capture` gave; states of devices that are not here are left out."""
+    """Restore what `capture` returned; states of missing devices are skipped."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

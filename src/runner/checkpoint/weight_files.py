@@ -85,7 +85,7 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
             f"{_KEY}: {path} is refused: it is damaged, or holds more than tensors and plain containers; nothing in it "
             "was run\n    allowed: a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)"
         ) from error
-    except Exception as error:  # what a file made by hand can raise in the unpickler has no end
+    except Exception as error:  # a crafted file can raise anything in the unpickler
         reason = first_line(error)
         raise UserError(f"{_KEY}: {path} cannot be read: {reason}") from error
     candidates = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import overrides
+from runner.config.composition import Composition as Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.hydra_nodes import unasked
 from runner.config.keys import flatten
@@ -32,39 +33,6 @@ from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
-
-
-@dataclass(frozen=True)
-class Composition:
-    """What the command line and the files amount to, before any validation.
-
-    Attributes:
-        values: plain containers, interpolations resolved.
-        words: canonical overrides of the line, without those of `hydra.*`.
-        choices: option selected for each group.
-        sources: folders that were searched.
-        primary: name of the primary config.
-        job_dir: folder that a sweep gives to this job; None for a single run.
-        run_dir: folder that `hydra.run.dir` names; None if it was left alone.
-    """
-
-    values: dict[str, Any]
-    words: list[str]
-    choices: dict[str, str]
-    sources: Sources
-    primary: str
-    job_dir: Path | None = None
-    run_dir: Path | None = None
-
-    @property
-    def resumes(self) -> bool:
-        """Whether `resume=auto` is set."""
-        return self.values.get("resume") == "auto"
-
-    @property
-    def runs(self) -> Path:
-        """The folder that run directories of this name are made in."""
-        return Path(str(self.values["output_root"])) / str(self.values["name"])
 
 
 def current(cfg: DictConfig) -> Composition:
@@ -79,13 +47,13 @@ def current(cfg: DictConfig) -> Composition:
     if sweep:
         mask_sweep(Path(hc.sweep.dir) / "multirun.yaml")
     return Composition(
-        _plain(cfg),
-        overrides.canonical(hc.overrides.task),
-        _choices(hc),
-        Sources(extra),
-        str(hc.job.config_name),
-        Path(hc.runtime.output_dir) if sweep else None,
-        Path(hc.run.dir) if explicit else None,
+        values=_plain(cfg),
+        words=overrides.canonical(hc.overrides.task),
+        choices=_choices(hc),
+        sources=Sources(extra),
+        primary=str(hc.job.config_name),
+        job_dir=Path(hc.runtime.output_dir) if sweep else None,
+        run_dir=Path(hc.run.dir) if explicit else None,
     )
 
 
@@ -274,11 +242,11 @@ def _compose(
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in known.unknown]
     problems += unasked(cfg, known.accepted)
     composition = Composition(
-        values,
-        overrides.canonical(w for w in words if not w.startswith("hydra")),
-        _choices(cfg.hydra),
-        sources,
-        request.primary,
+        values=values,
+        words=overrides.canonical(w for w in words if not w.startswith("hydra")),
+        choices=_choices(cfg.hydra),
+        sources=sources,
+        primary=request.primary,
     )
     if problems:
         raise ConfigError([*problems, *also(composition)])

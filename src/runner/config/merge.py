@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.config import keys, stored
 from runner.config.allowed_targets import section_of
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.schema.train import Train
 from runner.config.targets import refusal, remedy, targets_in

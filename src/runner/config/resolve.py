@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from runner.config import keys
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says, two_rates
@@ -16,7 +16,7 @@ from runner.config.rules import conflicts
 from runner.config.schema.sections import EXTRAS, Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data
-from runner.config.validate import nodes, shown, typed, with_origins
+from runner.config.validate import nodes, shown, typed
 
 T = TypeVar("T", bound=Train)
 
@@ -43,8 +43,7 @@ def problems_in(
             problems += [_listing_optimizers(problem) for problem in found]
             if key in EXTRAS:
                 problems += check_extras(key, node)
-    line = (composition.words, composition.choices, composition.sources, composition.primary)
-    return config, with_origins(problems, *line, where)
+    return config, composition.with_origins(problems, where)
 
 
 def _listing_optimizers(problem: Problem) -> Problem:

@@ -11,13 +11,13 @@ from runner.config.freezing import MOMENT, entries
 from runner.config.schema.audit import Audit
 from runner.config.schema.bench import Bench
 from runner.config.schema.train import Train
-from runner.config.verb_rules import of_verb
+from runner.config.verb_rules import verb_conflicts
 
 
 def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
     rules = (_of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_names)
-    return [*(problem for rule in rules for problem in rule(config)), *of_verb(config)]
+    return [*(problem for rule in rules for problem in rule(config)), *verb_conflicts(config)]
 
 
 def _of_length(config: Train) -> Iterator[Problem]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from runner.config import keys
-from runner.config.errors import Problem, UserError, nearest
+from runner.config.errors import Problem, nearest
 from runner.config.renamed import renamed_problem
 from runner.config.schema.sections import HasTarget
-from runner.config.sources import Sources, text_of
 
 T = TypeVar("T")
 
@@ -145,59 +143,3 @@ def nodes(section: type, values: dict[str, Any], prefix: str = "") -> list[tuple
 
 def _is_node(annotation: Any) -> bool:
     return any(isinstance(mark, HasTarget) for mark in getattr(annotation, "__metadata__", ()))
-
-
-def with_origins(
-    problems: Sequence[Problem],
-    words: Sequence[str],
-    choices: dict[str, str],
-    sources: Sources,
-    primary: str,
-    stored: str = "",
-) -> list[Problem]:
-    """Each problem with the override or the file that its value came from, where that can be told.
-
-    With `stored`, the path of a checkpoint, all values that the command line does not set came from there.
-    """
-    if stored:
-        given = {word.split("=", 1)[0].lstrip("+~") for word in words}
-        choices = {group: name for group, name in choices.items() if group in given}
-        found = [problem.origin or origin(problem.key, words, choices, sources, "") or stored for problem in problems]
-        return [dataclasses.replace(problem, origin=place) for problem, place in zip(problems, found, strict=True)]
-    return [
-        problem
-        if problem.origin
-        else dataclasses.replace(problem, origin=origin(problem.key, words, choices, sources, primary))
-        for problem in problems
-    ]
-
-
-def origin(key: str, words: Sequence[str], choices: dict[str, str], sources: Sources, primary: str) -> str:
-    """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
-    for word in reversed(words):
-        target = word.split("=", 1)[0].lstrip("+~")
-        if key == target or (key.startswith(target + ".") and target not in choices):
-            return f"the override {word.lstrip('+')}"
-    for group, name in reversed(list(choices.items())):
-        option = sources.option(group, str(name)) if name else None
-        if option is None:
-            continue
-        inside = key if option.is_global else key.removeprefix(group.replace("/", ".") + ".")
-        if option.is_global or inside != key or key == group:
-            for path in (option.path, option.path.with_name("_base.yaml")):
-                if path.is_file() and (_defines(path, inside) or (key == group and path == option.path)):
-                    return str(path)
-    file = sources.primary(primary) if primary else None
-    return str(file) if file is not None and _defines(file, key) else ""
-
-
-def _defines(path: Any, key: str) -> bool:
-    try:
-        content = yaml.safe_load(text_of(path))
-    except (UserError, yaml.YAMLError, ValueError, RecursionError):
-        return False
-    for part in key.split("."):
-        if not isinstance(content, dict) or part not in content:
-            return False
-        content = content[part]
-    return True

@@ -17,7 +17,7 @@ from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.schema.train import Train
 
 
-def of_verb(config: Train) -> list[Problem]:
+def verb_conflicts(config: Train) -> list[Problem]:
     """Combinations of a verb's own keys that cannot be run; each says what to set."""
     if isinstance(config, Bench):
         return _of_bench(config)

@@ -47,7 +47,7 @@ class Opened(NamedTuple):
     """A cache ready to be read.
 
     Attributes:
-        images: the images; None if there are none and none are to be made, or a signal asked the run to stop.
+        images: None if there are none and none are to be made, or a signal asked the run to stop.
         done: 'opened', or 'made' and in what time.
         complaint: why an existing file could not be used; empty if there was none.
     """

@@ -113,10 +113,7 @@ def parse(block: bytes, size: int) -> Header:
 class CachedImages(Dataset[tuple[Tensor, Tensor]]):
     """Images and targets in a file, which the page cache of the system shares between processes.
 
-    Args:
-        path: the file.
-        key: digest that the file must have; None for any.
-        source: what the images were read from, to replace damaged ones.
+    `key` is the digest that the file must have (None for any); `source` replaces images that turn out to be damaged.
 
     Attributes:
         images: uint8 (N, C, H, W); read from the file when they are gathered.
@@ -184,15 +181,9 @@ def write(
 ) -> None:
     """Write a file; a crash at any instant leaves either the old file or the whole new one.
 
-    Args:
-        path: the file; its folder exists.
-        key: digest of all that the images depend on.
-        samples: number of samples.
-        batches: images uint8 (B, C, H, W) of one shape, and targets (B, ...).
-        unreadable: images whose places hold others; used after the last batch.
-
-    Raises:
-        Unwritable: if it cannot be written; nothing is left behind. What `batches` raises is passed on.
+    `batches` are images uint8 (B, C, H, W) of one shape, and targets (B, ...); what it raises is passed on. `unreadable`, the
+    images whose places hold others, is used after the last batch. Raises `Unwritable` and leaves nothing behind if the file
+    cannot be written.
     """
     temporary = path.parent / f"{temporary_prefix(path)}{secrets.token_hex(6)}"
     kept, shape, checksums = [], torch.Size(), array.array("I")

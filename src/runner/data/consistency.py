@@ -110,14 +110,8 @@ def check_images(
 ) -> list[str]:
     """Warnings about channels, dtype and range of values of the images; a few float images of each split are read.
 
-    Args:
-        parts: the splits.
-        examples: their first samples, as they are evaluated.
-        transforms: sample transforms of an evaluation.
-        normalize: section of the config.
-
-    Raises:
-        UserError: if the images of one split cannot be used with those of another.
+    `examples` are the first samples as they are evaluated, with `transforms`. Raises `UserError` if the images of one split
+    cannot be used with those of another.
     """
     first = examples["train"][0]
     channels, height, width = first.shape

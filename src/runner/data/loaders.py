@@ -43,8 +43,7 @@ class Batch(NamedTuple):
 class Prepare(Protocol):
     """Prepares images on the device, see `runner.data.transforms.augment.Pipeline`.
 
-    Attributes:
-        per_sample: whether a sample gets the same result in any batch, and no stateful generator is used.
+    `per_sample` is whether a sample gets the same result in any batch, and no stateful generator is used.
     """
 
     per_sample: bool

@@ -27,23 +27,17 @@ class EpochOrder:
 
     Up to `LISTED` samples it is `torch.randperm`, once per epoch: every permutation is about equally likely, and the list
     takes at most half a megabyte. Beyond, a list would cost memory and time in proportion to the data set, in every epoch and
-    at every resume; the permutation is computed instead: a slice of k positions costs O(k), wherever it lies.
-
-    Args:
-        samples: number of samples.
-        seed: seed of the run.
-        epoch: number of the epoch.
-        shuffle: False gives 0, 1, 2, ... every epoch.
+    at every resume; the permutation is computed instead: a slice of k positions costs O(k), wherever it lies. Without
+    `shuffle` it is 0, 1, 2, ... in every epoch.
     """
 
     def __init__(self, samples: int, seed: int, epoch: int, shuffle: bool = True) -> None:
         self.samples, self.seed, self.epoch, self.shuffle = samples, seed, epoch, shuffle
 
     def slice(self, start: int, stop: int) -> Tensor:
-        """The samples at positions `start` to `stop` - 1; positions beyond the last are skipped.
+        """The samples at positions `start` to `stop` - 1, int64 on the CPU; positions beyond the last are skipped.
 
-        Returns:
-            int64 of shape (stop - start,) or less, on the CPU. The global generator is untouched.
+        The global generator is untouched.
         """
         stop = min(stop, self.samples)
         start = min(start, stop)

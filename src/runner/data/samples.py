@@ -1,4 +1,4 @@
-"""Samples of any data set as tensors, read many at a time with random numbers of their own."""
+"""Samples of any data set as tensors, read many at a time with separate random numbers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports fe
 
 
 class Read(NamedTuple):
-    """A batch as it was read.
+    """A batch as it was read: images (B, C, H, W), uint8 with values 0 to 255 or float, in shared memory if a worker read it.
 
-    Attributes:
-        images: (B, C, H, W), uint8 with values 0 to 255 or float; in shared memory if a worker read it.
-        targets: (B, ...) numbers. An array, since a small one passes between processes faster than a tensor.
-        skipped: samples that could not be read, which others replace.
+    Targets (B, ...) are an array, since a small one passes between processes faster than a tensor. `skipped` are the samples
+    that could not be read, which others replace.
     """
 
     images: Tensor
@@ -81,10 +79,10 @@ class SeededDataset(Dataset[Any]):
                 item = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
             return as_pair(item, source, self._split)
 
-        def read_or_replace(source: int) -> tuple[Any, Any]:
-            return read(source) if self._replacements is None else self._replacements.read(read, epoch, source, skipped)
-
-        return read_sample(read_or_replace, index, self._split, self._transforms)
+        replacements, reader = self._replacements, read
+        if replacements is not None:
+            reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
+        return read_sample(reader, index, self._split, self._transforms)
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]
@@ -179,8 +177,7 @@ def _one_thread() -> Iterator[None]:
 def collate(items: list[tuple[Any, Any]]) -> Read:
     """Put samples into one batch; in a worker, images are written straight into shared memory.
 
-    Raises:
-        UserError: if images have different shapes or dtypes, or something is no image or no number.
+    Raises `UserError` if images have different shapes or dtypes, or something is no image or no number.
     """
     images = [as_tensor(image) for image, _ in items]
     if differ := _two_shapes(images):
@@ -204,8 +201,7 @@ def _two_shapes(tensors: list[Tensor]) -> str:
 def as_target(target: Any) -> Tensor:
     """One target as a tensor; floats become float32, unsigned integers wider than a byte int64.
 
-    Raises:
-        UserError: if it is no number.
+    Raises `UserError` if it is no number.
     """
     try:
         tensor = torch.as_tensor(target)
@@ -220,8 +216,7 @@ def as_target(target: Any) -> Tensor:
 def as_tensor(image: Any) -> Tensor:
     """One image as a contiguous CHW tensor: tensors as they are, arrays and PIL images as uint8 or float.
 
-    Raises:
-        UserError: for anything else, or another number of dimensions.
+    Raises `UserError` for anything else, or another number of dimensions.
     """
     tensor: Tensor
     if isinstance(image, Tensor):

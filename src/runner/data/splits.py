@@ -47,7 +47,6 @@ def split_indices(
 
     Raises:
         UserError: if a fraction is out of range or no training sample would be left.
-        ValueError: if there are other keys, or `targets` has another length.
     """
     if not set(fractions) <= set(_HELD_OUT):
         raise ValueError(f"fractions are for {' and '.join(_HELD_OUT)}, got {sorted(fractions)}")

@@ -26,6 +26,9 @@ class BadMetric(Exception):
 
     exit_code = 2
 
+    def __init__(self, problem: str, allowed: str) -> None:
+        super().__init__(f"{problem}\n    allowed: {allowed}")
+
 
 class Preempted(Exception):
     """A signal asked the run to stop; its state has been saved."""

@@ -32,7 +32,7 @@ from runner.engine.position import Best
 from runner.engine.protocols import Source
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, train_step
-from runner.engine.weight_average import loss_beside
+from runner.engine.weight_average import loss_for
 from runner.instrument.no_trace import preserved_rng
 
 _STEPS_BETWEEN_COLLECTIONS = 500
@@ -196,8 +196,8 @@ class Loop:
         metrics = self._evaluate(lambda: bool(self.interrupted()))
         state.last_metrics, self._evaluated_at = metrics, state.position.global_step
         value = metrics[name]
-        beside = loss_beside(name)  # missing if a user-defined metric happens to be called ema_...
-        loss = metrics[beside if beside in metrics else "val/loss"]
+        loss_name = loss_for(name)  # missing if a user-defined metric happens to be called ema_...
+        loss = metrics[loss_name if loss_name in metrics else "val/loss"]
         if math.isfinite(value) and (state.best is None or state.best.beaten_by(value, loss)):
             state.best = Best(name, mode, value, loss, state.position.global_step, state.position.epoch)
             self.improved = True
@@ -249,8 +249,7 @@ class Loop:
         """
         for method in self._methods(name):
             method(self, metrics)
-            if problem := _problem_in(metrics):
-                raise BadMetric(f"callback {type(getattr(method, '__self__', method)).__name__}, {name}: {problem}")
+            _check_metrics(f"callback {type(getattr(method, '__self__', method)).__name__}, {name}", metrics)
 
     # Steps that are not finite
 
@@ -321,16 +320,16 @@ def collecting_between_steps() -> Iterator[None]:
             gc.enable()
 
 
-def _problem_in(metrics: dict[str, Any]) -> str:
-    """What is wrong with the first metric that cannot be logged, or an empty string."""
+def _check_metrics(source: str, metrics: dict[str, Any]) -> None:
+    """Raise `BadMetric` for the first metric that cannot be logged."""
     for name, value in metrics.items():
         if not isinstance(name, str) or name.removeprefix("val/") in _RESERVED:
-            return f"the metric cannot be named {name!r}\n    allowed: text other than {', '.join(_RESERVED)}"
+            raise BadMetric(f"{source}: the metric cannot be named {name!r}", f"text other than {', '.join(_RESERVED)}")
         try:
             if isinstance(value, str | bytes):
                 raise TypeError
             float(value)
         except (TypeError, ValueError, RuntimeError):
             shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-            return f"metric {name!r} is a {type(value).__name__}{shape}, not a number\n    allowed: a float"
-    return ""
+            kind = f"a {type(value).__name__}{shape}"
+            raise BadMetric(f"{source}: metric {name!r} is {kind}, not a number", "a float") from None

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite are left out on the device, before any weight has changed; the host learns of it later."""
+"""Steps whose gradients are not finite are skipped on the device, before any weight changes; the host learns of it later."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ROOM = 1024  # flags on the device before they have to be read
 class NonFiniteGuard:
     """Keeps an optimizer from taking a step with gradients that are not finite.
 
-    A fused optimizer is told by a flag on the device, which its kernel obeys, so nothing waits. Muon and RMSprop have no such
+    A fused optimizer gets a flag on the device, which its kernel obeys, so nothing waits. Muon and RMSprop have no such
     kernel: on a GPU they take the step, and it is undone there if the flag is up. For any other optimizer the flag is read at
     every step, and on the CPU, where nothing is waited for, for these as well.
 
     Under `raise` and `rollback` the flag stays up once it is up: the weights remain those before the first such step until
     somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before
-    the step. Where the loss is scaled, its scaler leaves out steps whose gradients overflow, which belongs to scaling; the
+    the step. Where the loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the
     guard then watches the loss.
 
     Attributes:
@@ -50,7 +50,7 @@ class NonFiniteGuard:
         self._flags = torch.zeros(_ROOM, device=device)
         self.steps = 0  # since `found` was asked
         self._known: list[int] = []
-        # By name, as some models assign their buffers anew.
+        # By name, as some models assign new tensors to their buffers.
         self._buffers = [
             (module, name)
             for module in (model.modules() if policy == "skip" else ())
@@ -68,11 +68,11 @@ class NonFiniteGuard:
 
     @property
     def skipped(self) -> Tensor | None:
-        """A flag on the device, above 0 if the step under way is left out and training goes on; None where none ever is."""
+        """A flag on the device, above 0 if the current step is skipped and training goes on; None where none ever is."""
         return self._found if self.policy == "skip" else None
 
     def start(self) -> None:
-        """Forget what was found, and take the buffers as they are for good."""
+        """Forget what was found, and keep the buffers as they are."""
         self._found.zero_()
         self._flags.zero_()
         self.steps, self._known = 0, []
@@ -125,7 +125,7 @@ class NonFiniteGuard:
         """Note the outcome of a step."""
         lasting = self.policy != "skip"
         if lasting and not self.scaled:
-            # It stays up, so how often it was up tells which step was the first.
+            # It stays up, so the count of steps with it up gives the first.
             self._flags[0].add_(self._found)
         else:
             if self.steps and self.steps % _ROOM == 0:
@@ -166,7 +166,7 @@ class NonFiniteGuard:
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether GradScaler's kernel works there: it multiplies by 1, which changes no bit, and looks at many at once."""
+    """Whether GradScaler's kernel works there: it multiplies by 1, which changes no bit, and checks many at once."""
     try:
         trial, gradient = torch.zeros((), device=device), torch.ones((), device=device, dtype=dtype)
         torch._amp_foreach_non_finite_check_and_unscale_([gradient], trial, torch.ones_like(trial))

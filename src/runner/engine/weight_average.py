@@ -20,7 +20,7 @@ def prefix(kind: Kind | None) -> str:
     return f"{kind}_" if kind else ""
 
 
-def loss_beside(metric: str) -> str:
+def loss_for(metric: str) -> str:
     """The validation loss of the weights that a metric such as `val/ema_accuracy` belongs to."""
     found = next((start for start in ("ema_", "swa_") if metric.startswith(f"val/{start}")), "")
     return f"val/{found}loss"

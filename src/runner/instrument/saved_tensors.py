@@ -18,7 +18,7 @@ OUTSIDE = "(outside the model)"
 
 
 class _Held:
-    """A saved tensor in the hands of the graph; tells when the graph lets it go."""
+    """A saved tensor that the graph holds; reports when the graph releases it."""
 
     __slots__ = ("_key", "_released", "tensor")
 
@@ -51,7 +51,7 @@ class SavedTensors:
             name is the model itself.
 
     Args:
-        model: whose parameters, inputs and modules are told apart; without one, all but `inputs` are activations.
+        model: whose parameters, inputs and modules are counted separately; without one, all but `inputs` are activations.
         inputs: further tensors that are in memory anyway; kept until the block ends.
     """
 
@@ -168,7 +168,7 @@ class SavedTensors:
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
-    """What tells a tensor's storage from all others as long as it lives, and its bytes."""
+    """The identity of a tensor's storage, unique while it lives, and its bytes."""
     local = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the part that is here
     try:
         storage = local.untyped_storage()

@@ -7,7 +7,7 @@ exactly: nothing is broadcast. Logits of 16 bits are converted to float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -138,63 +138,59 @@ class Focal(_ClassLoss):
         return terms.gather(1, targets[:, None]).sum() / logits.shape[0]
 
 
-class BinaryCrossEntropy(nn.Module):
-    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs.
+class _DenseLoss(nn.Module):
+    """Base of losses that compare outputs with targets of the same shape."""
 
-    Args:
-        num_classes: number of outputs, checked against the logits if given.
-    """
+    loss: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(self, num_classes: int | None = None) -> None:
         super().__init__()
         self.num_classes = num_classes
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Scalar loss of logits (B, C) and targets: classes int64 (B,), made one-hot, or probabilities float (B, C).
+        """Scalar loss of outputs (B, C) and targets: classes int64 (B,), made one-hot, or float (B, C).
 
-        With a single output, targets may be (B,): 0 or 1, or probabilities.
+        If C is 1, targets may be (B,) of either type.
 
         Raises:
             ValueError: the shapes or types do not fit.
         """
         _check_matrix(logits, self.num_classes)
         logits = _at_least_float32(logits)
-        return F.binary_cross_entropy_with_logits(logits, _dense(logits, targets))
+        return self.loss(logits, _dense(logits, targets))
 
 
-class MeanSquaredError(nn.Module):
+class BinaryCrossEntropy(_DenseLoss):
+    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities.
+
+    Args:
+        num_classes: number of outputs, checked against the logits if given.
+    """
+
+    loss = staticmethod(F.binary_cross_entropy_with_logits)
+
+
+class MeanSquaredError(_DenseLoss):
     """Squared difference, averaged over the outputs: for regression, or for classes made one-hot.
 
     Args:
         num_classes: number of outputs, checked against the logits if given.
     """
 
-    def __init__(self, num_classes: int | None = None) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Scalar loss of outputs (B, C) and targets: float (B, C), float (B,) if C is 1, or classes int64 (B,).
-
-        Raises:
-            ValueError: the shapes or types do not fit.
-        """
-        _check_matrix(logits, self.num_classes)
-        logits = _at_least_float32(logits)
-        return F.mse_loss(logits, _dense(logits, targets))
+    loss = staticmethod(F.mse_loss)
 
 
 def _check_matrix(logits: Tensor, num_classes: int | None) -> None:
     if logits.ndim != 2 or logits.shape[0] == 0:
-        raise ValueError(f"the model must give logits (B, C) for at least one sample, got {tuple(logits.shape)}")
+        raise ValueError(f"the model must return logits (B, C) for at least one sample, got {tuple(logits.shape)}")
     if num_classes is not None and logits.shape[1] != num_classes:
-        raise ValueError(f"the model gives {logits.shape[1]} outputs, and the loss is for num_classes={num_classes}")
+        raise ValueError(f"the model returns {logits.shape[1]} outputs, and the loss is for num_classes={num_classes}")
 
 
 def _mismatch(logits: Tensor, targets: Tensor, allowed: str) -> str:
     return (
         f"targets {str(targets.dtype).removeprefix('torch.')} {tuple(targets.shape)} do not fit "
-        f"logits {tuple(logits.shape)}; allowed: {allowed}"
+        f"logits {tuple(logits.shape)}; expected: {allowed}"
     )
 
 

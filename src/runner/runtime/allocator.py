@@ -11,14 +11,14 @@ _M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library to keep what is freed for the next allocation, instead of giving it back to the system.
+    """Make the C library keep freed memory for the next allocation instead of returning it to the system.
 
-    By default glibc maps every tensor of more than 32 MiB anew and unmaps it when it is freed, so that each step of training
+    By default glibc maps every tensor of more than 32 MiB and unmaps it again when it is freed, so that each step of training
     waits for the system to clear the same pages again, 4 KiB at a time. Keeping them changes no result; the process stays as
     large as it has been at most.
 
     Returns:
-        Whether there was a C library that understands it.
+        Whether the C library supports it.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -168,7 +168,7 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module) -> int:
-    """Modules with parameters of their own."""
+    """The number of modules with direct parameters."""
     return sum(bool(inner._parameters) for inner in module.modules())
 
 
@@ -194,7 +194,7 @@ def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tu
 def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """The outermost modules whose dotted names match a pattern, such as `layer?.*` or `encoder.layers.*`.
 
-    A `ModuleList` stands for what it holds, as it is never called itself.
+    A `ModuleList` is never called itself, so it means the modules in it.
 
     Raises:
         UserError: if a pattern matches no module.
@@ -309,5 +309,5 @@ class _Probe:
                 raise UserError(
                     _KEY,
                     f"what is checkpointed cannot be computed again: {first_line(error)}",
-                    "patterns that leave out what is not a function of its input, or false",
+                    "patterns that match only functions of their input, or false",
                 ) from error

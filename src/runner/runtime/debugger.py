@@ -15,7 +15,7 @@ def post_mortem(error: BaseException) -> None:
     """
     if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
         return
-    while error.__cause__ is not None:  # what was raised by someone's code is told in our words
+    while error.__cause__ is not None:  # errors of user code are wrapped in ours
         error = error.__cause__
     print(f"post_mortem: {type(error).__name__}: {error} (q leaves, h helps)", file=sys.stdout, flush=True)
     tracer = sys.gettrace()  # of a debugger or a measurement of coverage, which goes on afterwards

@@ -44,7 +44,7 @@ def operation(message: str) -> str:
 
 
 def refusal(error: BaseException, caller: str = "") -> UserError | None:
-    """What people are told of an operation that `deterministic=true` refused; None for any other error.
+    """The error that users see for an operation that `deterministic=true` refused; None for any other error.
 
     Args:
         error: what torch raised.
@@ -66,12 +66,12 @@ def _called_by(caller: str) -> str:
 
 @contextlib.contextmanager
 def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
-    """Tell of operations without a deterministic form in our words: refused ones as an error, others once each.
+    """Report operations without a deterministic form: refused ones as a UserError, others once each.
 
     Raises:
-        UserError: in place of torch's error about such an operation.
+        UserError: instead of torch's error about such an operation.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     with warnings.catch_warnings():
         warnings.filterwarnings("default", message=_ANY, category=UserWarning)
         show = warnings.showwarning
@@ -87,8 +87,8 @@ def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
             op = operation(str(message))
             if not op:
                 show(message, category, filename, lineno, file, line)
-            elif op not in told:
-                told.add(op)
+            elif op not in reported:
+                reported.add(op)
                 caller = _called_by(_caller(_stack()))
                 warn(f"deterministic=warn: {op} has no deterministic form, so it may not repeat{caller}")
 
@@ -96,9 +96,9 @@ def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if (told_error := refusal(error)) is None:
+            if (known := refusal(error)) is None:
                 raise
-            raise told_error from error
+            raise known from error
 
 
 def _stack() -> list[FrameType]:
@@ -156,7 +156,7 @@ def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
 
 def _nodes(starts: list[Any], until: set[Any]) -> list[Any]:
-    """The nodes of a graph that lead to `starts`, those in `until` and what lies behind them left out."""
+    """The nodes of a graph that lead to `starts`, without those in `until` and what leads to them."""
     found: dict[Any, None] = {}
     waiting = [node for node in starts if node is not None]
     while waiting:

@@ -74,7 +74,7 @@ def choose_hardware_metrics(
         device: where training runs.
         kind: what it computes in.
         count: counts the operations of a batch; called only if needed.
-        warnings: gets a line where `auto` cannot be had.
+        warnings: gets a line where `auto` is not supported.
 
     Raises:
         UserError: if utilisation is asked for and the operations cannot be counted.

@@ -54,9 +54,9 @@ def memory_in_use(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Let `peak_memory` start anew.
+    """Start `peak_memory` again.
 
-    On the CPU, memory that was freed but kept for later allocations is handed back first, as far as the C library can,
+    On the CPU, memory that was freed but kept for later allocations is returned first, as far as the C library can,
     so that one measurement is not hidden by the last.
 
     Returns:

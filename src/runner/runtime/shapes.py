@@ -52,9 +52,9 @@ class _Seen:
 
 
 class ShapeWatch:
-    """Looks at what goes into every module of a model and comes out, by hooks; a model without it costs nothing.
+    """Checks the inputs and outputs of every module of a model with hooks.
 
-    Training and evaluation are looked at apart, as some models give more in training. A module that is called several times
+    Training and evaluation are checked separately, as some models return more in training. A module that is called several times
     in a forward pass is compared call by call.
     """
 

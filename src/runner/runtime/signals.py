@@ -32,7 +32,7 @@ class StopSignals:
         self._end, self._limit = float("inf"), ""
 
     def limit(self, seconds: float, name: str) -> None:
-        """Ask the run to stop `seconds` from now too; `name` is what people are told."""
+        """Ask the run to stop `seconds` from now too; `name` is what is reported."""
         self._end, self._limit = time.monotonic() + seconds, name
 
     def asked(self) -> str:

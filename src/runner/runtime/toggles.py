@@ -51,7 +51,7 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
     """Checkpoint activations, and compile the result, as the config says.
 
     Raises:
-        UserError: if a setting cannot be had.
+        UserError: if a setting is not supported.
     """
     toggled = Toggled(warnings=list(precision.warnings))
     if config.channels_last and not any(

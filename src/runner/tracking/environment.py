@@ -22,37 +22,14 @@ from runner.config.cores import cores
 from runner.config.secrets import mask_words
 
 _PACKAGES = (
-    "torch",
-    "torchvision",
-    "triton",
-    "numpy",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "torchmetrics",
-    "scikit-learn",
-    "pillow",
-    "tensorboard",
-    "matplotlib",
-    "rich",
-    "psutil",
-    "safetensors",
-    "onnx",
-    "onnxruntime",
-    "hydra-joblib-launcher",
-    "hydra-submitit-launcher",
-    "hydra-optuna-sweeper",
-)
+    "torch", "torchvision", "triton", "numpy", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "scikit-learn",
+    "pillow", "tensorboard", "matplotlib", "rich", "psutil", "safetensors", "onnx", "onnxruntime",
+    "hydra-joblib-launcher", "hydra-submitit-launcher", "hydra-optuna-sweeper",
+)  # fmt: skip
 _VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "PYTHONHASHSEED",
-    "PYTORCH_ALLOC_CONF",
-    "WORLD_SIZE",
-    "SLURM_JOB_ID",
-)
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED",
+    "PYTORCH_ALLOC_CONF", "WORLD_SIZE", "SLURM_JOB_ID",
+)  # fmt: skip
 _SEEDED = (
     "Python's random",
     "NumPy's global generator",

@@ -54,7 +54,7 @@ def claim(parent: Path, stamp: str) -> Path:
         except OSError as error:
             raise UserError("output_root", f"cannot create {path}: {(error.strerror or str(error)).lower()}") from error
         return path
-    raise AssertionError("itertools.count() has no end")
+    raise AssertionError("itertools.count() never ends")
 
 
 def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, list[str]]:

@@ -1,1 +1,1 @@
-"""One file per verb. Each has a docstring whose first line is its help, and `main(argv) -> exit status`."""
+"""The verbs: `_table.py` lists them; each is a module or folder named after it."""

@@ -1,4 +1,4 @@
-"""What the verbs that use a checkpoint have in common: its config with the line on top, and its model, data or no data."""
+"""What the verbs that use a checkpoint share: its config with the command line on top, its model and its data."""
 
 from __future__ import annotations
 
@@ -27,42 +27,21 @@ from runner.engine.tasks import Task
 from runner.engine.tta import TTAModel, views_named
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.precision import Precision, choose_precision
-from runner.tracking.console import Console
 from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._report import Report
 
 T = TypeVar("T", bound=Train)
 
-
-@dataclass(frozen=True)
-class Settled(Generic[T]):
-    """A checkpoint and the config that it is used with.
-
-    Attributes:
-        found: the checkpoint.
-        config: its config with the command line on top, validated.
-        words: the overrides of the command line.
-        which: the weights that are meant, the key `weights` of the verb.
-    """
-
-    found: find.LoadedCheckpoint
-    config: T
-    words: list[str]
-    which: Weights
-
-    @property
-    def weights(self) -> tuple[dict[str, Any], str]:
-        """The weights that `weights` means, and what they are: see `runner.checkpoint.weights.weights_of`."""
-        return weights_of(self.found.contents, self.which)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes that it was trained on."""
-        return tuple(self.found.contents["classes"])
+_CPU = torch.device("cpu")
+_TRAINING_ONLY = {
+    "activation_checkpointing": "which computes no gradients",
+    "compile": "which runs the model without compiling it",
+}
 
 
 @dataclass(frozen=True)
-class FromCheckpoint:
-    """What a checkpoint says of the data that its model was trained on.
+class DataFacts:
+    """What a checkpoint stores about its data.
 
     Attributes:
         classes: their names; empty for regression.
@@ -75,41 +54,167 @@ class FromCheckpoint:
     image_size: tuple[int, int]
 
 
-def settle(composition: Composition, schema: type[T], prefer: str = "best") -> Settled[T]:
-    """Find the checkpoint that `ckpt_path` names and lay the command line over its config.
+@dataclass(frozen=True)
+class ResolvedCheckpoint(Generic[T]):
+    """A checkpoint and the config that it is used with.
+
+    Attributes:
+        found: the checkpoint.
+        config: its config with the command line on top, validated.
+        words: the overrides of the command line.
+        which: the weights to use, the key `weights` of the verb.
+    """
+
+    found: find.LoadedCheckpoint
+    config: T
+    words: list[str]
+    which: Weights
+
+    @property
+    def weights(self) -> tuple[dict[str, Any], str]:
+        """The weights that `which` selects, and their kind: see `runner.checkpoint.weights.weights_of`."""
+        return weights_of(self.found.contents, self.which)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes that the model was trained on."""
+        return tuple(self.found.contents["classes"])
+
+    @property
+    def stored_data(self) -> dict[str, Any]:
+        """The section `data` of the stored config; empty if it has none."""
+        return _stored_data(self.found)
+
+    def record(self) -> dict[str, Any]:
+        """Path, step and kind of weights, for JSON."""
+        step = self.found.contents["position"]["global_step"]
+        return {"checkpoint": str(self.found.path), "global_step": step, "weights": self.weights[1]}
+
+    def set_up_device(self, verb: str, report: Report) -> tuple[torch.device, Precision]:
+        """Choose device and precision, set torch's switches, and warn of what has no effect."""
+        config = self.config
+        prepare_repeating(config.deterministic)
+        device, _ = choose_device(config.device)
+        switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
+        warnings = configure_torch(device, config.threads, config.deterministic, *switches)
+        precision = choose_precision(config.amp, device)
+        given = {word.split("=")[0] for word in self.words}
+        unused = [f"{key} has no effect on {verb}, {why}" for key, why in _TRAINING_ONLY.items() if key in given]
+        report.warnings(self.found.warnings, warnings, precision.warnings, unused)
+        return device, precision
+
+    def data(self, device: torch.device) -> DataModule:
+        """The data that the config names.
+
+        Raises:
+            UserError: if it cannot be read, or does not have the checkpoint's classes.
+        """
+        config = self.config
+        parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
+        splits = build_data(*parts, make_cache=False)
+        try:
+            check_classes(self.classes, splits.classes)
+        except UserError:
+            splits.close()
+            raise
+        return splits
+
+    def data_facts(self) -> DataFacts:
+        """What the model was trained on; `data.image_size=` on the command line replaces the size of its images.
+
+        Raises:
+            UserError: if an old checkpoint does not store it, and the data cannot be read.
+        """
+        shape = self.found.contents["metrics"].get("images")
+        if shape is None:
+            splits = self.data(_CPU)
+            splits.close()
+            shape = splits.image_shape
+        channels, height, width = shape
+        if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
+            height = width = self.config.data.image_size
+        return DataFacts(self.classes, channels, (height, width))
+
+    def input_pipeline(self, device: torch.device) -> Pipeline:
+        """Turns decoded images into the model's input: `transform.eval`, then normalisation.
+
+        Raises:
+            UserError: if a transform cannot be built, or the checkpoint does not store how images are normalised.
+        """
+        config = self.config
+        mean, std = config.data.normalize.mean, config.data.normalize.std
+        if mean is None or std is None:
+            raise UserError(
+                "data.normalize",
+                "the checkpoint does not store how images were normalised",
+                "data.normalize.mean and data.normalize.std on the command line, one number per channel",
+            )
+        steps = callables("transform.eval", config.transform.eval)
+        return Pipeline(steps, mean, std, config.seed, device, config.channels_last)
+
+    def blank_input(self, data: KnownData) -> Tensor:
+        """A blank image after `transform.eval`, which may change its size, and normalisation: (1, C, H, W) on the CPU."""
+        pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
+        return prepared(self.input_pipeline(_CPU), pixels)
+
+    def build_untrained(self, data: KnownData) -> tuple[Task, nn.Module]:
+        """The task, and a model with initial weights, on the CPU."""
+        task = build_task(self.config, data)
+        return task, build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Load the selected weights into a model.
+
+        Raises:
+            UserError: if they do not fit, or the checkpoint does not have them.
+        """
+        try:
+            load_weights(model, self.weights[0])
+        except ValueError as error:
+            raise UserError(f"{self.found.path}: {error}") from error
+
+    def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
+        """The task, and the model with the selected weights on the device, in evaluation mode.
+
+        Raises:
+            UserError: if the config does not fit the data, or the weights do not fit the model.
+        """
+        task, model = self.build_untrained(data)
+        self.load_weights(model)
+        model.to(device)
+        if self.config.channels_last:
+            model.to(memory_format=torch.channels_last)
+        return task, model.eval()
+
+
+def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = "best") -> ResolvedCheckpoint[T]:
+    """Find the checkpoint that `ckpt_path` names, and apply the command line to its config.
 
     Args:
         composition: what the command line amounts to.
-        schema: of the verb; the keys that it has beyond those of `train` come from the line alone.
-        prefer: `last` or `best`: which one a run directory stands for.
+        schema: of the verb; keys that `train` does not have come from the command line alone.
+        prefer: `last` or `best`: the checkpoint to use of a run directory.
 
     Raises:
         UserError: with everything that is wrong.
     """
     if composition.values.get("ckpt_path") is None:
-        raise UserError("ckpt_path: is missing\n    allowed: a checkpoint file, a run directory, last or best")
-    # Of the checkpoint's tensors, only the weights that are meant are read.
+        raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
+    # Of the checkpoint's tensors, only the selected weights are read.
     parts = part_with(composition.values["weights"])
     found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer, parts=parts)
-    # Other data still has to look to the model like the data that it was trained on.
-    statistics = stored_data(found).get("normalize") or {}
-    text, where = found.contents["config"], str(found.path)
-    config, _ = resolve_with_checkpoint(text, where, composition, schema, statistics)
-    return Settled(found, config, composition.words, getattr(config, "weights", "auto"))
+    # Other data has to look to the model like the data that it was trained on.
+    statistics = _stored_data(found).get("normalize") or {}
+    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema, statistics)
+    return ResolvedCheckpoint(found, config, composition.words, getattr(config, "weights", "auto"))
 
 
-def line_or_checkpoint(
+def config_and_checkpoint(
     composition: Composition, schema: type[T], prefer: str = "last"
 ) -> tuple[T, find.LoadedCheckpoint | None]:
-    """The config of a verb that needs no checkpoint: that of the line, or of the one that `ckpt_path` names with the line on top.
+    """The config of a verb that works with and without `ckpt_path`, and the checkpoint, if there is one.
 
-    Args:
-        composition: what the command line amounts to.
-        schema: of the verb; the keys that it has beyond those of `train` come from the line alone.
-        prefer: `last` or `best`: which one a run directory stands for.
-
-    Returns:
-        The config, and the checkpoint, if there is one.
+    Arguments are those of `resolve_checkpoint`.
 
     Raises:
         UserError: with everything that is wrong.
@@ -121,152 +226,33 @@ def line_or_checkpoint(
     return config, found
 
 
-def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
-    """The section `data` of the config in a checkpoint, empty if it has none."""
+def _stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
     data = stored.load(found.contents["config"], str(found.path)).get("data")
     return data if isinstance(data, dict) else {}
 
 
-def prepare(settled: Settled[Any], verb: str, console: Console) -> tuple[torch.device, Precision]:
-    """Choose device and precision as the config says, set torch's switches, and tell what is without effect."""
-    config = settled.config
-    prepare_repeating(config.deterministic)
-    device, _ = choose_device(config.device)
-    switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
-    warnings = configure_torch(device, config.threads, config.deterministic, *switches)
-    precision = choose_precision(config.amp, device)
-    told = (settled.found.warnings, warnings, precision.warnings, _of_training_alone(settled.words, verb))
-    for warning in (warning for some in told for warning in some):
-        console.warn(warning)
-    return device, precision
-
-
-def _of_training_alone(words: list[str], verb: str) -> list[str]:
-    """Warnings about keys of the line that only training has a use for."""
-    given = {word.split("=")[0] for word in words}
-    reasons = {
-        "activation_checkpointing": "which computes no gradients",
-        "compile": "which runs the model as it is",
-    }
-    return [f"{key} has no effect on {verb}, {reason}" for key, reason in reasons.items() if key in given]
-
-
-def splits_of(settled: Settled[Any], device: torch.device) -> DataModule:
-    """The data that the config names, which must have the checkpoint's classes.
-
-    Raises:
-        UserError: if the data cannot be read, or has other classes.
-    """
-    config = settled.config
-    parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-    splits = build_data(*parts, make_cache=False)
-    try:
-        check_classes(settled.classes, splits.classes)
-    except UserError:
-        splits.close()
-        raise
-    return splits
-
-
 def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse data with other classes than those that a model was trained on, or the same in another order.
+    """Refuse data whose classes, or their order, are not those that a model was trained on.
 
     Raises:
-        UserError: if they are.
+        UserError: if they are not.
     """
+    names = ", ".join(trained[:20])
     if len(trained) != len(given):
-        raise UserError(
-            f"data: has {len(given)} classes, but the checkpoint was trained on {len(trained)}\n"
-            f"    allowed: data with the classes {', '.join(trained[:20])}"
-        )
+        problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
+        raise UserError("data", problem, f"data with the classes {names}")
     if list(trained) != list(given) and sorted(trained) == sorted(given):
-        raise UserError(
-            "data: has the checkpoint's classes in another order, so class numbers mean something else\n"
-            f"    allowed: the order {', '.join(trained[:20])}"
-        )
+        problem = "has the checkpoint's classes in another order, so class numbers mean something else"
+        raise UserError("data", problem, f"the order {names}")
 
 
-def known_data(settled: Settled[Any]) -> FromCheckpoint:
-    """What the model was trained on: from the checkpoint, or from the data where a checkpoint of old does not say.
-
-    A `data.image_size` on the line is the size that images are to have here.
-
-    Raises:
-        UserError: if neither says.
-    """
-    shape = settled.found.contents["metrics"].get("images")
-    if shape is None:
-        splits = splits_of(settled, torch.device("cpu"))
-        splits.close()
-        shape = splits.image_shape
-    channels, height, width = shape
-    if any(word.startswith("data.image_size=") for word in settled.words) and settled.config.data.image_size:
-        height = width = settled.config.data.image_size
-    return FromCheckpoint(settled.classes, channels, (height, width))
-
-
-def given_to_model(settled: Settled[Any], device: torch.device) -> Pipeline:
-    """What makes of decoded images those that the model is given: `transform.eval`, then normalisation.
-
-    Raises:
-        UserError: if a transform cannot be built, or the checkpoint does not say how images are normalised.
-    """
-    config = settled.config
-    mean, std = config.data.normalize.mean, config.data.normalize.std
-    if mean is None or std is None:
-        raise UserError(
-            "data.normalize: the checkpoint does not say how images were normalised\n"
-            "    allowed: data.normalize.mean and data.normalize.std on the line, one number a channel"
-        )
-    steps = callables("transform.eval", config.transform.eval)
-    return Pipeline(steps, mean, std, config.seed, device, config.channels_last)
-
-
-def restored(settled: Settled[Any], data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
-    """The task, and the model with the checkpoint's weights on the device, in evaluation mode.
-
-    Raises:
-        UserError: if the config does not fit the data, or the weights do not fit the model.
-    """
-    task, model = built(settled, data)
-    fill(model, settled)
-    model.to(device)
-    if settled.config.channels_last:
-        model.to(memory_format=torch.channels_last)
-    return task, model.eval()
-
-
-def built(settled: Settled[Any], data: KnownData) -> tuple[Task, nn.Module]:
-    """The task, and a model with initial weights, on the CPU."""
-    task = build_task(settled.config, data)
-    return task, build_model(settled.config, task, data, lambda: blank_given(settled, data), fetch_weights=False)
-
-
-def blank_given(settled: Settled[Any], data: KnownData) -> Tensor:
-    """A blank image as the model is given it: (1, C, H, W) on the CPU, after `transform.eval`, which may change its size."""
-    pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
-    return prepared(given_to_model(settled, torch.device("cpu")), pixels)
-
-
-def fill(model: nn.Module, settled: Settled[Any]) -> None:
-    """Load the checkpoint's weights, those that `weights` means, into the model.
-
-    Raises:
-        UserError: if they do not fit, or are not there.
-    """
-    try:
-        load_weights(model, settled.weights[0])
-    except ValueError as error:
-        raise UserError(f"{settled.found.path}: {error}") from error
-
-
-def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
+def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
         model: the model.
         task: what it was trained for.
-        image: one as the model is given them, (1, C, H, W).
+        image: an example input, (1, C, H, W).
         names: of the views.
         mean: `logits` or `probabilities`.
 
@@ -274,30 +260,30 @@ def augmented(model: nn.Module, task: Task, image: Tensor, names: str | Sequence
         UserError: if there are no probabilities to average, or a view cannot be made of such images.
     """
     probabilities = mean == "probabilities"
-    if probabilities and class_count(task) is None:
-        raise UserError("tta_mean: this task has no classes, and so no probabilities\n    allowed: logits")
-    views = views_named(listed(names))
+    if probabilities and num_classes_of(task) is None:
+        raise UserError("tta_mean", "this task has no classes, and so no probabilities", "logits")
+    views = views_named(as_list(names))
     try:
         for view in views:
             view(image)
     except ValueError as error:
-        raise UserError(f"tta: {error}\n    allowed: other views") from error
+        raise UserError("tta", str(error), "other views") from error
     return TTAModel(model, views, probabilities)
 
 
-def class_count(task: Task) -> int | None:
-    """Classes that a task tells apart; None if it does not."""
+def num_classes_of(task: Task) -> int | None:
+    """The number of classes of a classification task; None for other tasks."""
     count = getattr(task, "num_classes", None)
     return count if isinstance(count, int) else None
 
 
-def listed(value: str | Sequence[str] | None) -> list[str]:
+def as_list(value: str | Sequence[str] | None) -> list[str]:
     """One name, several or none as a list."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-def distinct(classes: Sequence[str]) -> list[str]:
-    """Names of classes; those that several share with the number of their class."""
+def unique_names(classes: Sequence[str]) -> list[str]:
+    """Names of classes; a name that several classes share gets the number of the class."""
     count = Counter(classes)
     return [f"{name} ({index})" if count[name] > 1 else name for index, name in enumerate(classes)]
 
@@ -307,17 +293,17 @@ def run_directory_of(checkpoint: Path) -> Path | None:
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
-def folder_for(output: str | None, otherwise: Path | None, root: str, kind: str) -> Path:
-    """The folder to write into: `output`, or a given one, or a new one below the output root; made if it is not there.
+def output_folder(output: str | None, default: Path | None, root: str, kind: str) -> Path:
+    """The folder to write into, created if needed: `output`, else `default`, else a new dated one in `root`/`kind`.
 
     Raises:
-        UserError: if it cannot be made.
+        UserError: if it cannot be created.
     """
-    folder = Path(output) if output is not None else otherwise
+    folder = Path(output) if output is not None else default
     if folder is None:
         return claim(Path(root) / kind, timestamp())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"output: cannot make the folder {folder}: {error.strerror}") from error
+        raise UserError("output", f"cannot make the folder {folder}: {error.strerror}") from error
     return folder

@@ -1,4 +1,4 @@
-"""What `list` and `show` share: the folders to search and the words that are left."""
+"""What `list`, `show` and the help of verbs share: the folders to search and the other words."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from runner.config.errors import UserError
 from runner.config.sources import Sources
 
 
-def sources_and_words(verb: str, argv: Sequence[str]) -> tuple[Sources, list[str]]:
+def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False) -> tuple[Sources, list[str]]:
     """Split the arguments into the folders to search (`--config-dir DIR`) and the other words.
+
+    Args:
+        verb: name of the verb, for messages.
+        argv: the words after the verb.
+        other_flags: whether other flags are allowed, and ignored.
 
     Raises:
         UserError: for any other flag, or a folder that does not exist.
@@ -23,10 +28,10 @@ def sources_and_words(verb: str, argv: Sequence[str]) -> tuple[Sources, list[str
         if flag in ("--config-dir", "-cd"):
             folder = value or next(rest, "")
             if not folder:
-                raise UserError(f"{verb}: {flag} needs a folder")
+                raise UserError(verb, f"{flag} needs a folder")
             folders.append(Path(folder))
-        elif word.startswith("-"):
-            raise UserError(f"{verb}: unknown flag '{word}'\n    allowed: --config-dir DIR")
-        else:
+        elif not word.startswith("-"):
             words.append(word)
+        elif not other_flags:
+            raise UserError(verb, f"unknown flag '{word}'", "--config-dir DIR")
     return Sources(folders), words

@@ -1,67 +1,148 @@
-"""What the verbs that take a config have in common on the command line; imports nothing heavy until one runs."""
+"""From the words after a verb to its jobs: help, tab completion, Hydra, and how errors are reported.
+
+Imports nothing heavy until a verb runs.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
+import sys
+import traceback
 from collections.abc import Callable, Sequence
+from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.config.errors import FAILED, USAGE, UserError, called_exit, too_many_files
+from runner.config.secrets import mask_text
+from runner.tracking.formats import clean
+from runner.verbs._help import print_help
+from runner.verbs._table import VERBS, Verb
+
 if TYPE_CHECKING:
-    from runner.config.app import Outcome
+    from omegaconf import DictConfig
+
+    from runner.config.app import Composition
 
 
-def launch_verb(
-    verb: str, argv: Sequence[str], job: Callable[..., Any], sweep_root: Callable[[dict[str, Any]], Path]
-) -> Outcome:
-    """Check the command line against a schema, then run one job, or several with `--multirun`.
+def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
+    """Run a verb: its help, one job, or several with `--multirun`; returns the exit status.
 
-    Args:
-        verb: name of the verb, and of its primary config in `conf/`.
-        argv: the words after the verb.
-        job: what Hydra calls; a function of an importable module.
-        sweep_root: makes the folder of a sweep, from the config's values.
+    Raises:
+        UserError: for a mistake in the call.
     """
+    asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    if not verb.takes_config:
+        main = importlib.import_module(verb.module).main
+        if not asks_for_help:
+            return int(main(argv))
+        print(f"{verb.help}\n\n{cleandoc(main.__doc__ or '')}")
+        return 0
+    if asks_for_help:
+        print_help(verb, argv)
+        return 0
     from runner.config.app import launch
     from runner.config.resolve import problems_in
-    from runner.config.schema import VERBS
+    from runner.config.schema import VERBS as SCHEMAS
 
-    expected = VERBS[verb]
-    return launch(
-        job,
-        expected,
-        verb,
-        argv,
-        also=lambda composition: problems_in(composition.values, composition, expected)[1],
-        sweep_root=sweep_root,
+    schema = SCHEMAS[verb.name]
+    outcome = launch(
+        job_of(verb.name),
+        schema,
+        verb.name,
+        verb.expand_shorthand(argv),
+        also=lambda composition: problems_in(composition.values, composition, schema)[1],
+        sweep_root=functools.partial(_new_sweep_folder, verb),
     )
+    no_job_started = outcome.sweep is None or outcome.status == 2 or not outcome.sweep.is_dir()
+    if no_job_started or outcome.sweep is None or not verb.keeps_runs:
+        return outcome.status
+    return max(outcome.status, _show_sweep(outcome.sweep))
 
 
-def claimed(folder: Callable[[dict[str, Any]], Path]) -> Callable[[dict[str, Any]], Path]:
-    """A function that makes a new dated folder below the one that `folder` gives for a config's values."""
+def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
+    from runner.tracking.run_directory import claim, timestamp
 
-    def claim_one(values: dict[str, Any]) -> Path:
-        from runner.tracking.run_directory import claim, timestamp
-
-        return claim(Path(str(values["output_root"])) / folder(values), timestamp())
-
-    return claim_one
+    return claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), timestamp())
 
 
-def with_lists(argv: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The words after a verb with `key=[a,b]` in place of `key=a,b` for keys that take several values, unless it is a sweep."""
-    if {"--multirun", "-m"} & set(argv):
-        return list(argv)
-    return [_as_list(word, names) for word in argv]
+def _show_sweep(sweep: Path) -> int:
+    """Print the table of a sweep's runs; returns 1 if one of them failed."""
+    from runner.tracking.console import Console
+    from runner.tracking.sweep import print_table, summarise
+
+    failed = print_table(summarise(sweep), Console(None))
+    print(sweep)
+    return int(failed)
 
 
-def _as_list(word: str, names: Sequence[str]) -> str:
-    key, equals, value = word.partition("=")
-    plain = "," in value and not set("[](){}'\"") & set(value)
-    return f"{key}{equals}[{value}]" if plain and key.lstrip("+") in names else word
+class Job:
+    """What Hydra calls for each job of a verb. Launchers pickle it as the name of the verb, without torch."""
+
+    def __init__(self, verb: Verb) -> None:
+        self.verb = verb
+        # Hydra names its jobs after the last part of the module, and callbacks see the whole.
+        self.__module__ = f"runner.verbs.{verb.name.replace('-', '_')}"
+        self.__name__ = self.__qualname__ = "job"
+
+    def __call__(self, cfg: DictConfig) -> float | None:
+        """Run one job; returns the value that sweepers optimise.
+
+        Raises:
+            SystemExit: with the exit status if it failed.
+        """
+        for name, value in self.verb.environment.items():
+            os.environ.setdefault(name, value)
+        run: Callable[[Any], float | None] = importlib.import_module(self.verb.module).run
+        if self.verb.keeps_runs:
+            return run(cfg)
+        from runner.config.app import current
+
+        return _report_errors(run, current(cfg))
+
+    def __reduce__(self) -> tuple[Callable[[str], Job], tuple[str]]:
+        return job_of, (self.verb.name,)
 
 
-def complete_verb(verb: str, argv: Sequence[str], job: Callable[..., Any]) -> int:
-    """Answer a query of tab completion."""
+@functools.cache
+def job_of(verb: str) -> Job:
+    """The job of a verb."""
+    return Job(VERBS[verb])
+
+
+def _report_errors(run: Callable[[Composition], float | None], composition: Composition) -> float | None:
+    """Call `run`; what goes wrong becomes a sentence and an exit status, or a traceback if the program is to blame."""
+    from runner.runtime.determinism import operations_named
+
+    try:
+        with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
+            return run(composition)
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        print_error(str(error))
+        raise SystemExit(USAGE) from None
+    except SystemExit as stop:
+        if not (reason := called_exit(stop)):
+            raise
+        print_error(reason)
+    except Exception as error:
+        if reason := too_many_files(error):
+            print_error(reason)
+        else:
+            traceback.print_exc()
+    raise SystemExit(FAILED)
+
+
+def print_error(text: str) -> None:
+    """Print an error to standard error, without secrets and control characters."""
+    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
+
+
+def complete_verb(verb: Verb, argv: Sequence[str]) -> int:
+    """Answer a query of tab completion; returns the exit status."""
     from runner.config.app import complete
 
-    return complete(job, verb, argv)
+    return complete(job_of(verb.name), verb.name, argv)

@@ -1,4 +1,4 @@
-"""Show the environment: versions, devices and settings that a run depends on."""
+"""`env`: versions, devices and settings that a run depends on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from runner.config.errors import UserError
 
 def main(argv: Sequence[str]) -> int:
     """Print the environment as a table, or as JSON with `--json`."""
-    if any(word != "--json" for word in argv):
-        raise UserError(f"env: unknown argument '{argv[0]}'\n    allowed: --json")
+    if wrong := [word for word in argv if word != "--json"]:
+        raise UserError("env", f"unknown argument '{wrong[0]}'", "--json")
     from runner.tracking.environment import environment, lines
 
     found = environment()
-    if "--json" in argv:
+    if argv:
         print(json.dumps(found, indent=2))
         return 0
     rows = lines(found)

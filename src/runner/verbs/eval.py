@@ -1,37 +1,145 @@
-"""Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix."""
+"""`eval`: the metrics of a checkpoint on a split, per-class accuracy and the confusion matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from runner.verbs._help import asks_for_help, print_help
-from runner.verbs._launch import claimed, complete_verb, launch_verb, with_lists
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from runner.build.data_check import warn_of_nonfinite
+from runner.build.metrics import build_metrics
+from runner.build.model import build_task_model_loss, place
+from runner.build.probe import probe
+from runner.checkpoint.digest import weights_sha256
+from runner.config.app import Composition
+from runner.config.errors import UserError
+from runner.config.schema.eval import Eval
+from runner.engine.evaluation import evaluate
+from runner.engine.tasks import Task
+from runner.tracking.files import write_json
+from runner.verbs._checkpoint import (
+    as_list,
+    num_classes_of,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+    unique_names,
+    with_tta,
+)
+from runner.verbs._report import Report
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit status."""
-    if asks_for_help(argv):
-        return print_help("eval", __doc__, argv)
-    return launch_verb("eval", expand_shorthand(argv), job, claimed(lambda values: Path("evaluations"))).status
+def run(composition: Composition) -> float:
+    """Evaluate a checkpoint.
+
+    Returns:
+        The loss, for sweepers.
+    """
+    report = Report(composition.values["json"])
+    resolved = resolve_checkpoint(composition, Eval)
+    config, found = resolved.config, resolved.found
+    device, precision = resolved.set_up_device("eval", report)
+    splits = resolved.data(device)
+    splits.bad_samples.open(None, report.warn)
+    with contextlib.closing(splits):
+        split = splits.eval_split(config.split)
+        if split is None:
+            names = [name for name in ("train", "val", "test") if splits.eval_split(name) is not None]
+            raise UserError("split", f"this data has no '{config.split}' split", ", ".join(names))
+        task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
+        place(model, loss, device, config.channels_last)
+        probe(task, model, loss, splits)
+        resolved.load_weights(model)
+        parts = (split.loader, task.targets, loss)
+        metrics, tables = build_metrics(config, task, device), task.tables(device)
+        scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
+        warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
+        with torch.inference_mode():
+            computed = {name: metric.compute().tolist() for name, metric in tables.items()}
+        averaged = None
+        if config.tta:
+            views = with_tta(model, task, resolved.blank_input(splits), config.tta, config.tta_mean)
+            fresh = build_metrics(config, task, device)
+            averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
+            if config.tta_mean == "probabilities" and not _is_of_softmax(loss, task, device):
+                del averaged["loss"]
+                report.warn(
+                    "tta_mean=probabilities: the averaged views have no loss, as this loss does not take softmax logits"
+                )
+    if summary := splits.bad_samples.summary():
+        report.warn(summary)
+    limit = config.limit.eval_batches
+    record: dict[str, Any] = {
+        **resolved.record(),
+        "weights_sha256": weights_sha256(resolved.weights[0]),
+        "data": config.data.name,
+        "split": config.split,
+        "samples": split.samples if limit is None else min(split.samples, limit * split.loader.batch_size),
+        "metrics": {name: value for name, value in scalars.items() if name not in tables},
+    }
+    if averaged is not None:
+        record["tta"] = {"views": as_list(config.tta), "mean": config.tta_mean, "metrics": averaged}
+    classes = unique_names(resolved.classes)
+    if "per_class" in computed:
+        record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
+    if "confusion" in computed:
+        record["confusion"] = computed["confusion"]
+    folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
+    same_data = config.data.name == resolved.stored_data.get("name")
+    written = _write(record, folder, config.split if same_data else f"{config.data.name}_{config.split}", classes)
+    if not report.json(record, written=[str(path) for path in written]):
+        _show(record, report)
+        report.lines(*written)
+    return float(record["metrics"]["loss"])
 
 
-def expand_shorthand(argv: Sequence[str]) -> list[str]:
-    """The words after the verb with `tta=[flip,shifts]` in place of `tta=flip,shifts`, which Hydra would take for a sweep."""
-    return with_lists(argv, ["tta"])
+def _is_of_softmax(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:
+    """Whether a loss takes the logits of a softmax: adding the same number to all of them then changes nothing."""
+    logits = torch.linspace(-1, 1, 2 * (num_classes_of(task) or 2), device=device).view(2, -1)
+    targets = task.targets(torch.arange(2, device=device))
+    with torch.inference_mode():
+        return torch.allclose(loss(logits, targets), loss(logits + 2, targets), rtol=1e-3, atol=1e-4)
 
 
-def job(cfg: DictConfig) -> float | None:
-    """One job of the verb, called by Hydra; importable without torch, because launchers pickle it."""
-    from runner.verbs._evaluation import run
-
-    return run(cfg)
+def _title(record: dict[str, Any]) -> str:
+    return f"{record['data']} {record['split']}, {record['samples']:,} samples"
 
 
-def complete(argv: Sequence[str]) -> int:
-    """Answer a query of tab completion."""
-    return complete_verb("eval", argv, job)
+def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) -> list[Path]:
+    path = folder / f"eval_{name}.json"
+    write_json(path, record)
+    if "confusion" not in record:
+        return [path]
+    from runner.tracking.plots import confusion_matrix
+
+    plots = folder / "plots"
+    plots.mkdir(exist_ok=True)
+    picture = plots / f"confusion_{name}.png"
+    confusion_matrix(record["confusion"], classes, picture, _title(record))
+    return [path, picture]
+
+
+def _show(record: dict[str, Any], report: Report) -> None:
+    average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
+    report.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
+    rows = [[name, repr(value)] for name, value in record["metrics"].items()]
+    columns = ["metric", "value"]
+    if tta := record.get("tta"):
+        columns.append(f"with {', '.join(tta['views'])} (mean of {tta['mean']})")
+        rows = [[name, value, repr(tta["metrics"][name]) if name in tta["metrics"] else ""] for name, value in rows]
+    report.table(_title(record), columns, rows)
+    if "per_class" not in record:
+        return
+    matrix, names, rows = record.get("confusion"), list(record["per_class"]), []
+    for index, (name, value) in enumerate(record["per_class"].items()):
+        rows.append([name, f"{value:.4f}"])
+        if matrix:
+            wrong = [(count, names[other]) for other, count in enumerate(matrix[index]) if other != index and count]
+            count, other = max(wrong, default=(0, ""))
+            rows[-1] += [f"{sum(matrix[index]):,}", f"{other} ({count:,})" if wrong else ""]
+    columns = ["class", "accuracy"] + (["samples", "most often confused with"] if matrix else [])
+    report.table("accuracy of each class", columns, rows)

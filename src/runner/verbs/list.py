@@ -1,4 +1,4 @@
-"""List what can be selected: config groups, their options, one line each."""
+"""`list`: config groups and their options."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from runner.verbs._folders import sources_and_words
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print all groups with their options, or those of the groups named."""
+    """Print all groups with their options, or only the groups named."""
     sources, words = sources_and_words("list", argv)
     groups = sources.groups()
     for word in words:
         if word not in groups:
-            close = nearest(word, groups)
-            raise UserError(
-                f"list: there is no group '{word}'"
-                + (f"; did you mean '{close}'?" if close else "")
-                + f"\n    allowed: {', '.join(groups)}"
-            )
+            raise UserError("list", f"there is no group '{word}'", ", ".join(groups), nearest(word, groups))
     for group in words or groups:
         print(group)
         options = sources.options(group)

@@ -1,4 +1,4 @@
-"""Show what an option contains: `show model=vit_tiny`, or all top-level keys with `show`."""
+"""`show`: the files of options, with their comments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from runner.verbs._folders import sources_and_words
 def main(argv: Sequence[str]) -> int:
     """Print the files of the options named (`group=option` or `group/option`), or the top-level keys."""
     sources, words = sources_and_words("show", argv)
-    if not words:
-        words = ["train"]
-    for word in words:
+    for word in words or ["train"]:
         for path in _files(word, sources):
             print(f"# {path}")
             print(text_of(path).rstrip(), end="\n\n")
@@ -31,15 +29,12 @@ def _files(word: str, sources: Sources) -> list[Path]:
     if not group and name in groups:
         return [option.path for option in sources.options(name)]
     if group not in groups:
-        close = nearest(group or name, groups)
-        hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"show: there is no group '{group or name}'{hint}\n    allowed: {', '.join(groups)}")
+        unknown = group or name
+        raise UserError("show", f"there is no group '{unknown}'", ", ".join(groups), nearest(unknown, groups))
     option = sources.option(group, name)
     if option is None:
         names = [known.name for known in sources.options(group)]
-        close = nearest(name, names)
-        hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError(f"show: {group} has no option '{name}'{hint}\n    allowed: {', '.join(names)}")
+        raise UserError("show", f"{group} has no option '{name}'", ", ".join(names), nearest(name, names))
     base = option.path.with_name("_base.yaml")
     uses_base = base.is_file() and "_base" in text_of(option.path)
     return [option.path, base] if uses_base else [option.path]

@@ -21,13 +21,10 @@ def digits(classes: list[int] | None = None) -> dict[str, ImageArrays]:
     The 17 grey levels (0 to 16) are spread over 0 to 255 and rounded.
 
     Args:
-        classes: digits to keep, in the order of their class numbers; None keeps all ten.
+        classes: two or more digits to keep, in the order of their class numbers; None keeps all ten.
 
     Returns:
         'train' alone, images uint8 (1797, 1, 8, 8), or fewer; validation and test samples are split off it.
-
-    Raises:
-        ValueError: if `classes` has other than two or more different digits.
     """
     if classes is not None and (len(set(classes)) < max(2, len(classes)) or not set(classes) <= set(range(10))):
         raise ValueError(f"classes must be two or more different digits from 0 to 9, got {classes}")

@@ -37,7 +37,7 @@ def synthetic(
         samples: number of training images; a quarter as many are added for testing.
         image_size: height and width in pixels; None means 32.
         channels: colour channels.
-        classes: number of classes, drawn equally often; without effect for regression.
+        classes: number of classes, equally frequent; without effect for regression.
         kind: 'classification' gives int64 class indices. 'regression' gives float32 values of about unit variance:
             the projection of the pixels on one hidden pattern, so that a linear model can reach an error of zero.
         noise: standard deviation of the noise of a pixel, in units of the pattern's own.

@@ -154,9 +154,7 @@ def chosen_from(chosen: Tensor, inputs: Tensor, others: Tensor) -> Tensor:
 class RandomBrightnessContrast:
     """Scale the distance from mid grey and add light, each by a uniform random amount; values stay in range.
 
-    Args:
-        brightness: largest change, as a share of white.
-        contrast: largest relative change of the distance from mid grey.
+    `brightness` is the largest change as a share of white, `contrast` that of the distance from mid grey.
     """
 
     per_sample = True
@@ -194,9 +192,7 @@ def outside(rows: Tensor, columns: Tensor) -> Tensor:
 class RandomErasing:
     """Set a random rectangle of each image to zero with probability `p` (Zhong et al. 2020; DeVries & Taylor 2017).
 
-    Args:
-        p: probability for each image.
-        share: largest side of the rectangle as a share of height and width.
+    `share` is the largest side of the rectangle as a share of height and width.
     """
 
     per_sample = True

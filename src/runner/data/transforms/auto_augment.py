@@ -220,10 +220,7 @@ class RandAugment(_Policy):
 class TrivialAugment(_Policy):
     """One of 14 operations on each image, its magnitude random in a wide range (Müller & Hutter 2021).
 
-    Float images are computed with 8 bits per pixel.
-
-    Args:
-        num_magnitude_bins: strengths from none to the largest.
+    Float images are computed with 8 bits per pixel. `num_magnitude_bins` are the strengths from none to the largest.
     """
 
     def __init__(self, num_magnitude_bins: int = 31) -> None:

@@ -29,7 +29,7 @@ class RandomResizedCrop:
     Args:
         size: edge of the square in pixels; None for the shorter side of the image.
         scale: smallest and largest area of the part as a share of the image's.
-        ratio: smallest and largest width divided by height, drawn evenly on a logarithmic scale.
+        ratio: smallest and largest width divided by height, uniform on a logarithmic scale.
     """
 
     def __init__(

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from runner.config.errors import UserError
-from runner.data.sample_rng import SampleRNG
+from runner.data.sample_rng import SampleRNG, beta
 from runner.data.transforms.augment import chosen_from, outside
-from runner.data.transforms.quantiles import beta
 
 BatchMix = Callable[[Tensor, Tensor, SampleRNG], tuple[Tensor, Tensor]]
 
@@ -80,11 +79,7 @@ class CutMix:
 
 
 class OneOf:
-    """One of several ways to mix for each batch, all equally likely.
-
-    Args:
-        choices: callables such as `Mixup` and `CutMix`.
-    """
+    """One of several ways to mix for each batch, all equally likely; `choices` are callables such as `Mixup` and `CutMix`."""
 
     def __init__(self, choices: list[Any]) -> None:
         if not choices or not all(callable(choice) for choice in choices):

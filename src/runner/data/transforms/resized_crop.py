@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.data.sample_rng import SampleRNG
+from runner.data.sample_rng import SampleRNG, log_uniform
 from runner.data.transforms.augment import rounded
-from runner.data.transforms.quantiles import log_uniform
 
 
 class RandomResizedCrop:

@@ -1,4 +1,4 @@
-"""One of the two trainings that are compared: built, and led a step at a time while it is written down."""
+"""One of the two trainings that are compared: built, and run a step at a time while everything it computes is recorded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WHOLE = "model"  # what the outermost module is called
 
 
 class Side:
-    """A training of which every step can be written down.
+    """A training of which every step can be recorded.
 
     Args:
         config: the config.
@@ -70,13 +70,13 @@ class Side:
         self._in_forward = False
         self._parts = dataclasses.replace(
             self.training.parts,
-            loss=self._written(self.training.parts.loss),
-            compiled_loss=self._written(self.training.parts.compiled_loss)
+            loss=self._recorded(self.training.parts.loss),
+            compiled_loss=self._recorded(self.training.parts.compiled_loss)
             if self.training.parts.compiled_loss
             else None,
         )
         self._step = step_in_ranges(self._mark, forward, backward, update_weights)
-        self._batches = self._endless()
+        self._batches = self._batches_of_steps()
         for parameter, name in self.names.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient(name))  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ class Side:
 
     @property
     def compiled(self) -> bool:
-        """Whether the model's modules cannot be looked into."""
+        """Whether the model is compiled, so that its modules cannot be observed."""
         return self.training.toggled.compilation is not None
 
     @property
@@ -93,8 +93,8 @@ class Side:
         """Optimizer steps to the end of the run."""
         return self.training.total_steps - self.training.state.position.global_step
 
-    def look_inside(self) -> None:
-        """Write down what every module gives, and the gradient that comes back to it."""
+    def observe(self) -> None:
+        """Record the output of every module, and the gradient that reaches it."""
         Observer(self.training.model, after=self._on_output)
 
     def start(self) -> list[Entry]:
@@ -107,21 +107,21 @@ class Side:
         return self._recorder.entries
 
     def step(self) -> list[Entry]:
-        """Take an optimizer step; gives everything that it computed, in order."""
+        """Take an optimizer step; returns everything that it computed, in order."""
         self._begin()
         with self._turn():
             for number, (batch, size, weight, update) in enumerate(self._batches):
                 self._recorder.batch = number
                 self._write_batch(batch)
-                if not self._is_left_out():
+                if not self._is_skipped():
                     self._step(self.training.state, self._parts, batch, weight, size, update)
                 if update:
                     break
             self._write_state()
         return self._recorder.entries
 
-    def _is_left_out(self) -> bool:
-        """Whether the run that is continued had to leave out this step."""
+    def _is_skipped(self) -> bool:
+        """Whether the run that is continued skipped this step."""
         position = self.training.state.position
         return position.global_step + 1 in position.left_out
 
@@ -144,7 +144,7 @@ class Side:
         finally:
             self._generators = rng.capture()
 
-    def _endless(self) -> Any:
+    def _batches_of_steps(self) -> Any:
         """Batches with their size, their weight and whether the optimizer steps after it, as the loop takes them."""
         training = self.training
         state, plan, source = training.state, training.plan, training.splits.train.loader
@@ -189,13 +189,13 @@ class Side:
         finally:
             self._in_forward = False
 
-    def _written(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def written(*args: Any) -> Tensor:
+    def _recorded(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def recorded(*args: Any) -> Tensor:
             loss = function(*args)
             self._recorder.add(LOSS, "loss", loss)
             return loss
 
-        return written
+        return recorded
 
     def _on_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         if not self._in_forward:  # computed again in backward

@@ -53,7 +53,7 @@ class Entry:
 
 
 class Recorder:
-    """Takes down what a step computes.
+    """Records what a step computes.
 
     Args:
         budget: bytes of tensors to keep; of those beyond only a fingerprint is kept.
@@ -65,7 +65,7 @@ class Recorder:
         self._left = budget
 
     def add(self, phase: str, name: str, value: Any) -> None:
-        """Take down a tensor, or anything else by its text."""
+        """Record a tensor, or anything else by its text."""
         if not isinstance(value, Tensor):
             digest = hashlib.sha256(repr(value).encode()).hexdigest()
             tensor = torch.tensor(float(value), dtype=torch.float64) if isinstance(value, int | float) else None

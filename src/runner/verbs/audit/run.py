@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from runner.build.describe import describe
 from runner.config import keys
@@ -23,8 +22,7 @@ from runner.config.validate import shown
 from runner.data.nondeterminism import Nondeterminism, find_nondeterminism
 from runner.tracking.console import Console
 from runner.tracking.files import finite
-from runner.verbs._checkpoint import line_or_checkpoint
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs.audit import report, stored
 from runner.verbs.audit.hints import Cause, cause_of
 from runner.verbs.audit.instrumented_run import Side
@@ -34,19 +32,15 @@ DIFFERENT = 1
 _SUSPECTED = 8  # samples that transforms are tried on
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Audit once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Compare two runs, or two checkpoints.
 
     Returns:
-        For sweepers 0.0 if nothing differs, otherwise 1.0.
+        0.0 if nothing differs, otherwise 1.0, for sweepers.
 
     Raises:
-        SystemExit: with the exit status if something differs, unless the job is one of a sweep, or if it failed.
+        SystemExit: with exit status 1 if something differs, unless the job is one of a sweep.
     """
-    return guarded(_audit, cfg)
-
-
-def _audit(composition: Composition) -> float:
     values = composition.values
     a, b = values.get("a"), values.get("b")
     as_json = values.get("json") is True
@@ -76,7 +70,7 @@ class AuditResult:
         steps: optimizer steps that were compared.
         tensors: of each side that were compared.
         varied: keys that the sides differ in, with both values.
-        notes: what a reader has to know.
+        notes: what readers should know.
         step: number of the step with the first difference, from 1; 0 is before the first one.
         difference: the first one; None if there is none.
         cause: of it.
@@ -102,7 +96,7 @@ def settings_of(config: Audit) -> dict[str, tuple[Any, Any]]:
 
 
 def _trained(composition: Composition, console: Console) -> AuditResult:
-    config, start = line_or_checkpoint(composition, Audit)
+    config, start = config_and_checkpoint(composition, Audit)
     varied = settings_of(config)
     sides: list[Side] = []
     try:
@@ -136,19 +130,19 @@ def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> 
 
 
 def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> AuditResult:
-    """Lead both sides step by step until something differs."""
+    """Run both sides step by step until something differs."""
     found = AuditResult(varied=varied)
     left = min(side.steps_left for side in sides)
     if left <= 0:
         raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
     steps = min(config.steps, left)
     if steps < config.steps:
-        found.notes.append(f"{steps} steps in place of {config.steps}: the run ends there")
+        found.notes.append(f"{steps} steps instead of {config.steps}: the run ends there")
     if any(side.compiled for side in sides):
-        found.notes.append("activations are left out: a compiled model cannot be looked into")
+        found.notes.append("activations are skipped: a compiled model cannot be observed")
     else:
         for side in sides:
-            side.look_inside()
+            side.observe()
     for step in range(steps + 1):
         records = [side.step() if step else side.start() for side in sides]
         found.steps, found.tensors = step, found.tensors + len(records[0])

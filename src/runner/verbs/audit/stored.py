@@ -1,4 +1,4 @@
-"""Two checkpoints, or two runs, side by side: what they saved, what they were told, and what they logged."""
+"""Two checkpoints, or two runs, side by side: what they saved, their configs, and what they logged."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def _log_of(asked: str, checkpoint: Path) -> Path | None:
-    """The log of a run, where a whole run was asked for."""
+    """The log of a run, if a run was named rather than a file."""
     if Path(asked).is_file():
         return None
     folder = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
@@ -140,7 +140,7 @@ def _of_the_clock(name: str) -> bool:
 
 
 def _unlike(place: tuple[int, str], a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
-    """The values that two lines of the same step and split differ in; names that only one has are left out."""
+    """The values that two lines of the same step and split differ in; names that only one has are ignored."""
     return [
         {"global_step": place[0], "split": place[1], "name": name, "a": a[name], "b": b[name]}
         for name in a

@@ -1,4 +1,4 @@
-"""A candidate on the test stand: built, run for some steps, timed, compared with itself, and put away."""
+"""A candidate: built, run for some steps, timed, compared with itself, and released."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ from runner.config.frozen import to_plain, with_changes
 from runner.config.resolve import resolve_changes
 from runner.config.schema.bench import Bench
 from runner.data.build import DataModule
+from runner.data.loaders import Loader
 from runner.data.workers import WorkerLoader
 from runner.engine.step import train_step
+from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.activation import is_switched_on, switch
 from runner.runtime.device import choose_device
@@ -32,7 +34,7 @@ from runner.train import build_run
 from runner.verbs.bench.candidates import BASELINE, Candidate
 from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
 
-# Keys that change nothing about the batches: candidates that differ in these alone share their data.
+# Keys that do not change batches: candidates that differ in these alone share their data.
 _NOT_ABOUT_DATA = frozenset(
     {
         *("amp", "compile", "compiler", "activation_checkpointing", "threads", "deterministic"),
@@ -43,28 +45,23 @@ _NOT_ABOUT_DATA = frozenset(
 CANNOT = (UserError, RuntimeError)
 # Steps after which it shows that a candidate is far too slow.
 _FEW = 3
-# Share of the free memory that candidates may hold while they wait for their turn.
+# Share of the free memory that candidates may use while they wait for their turn.
 _SHARE_HELD = 0.25
 
 
 class Workbench:
-    """Makes configs, data and trainings for the candidates.
-
-    Args:
-        config: what was asked for.
-        composition: what the command line amounts to.
-    """
+    """Makes configs, data and runs for the candidates."""
 
     def __init__(self, config: Bench, composition: Composition) -> None:
         self._config, self._composition = config, composition
-        self._own = config.ckpt_path is None  # and no config from a file says where to read and write
+        self._own = config.ckpt_path is None  # otherwise a config from a file names the folders
         self._splits: dict[str, DataModule] = {}
 
     def config(self, settings: Mapping[str, Any]) -> Bench:
         """The validated config with some keys set.
 
         Raises:
-            UserError: with what is wrong, in one line where it is not the user's own words that are.
+            UserError: with what is wrong, in one line if the settings are.
         """
         config, problems = resolve_changes(self._config, settings, self._composition)
         if problems or config is None:
@@ -74,33 +71,31 @@ class Workbench:
         return config
 
     def build(self, config: Bench, splits: DataModule | None = None) -> Run:
-        """What a run would train, on data that other candidates may use too.
-
-        Args:
-            config: the config.
-            splits: data to use in place of what the config says.
+        """What a run would train, on data that candidates share, or on `splits`.
 
         Raises:
             UserError: if the parts do not fit together.
         """
         key = _about_data(config)
         if config.compile:
-            _allow_recompiling()
+            import torch._dynamo.config
+
+            # Each compiled candidate has its own graphs; beyond the limit torch runs a model uncompiled.
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         training = build_run(config, data=splits or self._splits.get(key), make_cache=self._own, fresh=self._own)
         if splits is None:
             self._splits[key] = training.splits
         return training
 
     def read_data(self, config: Bench) -> None:
-        """Have the data of a config in memory, or its workers ready, so that building it later takes no time for that."""
+        """Read the data of a config, or start its workers, so that building later does not take time for it."""
         if _about_data(config) not in self._splits:
             self.build(config)
 
     def keep_statistics(self, splits: DataModule) -> None:
-        """Give all further candidates the statistics that were measured for the first one."""
-        self._config = with_changes(
-            self._config, {"data.normalize.mean": list(splits.mean), "data.normalize.std": list(splits.std)}
-        )
+        """Use the statistics of the first candidate's data for all others."""
+        statistics = {"data.normalize.mean": list(splits.mean), "data.normalize.std": list(splits.std)}
+        self._config = with_changes(self._config, statistics)
         self._splits[_about_data(self._config)] = splits
 
     def close(self) -> None:
@@ -109,17 +104,9 @@ class Workbench:
             splits.close()
 
 
-def _allow_recompiling() -> None:
-    """Let each compiled candidate have graphs of its own: beyond a limit torch runs a model uncompiled, and says little."""
-    import torch._dynamo.config
-
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-
-
 def _about_data(config: Bench) -> str:
-    return json.dumps(
-        {name: value for name, value in to_plain(config).items() if name not in _NOT_ABOUT_DATA}, default=str
-    )
+    values = to_plain(config).items()
+    return json.dumps({name: value for name, value in values if name not in _NOT_ABOUT_DATA}, default=str)
 
 
 class FirstSteps(NamedTuple):
@@ -131,7 +118,7 @@ class FirstSteps(NamedTuple):
         step_s: seconds of a usual step.
         start_s: seconds to build everything but the data and to make the first step, less those of a usual step.
         build_s: seconds to build everything but the data.
-        peak_bytes: memory at most, beyond what was in use before.
+        peak_bytes: most memory in use, beyond what was in use before.
     """
 
     loss: float
@@ -143,22 +130,19 @@ class FirstSteps(NamedTuple):
 
 
 class TooSlow(Exception):
-    """A candidate whose steps take longer than it was given; the argument is the seconds of one."""
+    """The steps of a candidate take longer than allowed; the argument is the seconds of one."""
 
 
-class Stand:
-    """One candidate.
-
-    Args:
-        bench: makes what it needs.
-        candidate: what to measure.
+class CandidateRunner:
+    """Builds, runs and measures one candidate.
 
     Raises:
-        UserError: if the candidate is no valid config.
+        UserError: if the candidate is not a valid config.
     """
 
     def __init__(self, bench: Workbench, candidate: Candidate = BASELINE) -> None:
         self.candidate = candidate
+        self.name = candidate.name
         self.config = bench.config(dict(candidate.settings))
         self._bench = bench
         self.device, _ = choose_device(self.config.device)
@@ -167,11 +151,26 @@ class Stand:
 
     @property
     def training(self) -> Run:
-        """The objects of the candidate, built if they are not there."""
+        """What the candidate trains, built on first use."""
         if self._training is None:
             self._training = self._bench.build(self.config)
             self._recomputes = is_switched_on()
         return self._training
+
+    @property
+    def loader(self) -> Loader:
+        """The loader of training batches."""
+        return self.training.splits.train.loader
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are gathered from memory, and not read sample by sample."""
+        return not isinstance(self.loader, WorkerLoader)
+
+    @property
+    def workers(self) -> int:
+        """Processes that read samples."""
+        return self.loader.workers if isinstance(self.loader, WorkerLoader) else 0
 
     @property
     def samples(self) -> float:
@@ -181,11 +180,11 @@ class Stand:
 
     @property
     def read_ahead(self) -> int:
-        """Optimizer steps whose batches may have been read before they are asked for."""
+        """Optimizer steps whose batches workers may have read before they are asked for."""
         return -(-self.workers * self.config.data.prefetch // self.config.accumulate)
 
     def first_steps(self, steps: int, longest_s: float = math.inf) -> FirstSteps:
-        """Build anew and make the first steps.
+        """Build the candidate again and make its first steps.
 
         Args:
             steps: how many, at least 2.
@@ -206,13 +205,13 @@ class Stand:
         built = time.perf_counter()
         few = 1 + min(_FEW, steps - 1)
 
-        def watch(clock: Clock) -> None:
+        def check_speed(clock: Clock) -> None:
             if (per_step := (clock.seconds(few) - clock.seconds(1)) / (few - 1)) > longest_s:
                 raise TooSlow(per_step)
 
-        clock = run(training, training.splits.train.loader, steps, {1: None, few: watch})
+        clock = run(training, self.loader, steps, {1: None, few: check_speed})
         first = clock.seconds(1)
-        # Of the steps after the first; after the few, where there are more, as some of those still warm up.
+        # Without the first few steps, if there are more, because some of them still warm up.
         since = few if steps > few else 1
         usual = (clock.seconds(steps) - clock.seconds(since)) / (steps - since)
         return FirstSteps(
@@ -224,7 +223,7 @@ class Stand:
             peak_bytes=max(0, peak_memory(device).bytes - before),
         )
 
-    def seeded(self, seed: int, steps: int) -> float:
+    def loss_with_seed(self, seed: int, steps: int) -> float:
         """The loss after the first steps from other initial weights, on the same batches."""
         config = self._bench.config({**dict(self.candidate.settings), "seed": seed})
         training = self._bench.build(config, self.training.splits)
@@ -232,18 +231,17 @@ class Stand:
         return training.state.meter.read()
 
     def measure(self, steps: int, warmup: int, epoch: int = 0) -> Timed:
-        """Train for some steps, the switches of torch set as this candidate has them."""
+        """Train for some steps with the candidate's switches of torch."""
         training = self.training
-        loader = training.splits.train.loader
         self.configure()
         if self.in_memory:
-            # Many batches are made at once with the first one, which belongs to the time.
-            run(training, loader, warmup, epoch=epoch)
-            return run(training, loader, steps, epoch=epoch).since(0)
-        return run(training, loader, warmup + steps, {warmup: None}, epoch).since(warmup)
+            # The first batch makes many others, whose time belongs to the measurement.
+            run(training, self.loader, warmup, epoch=epoch)
+            return run(training, self.loader, steps, epoch=epoch).since(0)
+        return run(training, self.loader, warmup + steps, {warmup: None}, epoch).since(warmup)
 
     def read(self, steps: int, warmup: int, epoch: int) -> Timed:
-        """Take the batches of some steps from the loader, and do nothing with them."""
+        """Take the batches of some steps from the loader without using them."""
         self.configure()
         plan = self.training.plan
         if self.in_memory:
@@ -252,22 +250,11 @@ class Stand:
         return read(self.training, steps * plan.accumulate, warmup * plan.accumulate, epoch)
 
     def compute(self, steps: int, warmup: int) -> Timed:
-        """Train on one batch, which is on the device already."""
+        """Train on one batch, which is already on the device."""
         self.configure()
         training = self.training
-        (batch,) = training.splits.train.loader.batches(0, 0, 1)
+        (batch,) = self.loader.batches(0, 0, 1)
         return run(training, Repeated(batch, training.plan), warmup + steps, {warmup: None}).since(warmup)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether batches are gathered from memory, and not read one by one."""
-        return not isinstance(self.training.splits.train.loader, WorkerLoader)
-
-    @property
-    def workers(self) -> int:
-        """Processes that read samples."""
-        loader = self.training.splits.train.loader
-        return loader.workers if isinstance(loader, WorkerLoader) else 0
 
     def configure(self) -> None:
         """Set torch's process-wide switches."""
@@ -275,44 +262,31 @@ class Stand:
         switch(self._recomputes)
 
     def saved_bytes(self) -> int | None:
-        """What the graph of a batch keeps for backward; None for a compiled model, whose graph is not torch's."""
+        """What the graph of a batch keeps for backward; None for a compiled model, which torch gives no access to."""
         training = self.training
         if self.config.compile:
             return None
-        (batch,) = training.splits.train.loader.batches(0, 0, 1)
+        (batch,) = self.loader.batches(0, 0, 1)
         training.state.train()
         with SavedTensors(training.model, [batch.images, batch.targets]) as saved:
             train_step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
         return saved.activations
 
-    def held_bytes(self) -> int:
-        """Memory of weights and optimizer while the candidate waits for its turn."""
-        state = self.training.state
-        tensors = [*state.model.parameters(), *state.model.buffers()]
-        for entry in state.optimizer.state.values():
-            tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
     def release(self) -> None:
-        """Free what the candidate holds; it is built again when it is needed."""
+        """Free the candidate's memory; it is built again when it is needed."""
         if self._training is None:
             return
         model = weakref.ref(self._training.model)
         self._training = None
-        if model() is not None:  # held by a cycle, as compiled models are; looking for those takes a while
+        if model() is not None:  # held by a cycle, as compiled models are, and collecting takes time
             gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def room_for(stand: Stand, count: int) -> bool:
-    """Whether so many candidates may stay in memory while each waits for its turn."""
-    device = stand.device
+def room_for(runner: CandidateRunner, count: int) -> bool:
+    """Whether so many candidates may keep weights and optimizer state in memory while they wait for their turn."""
+    device, state = runner.device, runner.training.state
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return stand.held_bytes() * count < _SHARE_HELD * free
-
-
-def reason(error: Exception) -> str:
-    """The first line of what is wrong."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    tensors = [*state.model.parameters(), *state.model.buffers(), *tensors_in([*state.optimizer.state.values()])]
+    return sum(tensor.nbytes for tensor in tensors) * count < _SHARE_HELD * free

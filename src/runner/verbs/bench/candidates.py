@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import reduce
 from typing import Any, Literal, get_args
 
 import yaml
@@ -21,7 +21,7 @@ SPEED_ALONE = frozenset(get_args(Toggle)) | {
     *("data.pin_memory", "data.non_blocking", "data.persistent_workers", "data.cache", "data.cache_dir"),
     *("compiler.mode", "compiler.fullgraph", "compiler.dynamic"),
 }
-# Of these, one at a time makes sense.
+# Only one of these makes sense at a time.
 _EXCLUSIVE = {"optimizer.fused": "optimizer.kernels", "optimizer.foreach": "optimizer.kernels"}
 _PREFETCHED = (1, 2, 4, 8)
 
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def same_training(self) -> bool:
-        """Whether it sets nothing but how the training is computed."""
+        """Whether it changes nothing but how the training is computed."""
         return self.kind == "preset" or all(key in SPEED_ALONE for key, _ in self.settings)
 
     def clashes(self, other: Candidate) -> bool:
@@ -69,12 +69,8 @@ def setting(kind: Kind, **values: Any) -> Candidate:
 
 def together(first: Candidate, second: Candidate) -> Candidate:
     """Both at once."""
-    return Candidate(
-        "combination",
-        first.words + second.words,
-        first.settings + second.settings,
-        first.dimensions | second.dimensions,
-    )
+    settings, dimensions = first.settings + second.settings, first.dimensions | second.dimensions
+    return Candidate("combination", first.words + second.words, settings, dimensions)
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Facts:
         precision: `false`, `bf16` or `fp16`, as the forward pass is computed.
         in_memory: whether the samples are in memory.
         workers: processes that read them otherwise.
-        kernels: of `fused` and `foreach` those that the optimizer has, and whether they are on.
+        kernels: those of `fused` and `foreach` that the optimizer has, and whether they are on.
         convolutions: whether the model has weights of four dimensions.
         no_compiler: why nothing can be compiled here, or an empty string.
         automatic: what `amp=auto` computes in on this device.
@@ -106,78 +102,72 @@ class Facts:
     automatic: bool | str = False
 
 
-LeftOut = tuple[str, str]
-"""What was not measured, and why."""
+Skipped = tuple[str, str]
+"""What is not measured, and why."""
 
-_Found = list[Candidate] | str
+_Found = list[Candidate] | str  # or why the toggle does not apply
 
 
-def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candidate], list[LeftOut]]:
+def candidates(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candidate], list[Skipped]]:
     """What to compare with the baseline, one toggle at a time; and what does not apply, with the reason."""
     found: list[Candidate] = []
-    left_out: list[LeftOut] = []
+    skipped: list[Skipped] = []
     for name, toggle in _TOGGLES.items():
-        if config.toggles is not None and name not in config.toggles:
-            continue
-        made = toggle(config, facts)
-        if isinstance(made, str):
-            left_out.append((name, made))
-        else:
-            found += made
+        if config.toggles is None or name in config.toggles:
+            made = toggle(config, facts)
+            if isinstance(made, str):
+                skipped.append((name, made))
+            else:
+                found += made
     found += varied(config)
     if "performance" in config.toggles if config.toggles is not None else config.combine:
-        made, without = _presets(config, facts, sources)
-        found += made
-        left_out += without
-    return list({candidate.name: candidate for candidate in found}.values()), left_out
+        presets, others = _presets(config, facts, sources)
+        found += presets
+        skipped += others
+    return list({candidate.name: candidate for candidate in found}.values()), skipped
 
 
 def data_candidates(config: Bench, facts: Facts) -> list[Candidate]:
     """Other ways for the samples to reach the device."""
     found: list[Candidate] = []
-    for name in ("data.placement", "data.num_workers", "data.prefetch"):
-        if config.toggles is None or name in config.toggles:
-            made = _TOGGLES[name](config, facts) if name in _TOGGLES else _prefetch(config, facts)
+    for name, toggle in (("placement", _placement), ("num_workers", _num_workers), ("prefetch", _prefetch)):
+        if config.toggles is None or f"data.{name}" in config.toggles:
+            made = toggle(config, facts)
             found += [] if isinstance(made, str) else made
     return list({candidate.name: candidate for candidate in found + varied(config)}.values())
 
 
 def varied(config: Bench) -> list[Candidate]:
-    """The values of `vary` that differ from the baseline's."""
+    """The values of `vary` that differ from the baseline's; its keys may be nested or dotted."""
     found = []
-    for key, values in varied_keys(config).items():
+    for key, given in (keys.flatten(config.vary) if config.vary else {}).items():
         now = _value(config, key)
-        for value in values:
+        for value in given if isinstance(given, list) else [given]:
             if value != now or type(value) is not type(now):
-                found.append(setting("varied", **{key.replace(".", "__"): value}))
+                found.append(setting("varied", **{key: value}))
     return found
 
 
-def varied_keys(config: Bench) -> dict[str, list[Any]]:
-    """The dotted keys of `vary`, however they are nested, each with its values."""
-    found = keys.flatten(config.vary) if config.vary else {}
-    return {key: value if isinstance(value, list) else [value] for key, value in found.items()}
-
-
 def _value(config: Bench, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-    return value
+    def inner(value: Any, part: str) -> Any:
+        return value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+
+    return reduce(inner, key.split("."), config)
 
 
-def _switched(key: str, now: bool) -> list[Candidate]:
-    return [setting("toggle", **{key: not now})]
+def _others(key: str, values: tuple[Any, ...] | list[Any], now: Any) -> list[Candidate]:
+    """A toggle's values other than the present one."""
+    return [setting("toggle", **{key: value}) for value in values if value != now]
 
 
 def _amp(config: Bench, facts: Facts) -> _Found:
-    return [setting("toggle", amp=value) for value in (False, "bf16", "fp16") if value != facts.precision]
+    return _others("amp", (False, "bf16", "fp16"), facts.precision)
 
 
 def _channels_last(config: Bench, facts: Facts) -> _Found:
     if not facts.convolutions:
         return "the model has no convolution"
-    return _switched("channels_last", config.channels_last)
+    return _others("channels_last", (True, False), config.channels_last)
 
 
 def _compile(config: Bench, facts: Facts) -> _Found:
@@ -186,16 +176,16 @@ def _compile(config: Bench, facts: Facts) -> _Found:
         return facts.no_compiler
     if not now and not may_compile(config, facts):
         return "takes a minute to compile on the CPU; toggles=[compile] measures it"
-    return [setting("toggle", compile=value) for value in (False, True, "step") if value != now]
+    return _others("compile", (False, True, "step"), now)
 
 
 def may_compile(config: Bench, facts: Facts) -> bool:
-    """Whether compiling is worth the time that it takes here: on the CPU only where the user asks for it."""
+    """Whether compiling is worth its time here: on the CPU only if the user asks for it."""
     return facts.device != "cpu" or (config.toggles is not None and "compile" in config.toggles)
 
 
 def _activation_checkpointing(config: Bench, facts: Facts) -> _Found:
-    return _switched("activation_checkpointing", config.activation_checkpointing is not False)
+    return _others("activation_checkpointing", (True, False), config.activation_checkpointing is not False)
 
 
 def _kernel(name: str) -> Callable[[Bench, Facts], _Found]:
@@ -208,7 +198,7 @@ def _kernel(name: str) -> Callable[[Bench, Facts], _Found]:
         values = {key: not facts.kernels[name]}
         if values[key] and config.optimizer.get(other):
             values[f"optimizer.{other}"] = False
-        return [setting("toggle", **{key.replace(".", "__"): value for key, value in values.items()})]
+        return [setting("toggle", **values)]
 
     return toggle
 
@@ -217,7 +207,7 @@ def _cuda_only(key: str) -> Callable[[Bench, Facts], _Found]:
     def toggle(config: Bench, facts: Facts) -> _Found:
         if facts.device != "cuda":
             return f"has no effect on {facts.device}: it is a setting of CUDA's"
-        return _switched(key, bool(getattr(config, key)))
+        return _others(key, (True, False), bool(getattr(config, key)))
 
     return toggle
 
@@ -226,14 +216,13 @@ def _matmul_precision(config: Bench, facts: Facts) -> _Found:
     if facts.device not in ("cuda", "cpu"):
         return f"has no effect on {facts.device}"
     # On CUDA tf32 is what sets high.
-    return [setting("toggle", matmul_precision=value) for value in ("medium", None) if value != config.matmul_precision]
+    return _others("matmul_precision", ("medium", None), config.matmul_precision)
 
 
 def _threads(config: Bench, facts: Facts) -> _Found:
     if facts.device != "cpu":
         return f"the {facts.device} computes"
-    counts = [count for count in _counts(facts.cores) if count != facts.threads]
-    return [setting("toggle", threads=count) for count in counts] or "there is one core"
+    return _others("threads", _counts(facts.cores), facts.threads) or "there is one core"
 
 
 def _counts(cores: int) -> list[int]:
@@ -242,19 +231,19 @@ def _counts(cores: int) -> list[int]:
 
 
 def _placement(config: Bench, facts: Facts) -> _Found:
+    memory = ["ram", "device"] if facts.device != "cpu" else ["ram"]
     if facts.in_memory:
-        places = ["disk", "ram", "device"] if facts.device != "cpu" else ["disk"]
+        places = ["disk", *memory] if facts.device != "cpu" else ["disk"]
     elif config.data.placement == "disk":
-        places = ["ram"] if facts.device == "cpu" else ["ram", "device"]
+        places = memory
     else:
         return "the samples are read one by one"
-    # A number of workers that is set cannot be kept beside samples in memory.
     found = []
     for place in places:
+        values: dict[str, Any] = {"data.placement": place}
+        if place != "disk" and config.data.num_workers != "auto":
+            values["data.num_workers"] = "auto"  # samples in memory do not allow another value
         if place != config.data.placement:
-            values: dict[str, Any] = {"data__placement": place}
-            if place != "disk" and config.data.num_workers != "auto":
-                values["data__num_workers"] = "auto"
             found.append(setting("toggle", **values))
     return found
 
@@ -262,44 +251,38 @@ def _placement(config: Bench, facts: Facts) -> _Found:
 def _num_workers(config: Bench, facts: Facts) -> _Found:
     if facts.in_memory:
         return "the samples are in memory"
-    counts = [0, *_counts(facts.cores)]
-    return [setting("toggle", data__num_workers=count) for count in counts if count != facts.workers]
+    return _others("data.num_workers", [0, *_counts(facts.cores)], facts.workers)
 
 
 def _prefetch(config: Bench, facts: Facts) -> _Found:
     if facts.in_memory or facts.workers == 0:
         return "no worker reads ahead"
-    return [setting("toggle", data__prefetch=count) for count in _PREFETCHED if count != config.data.prefetch]
+    return _others("data.prefetch", _PREFETCHED, config.data.prefetch)
 
 
-def _presets(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candidate], list[LeftOut]]:
+def _presets(config: Bench, facts: Facts, sources: Sources) -> tuple[list[Candidate], list[Skipped]]:
     """The options of the group `performance` that are not the baseline itself."""
     found: list[Candidate] = []
-    left_out: list[LeftOut] = []
+    skipped: list[Skipped] = []
     for option in sources.options("performance"):
         word = f"performance={option.name}"
-        settings = _settings_of(option.path)
-        if all(_is_so(config, facts, key, value) for key, value in settings.items()):
+        content = yaml.safe_load(text_of(option.path)) or {}
+        settings = keys.flatten({key: value for key, value in content.items() if key not in ("defaults", "hydra")})
+        if all(_changes_nothing(config, facts, key, value) for key, value in settings.items()):
             continue
         if settings.get("compile") and not config.compile and (facts.no_compiler or not may_compile(config, facts)):
-            left_out.append((word, facts.no_compiler or "compiles; toggles=[compile,performance] measures it"))
+            skipped.append((word, facts.no_compiler or "compiles; toggles=[compile,performance] measures it"))
             continue
         found.append(Candidate("preset", (word,), tuple(settings.items()), frozenset(settings)))
-    return found, left_out
+    return found, skipped
 
 
-def _is_so(config: Bench, facts: Facts, key: str, value: Any) -> bool:
-    """Whether a setting changes nothing here."""
+def _changes_nothing(config: Bench, facts: Facts, key: str, value: Any) -> bool:
     if key == "amp" and value == "auto":
         return facts.automatic == facts.precision
     if key == "channels_last" and not facts.convolutions:
         return True
     return bool(_value(config, key) == value)
-
-
-def _settings_of(preset: Path) -> dict[str, Any]:
-    content = yaml.safe_load(text_of(preset)) or {}
-    return keys.flatten({key: value for key, value in content.items() if key not in ("defaults", "hydra")})
 
 
 _TOGGLES: dict[str, Callable[[Bench, Facts], _Found]] = {

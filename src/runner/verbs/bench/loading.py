@@ -3,265 +3,135 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from dataclasses import dataclass
-from typing import Any
 
+from runner.config.errors import first_line
 from runner.config.schema.bench import Bench
-from runner.tracking.console import Console
-from runner.tracking.formats import number
+from runner.verbs._report import Report
 from runner.verbs.bench import stats
-from runner.verbs.bench.candidate_runner import CANNOT, Stand, Workbench, reason, room_for
-from runner.verbs.bench.candidates import BASELINE, data_candidates
-from runner.verbs.bench.stats import Bottleneck, Result, Round, Sizes, Spread
-from runner.verbs.bench.timing import Timed, run
-from runner.verbs.bench.toggles import facts_of, introduce
+from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench, room_for
+from runner.verbs.bench.candidates import BASELINE, Candidate, data_candidates
+from runner.verbs.bench.report import (
+    STEP,
+    BenchResult,
+    DataPath,
+    Log,
+    advice,
+    bottleneck_sentence,
+    data_record,
+    show_data,
+)
+from runner.verbs.bench.stats import Result, Round, Sizes, Spread
+from runner.verbs.bench.timing import run
+from runner.verbs.bench.toggles import FEWEST_ROUNDS, baseline_with_data, facts_of
 
 _WARMUP = 2
-_FEWEST_ROUNDS = 3
-_STEP = "a step on one batch"
 
 
-@dataclass
-class Way:
-    """One way to the data.
+class DataComparison:
+    """Measures the data paths in turns."""
 
-    Attributes:
-        result: its training, as a candidate.
-        reading: samples a second of reading alone.
-    """
-
-    result: Result
-    reading: Spread
-
-    @property
-    def both(self) -> Spread:
-        """Samples a second of training."""
-        return self.result.samples_per_s
-
-
-@dataclass
-class LoadingFindings:
-    """What `bench data` found out.
-
-    Attributes:
-        ways: the configured one first, then the others from the fastest to the slowest.
-        computing: samples a second of steps on a batch that is there already.
-        bottleneck: of the configured way.
-        left_out: what was not measured, and why.
-        notes: what a reader of the figures has to know.
-        sizes: how much was measured.
-        device: what it was measured on.
-    """
-
-    ways: list[Way]
-    computing: Spread
-    bottleneck: Bottleneck
-    left_out: list[tuple[str, str]]
-    notes: list[str]
-    sizes: Sizes
-    device: str
-
-    @property
-    def best(self) -> Way:
-        """The way that is recommended; the configured one if no other pays."""
-        result = stats.recommended(way.result for way in self.ways)
-        return next((way for way in self.ways if way.result is result), self.ways[0])
-
-    def record(self) -> dict[str, Any]:
-        """The same for `bench.json`."""
-        return {
-            "device": self.device,
-            "recommended": list(self.best.result.candidate.words),
-            "bottleneck": dataclasses.asdict(self.bottleneck),
-            "sizes": {name: value for name, value in dataclasses.asdict(self.sizes).items() if name != "compare"},
-            "computing_samples_per_s": dataclasses.asdict(self.computing),
-            "ways": [
-                {
-                    "overrides": list(way.result.candidate.words),
-                    "settings": dict(way.result.candidate.settings),
-                    "reading_samples_per_s": dataclasses.asdict(way.reading),
-                    "samples_per_s": dataclasses.asdict(way.both),
-                    "ratio": dataclasses.asdict(way.result.ratio),
-                    "ratios": way.result.ratios,
-                    "verdict": way.result.verdict,
-                }
-                for way in self.ways
-            ],
-            "left_out": [{"what": what, "why": why} for what, why in self.left_out],
-            "notes": self.notes,
-        }
-
-    def speeds(self) -> list[tuple[str, Spread]]:
-        """Samples a second by name, for the picture; training as configured first."""
-        first, *others = self.ways
-        return [
-            (first.result.candidate.name, first.both),
-            ("reading alone", first.reading),
-            (_STEP, self.computing),
-            *((way.result.candidate.name, way.both) for way in others),
-        ]
-
-    def show(self, console: Console) -> None:
-        """Table and sentences."""
-        rows = [[_STEP, "", number(self.computing.median), *_quartiles(self.computing), "", ""]]
-        for way in self.ways:
-            result = way.result
-            verdict = "" if way is self.ways[0] else result.verdict or "pays"
-            reading, ratio = number(way.reading.median), f"{result.ratio.median:.2f}"
-            rows.append(
-                [result.candidate.name, reading, number(way.both.median), *_quartiles(way.both), ratio, verdict]
-            )
-        console.table(
-            f"samples/s, medians of {self.sizes.repeats} measurements of each, made in turns",
-            ["overrides", "reading alone", "training", "quartiles", "ratio", "verdict"],
-            rows,
-        )
-        console.line(sentence(self.bottleneck))
-        console.line(advice(self.bottleneck, bool(self.best.result.candidate.words)))
-
-
-def _quartiles(spread: Spread) -> list[str]:
-    return [f"{number(spread.low)} to {number(spread.high)}"]
-
-
-def sentence(found: Bottleneck) -> str:
-    """The bottleneck in words."""
-    factor = f"{found.factor:.1f} times as long as"
-    told = {
-        "input": f"bottleneck: input: reading a batch takes {factor} computing on it",
-        "compute": f"bottleneck: compute: computing on a batch takes {factor} reading it",
-        "neither": "bottleneck: neither: reading a batch takes about as long as computing on it",
-    }[found.kind]
-    return f"{told}; waiting for input is {found.waiting:.0%} of a step"
-
-
-def advice(found: Bottleneck, pays: bool) -> str:
-    """What to do about it."""
-    if pays:
-        return "the settings below feed the model faster"
-    if found.kind == "compute":
-        return "no way to the data that was tried helps; python -m runner bench compares what makes a step faster"
-    return (
-        "no way to the data that was tried helps: make reading a sample cheaper "
-        "(smaller files, a batch transform in place of a sample transform)"
-    )
-
-
-class Loading:
-    """Measures ways to the data in turns.
-
-    Args:
-        config: the validated config.
-        bench: makes the candidates.
-        console: where progress is told.
-    """
-
-    def __init__(self, config: Bench, bench: Workbench, console: Console) -> None:
-        self._config, self._bench, self._console = config, bench, console
+    def __init__(self, config: Bench, bench: Workbench, report: Report) -> None:
+        self._config, self._bench, self._report = config, bench, report
         self._deadline = time.perf_counter() + config.budget_s
-        self._left_out: list[tuple[str, str]] = []
-        self._notes: list[str] = []
+        self._log = Log()
         self._epoch = 0
-        self._step_s = math.nan
 
-    def findings(self) -> LoadingFindings:
-        """Measure everything that there is time for."""
-        baseline = Stand(self._bench)
-        run(baseline.training, baseline.training.splits.train.loader, 2)
-        introduce(self._console, self._config, baseline)
-        self._bench.keep_statistics(baseline.training.splits)
-        baseline = Stand(self._bench)
+    def run(self) -> BenchResult:
+        """Measure everything that there is time for, and show it."""
+        baseline = baseline_with_data(self._bench, self._report, self._config)
         found = data_candidates(self._config, facts_of(baseline))
-        stands = [baseline, *(stand for candidate in found if (stand := self._built(candidate)) is not None)]
-        sizes = self._sizes(baseline, len(stands))
-        keep = room_for(baseline, len(stands))
-        rounds = [self._turn(stands, sizes, keep)]
+        runners = [baseline, *(runner for candidate in found if (runner := self._build(candidate)) is not None)]
+        step_s = baseline.measure(3, 1).per_sample * baseline.samples
+        sizes = self._sizes(step_s, len(runners))
+        keep = room_for(baseline, len(runners))
+        rounds: list[Round] = []
         while len(rounds) < sizes.repeats:
-            if len(rounds) >= _FEWEST_ROUNDS and time.perf_counter() > self._deadline:
-                self._notes.append(f"{len(rounds)} measurements in place of {sizes.repeats}: the time was up")
+            if len(rounds) >= FEWEST_ROUNDS and time.perf_counter() > self._deadline:
+                self._log.notes.append(f"{len(rounds)} measurements instead of {sizes.repeats}: the time was up")
                 break
-            rounds.append(self._turn(stands, sizes, keep))
-        first, *others = [_way(stand, rounds) for stand in stands]
-        computing = Spread.of([turn[_STEP] for turn in rounds])
-        return LoadingFindings(
-            [first, *sorted(others, key=lambda way: -way.result.ratio.median)],
-            computing.inverse(),
-            stats.bottleneck(
-                [turn[_reading(BASELINE.name)] for turn in rounds],
-                [turn[_STEP] for turn in rounds],
-                [turn[BASELINE.name] for turn in rounds],
-            ),
-            self._left_out,
-            self._notes,
-            dataclasses.replace(sizes, repeats=len(rounds)),
-            str(baseline.device),
-        )
+            rounds.append(self._round(runners, sizes, step_s, keep))
+        first, *others = [_data_path(runner, rounds) for runner in runners]
+        paths = [first, *sorted(others, key=lambda path: -path.result.ratio.median)]
+        return self._result(paths, rounds, dataclasses.replace(sizes, repeats=len(rounds)), str(baseline.device))
 
-    def _built(self, candidate: Any) -> Stand | None:
+    def _result(self, paths: list[DataPath], rounds: list[Round], sizes: Sizes, device: str) -> BenchResult:
+        steps = [turn[STEP] for turn in rounds]
+        computing = Spread.of(steps).inverse()
+        reading = [turn[_reading(BASELINE.name)] for turn in rounds]
+        bottleneck = stats.bottleneck(reading, steps, [turn[BASELINE.name] for turn in rounds])
+        configured = paths[0].result
+        best = stats.recommended(path.result for path in paths) or configured
+        show_data(self._report, paths, computing, sizes.repeats)
+        self._report.line(bottleneck_sentence(bottleneck))
+        self._report.line(advice(bottleneck, best is not configured))
+        self._log.show(self._report)
+        record = {
+            "device": device,
+            "recommended": list(best.candidate.words),
+            "bottleneck": dataclasses.asdict(bottleneck),
+            "sizes": {name: value for name, value in dataclasses.asdict(sizes).items() if name != "compare"},
+            "computing_samples_per_s": dataclasses.asdict(computing),
+            "ways": [data_record(path) for path in paths],
+            **self._log.record(),
+        }
+        speeds = [(path.result.candidate.name, path.result.samples_per_s) for path in paths]
+        speeds[1:1] = [("reading alone", paths[0].reading), (STEP, computing)]
+        return BenchResult(record, speeds, best.samples_per_s.median)
+
+    def _build(self, candidate: Candidate) -> CandidateRunner | None:
         try:
-            stand = Stand(self._bench, candidate)
-            run(stand.training, stand.training.splits.train.loader, 1)
+            runner = CandidateRunner(self._bench, candidate)
+            run(runner.training, runner.loader, 1)
         except CANNOT as error:
-            self._left_out.append((candidate.name, reason(error)))
+            self._log.skipped.append((candidate.name, first_line(error)))
             return None
-        return stand
+        return runner
 
-    def _sizes(self, baseline: Stand, count: int) -> Sizes:
+    def _sizes(self, step_s: float, count: int) -> Sizes:
         config = self._config
-        self._step_s = step_s = _per_sample(baseline.measure(3, 1)) * baseline.samples
         steps = config.steps or stats.usual_steps(step_s)
         wanted = Sizes(steps, min(_WARMUP, steps), config.repeats, 2)
-        # Each one reads and trains; the configured one computes on one batch as well.
+        # Each candidate reads and trains; the baseline also computes on one batch.
         share = (self._deadline - time.perf_counter()) / (2 * count + 1)
         sizes = stats.sized(wanted, step_s, 0.0, share)
-        if sizes != wanted:
-            self._notes.append(
-                f"fewer steps than asked for, as one takes {1000 * step_s:.3g} ms and budget_s={config.budget_s:g}: "
-                f"{sizes.repeats} measurements of {sizes.steps} ({wanted.repeats} of {wanted.steps})"
-            )
+        self._log.notes += stats.note_of_fewer(wanted, sizes, step_s, config.budget_s)
         return sizes
 
-    def _turn(self, stands: list[Stand], sizes: Sizes, keep: bool) -> Round:
-        """Measure each one once; one that fails is left out from then on, unless it is the baseline."""
+    def _round(self, runners: list[CandidateRunner], sizes: Sizes, step_s: float, keep: bool) -> Round:
+        """Measure each candidate once; one that fails is dropped, unless it is the baseline."""
         turn: Round = {}
-        for stand in list(stands):
-            name, amount = stand.candidate.name, sizes.beside_readers(stand.read_ahead, self._step_s)
+        for runner in list(runners):
+            name, amount = runner.name, sizes.beside_readers(runner.read_ahead, step_s)
             try:
-                turn[_reading(name)] = _per_sample(stand.read(*amount, self._next_epoch()))
+                turn[_reading(name)] = runner.read(*amount, self._next_epoch()).per_sample
                 if name == BASELINE.name:
-                    turn[_STEP] = _per_sample(stand.compute(*amount))
-                turn[name] = _per_sample(stand.measure(*amount, self._next_epoch()))
+                    turn[STEP] = runner.compute(*amount).per_sample
+                turn[name] = runner.measure(*amount, self._next_epoch()).per_sample
             except CANNOT as error:
                 if name == BASELINE.name:
                     raise
-                self._left_out.append((name, reason(error)))
-                stands.remove(stand)
-                stand.release()
+                self._log.skipped.append((name, first_line(error)))
+                runners.remove(runner)
+                runner.release()
                 continue
             if not keep:
-                stand.release()
+                runner.release()
         return turn
 
     def _next_epoch(self) -> int:
-        """Every measurement reads an epoch of its own: none finds in the cache of the disk what another one has read."""
+        """An epoch for each measurement, so that none finds in the disk cache what another one has read."""
         self._epoch += 1
         return self._epoch
-
-
-def _per_sample(timed: Timed) -> float:
-    return timed.seconds / timed.samples
 
 
 def _reading(name: str) -> str:
     return f"reading, {name}"
 
 
-def _way(stand: Stand, rounds: list[Round]) -> Way:
-    name = stand.candidate.name
-    ratios = stats.ratios(rounds, name)
-    result = Result(stand.candidate, stand.samples, seconds=[turn[name] for turn in rounds], ratios=ratios)
+def _data_path(runner: CandidateRunner, rounds: list[Round]) -> DataPath:
+    ratios = stats.ratios(rounds, runner.name)
+    result = Result(runner.candidate, runner.samples, seconds=[turn[runner.name] for turn in rounds], ratios=ratios)
     if not stats.pays(ratios):
         result.verdict = stats.why_not_faster(ratios)
-    return Way(result, Spread.of([turn[_reading(name)] for turn in rounds]).inverse())
+    return DataPath(result, Spread.of([turn[_reading(runner.name)] for turn in rounds]).inverse())

@@ -1,54 +1,81 @@
-"""What `bench` shows and writes: tables, a picture, `bench.json`, and the overrides that it recommends."""
+"""What `bench` shows and writes: tables, a plot, `bench.json`, and the overrides that it recommends."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import write_json
 from runner.tracking.formats import number
 from runner.tracking.plots import bars
-from runner.verbs.bench.candidates import LeftOut
-from runner.verbs.bench.stats import Result, Spread
+from runner.verbs._report import Report, mib
+from runner.verbs.bench.candidates import Skipped
+from runner.verbs.bench.stats import Bottleneck, Result, Spread
 
-NOTHING = "nothing to change"
-_MIB = 2**20
-
-
-def recommendation(words: Sequence[str]) -> str:
-    """The last but one line that `bench` prints."""
-    return f"recommended: {' '.join(words) or NOTHING}"
+STEP = "a step on one batch"
 
 
-def in_order(results: Sequence[Result]) -> list[Result]:
-    """The baseline, then the others from the fastest to the slowest."""
-    baseline, *others = results
-    return [baseline, *sorted(others, key=lambda result: -result.ratio.median)]
+@dataclass
+class BenchResult:
+    """What is written and returned, whichever part was compared.
+
+    Attributes:
+        record: for `bench.json`.
+        speeds: samples a second by name, for the plot; the first is the reference.
+        best: samples a second of what is recommended.
+    """
+
+    record: dict[str, Any]
+    speeds: list[tuple[str, Spread]]
+    best: float
 
 
-def show_results(console: Console, results: Sequence[Result], device: torch.device, repeats: int) -> None:
-    """The table of a comparison."""
+@dataclass
+class Log:
+    """What a reader of the figures has to know.
+
+    Attributes:
+        skipped: what was not measured, and why.
+        notes: sentences.
+    """
+
+    skipped: list[Skipped] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def record(self) -> dict[str, Any]:
+        """The same for `bench.json`."""
+        return {"left_out": [{"what": what, "why": why} for what, why in self.skipped], "notes": self.notes}
+
+    def show(self, report: Report) -> None:
+        """The same for people."""
+        report.skipped(self.skipped)
+        report.lines(*(f"note: {note}" for note in self.notes))
+
+
+def _range(spread: Spread) -> str:
+    return f"{number(spread.low)} to {number(spread.high)}"
+
+
+def show_toggles(report: Report, results: Sequence[Result], on_cuda: bool, repeats: int) -> None:
+    """The table of a comparison of toggles, the baseline first."""
     baseline = results[0]
-    memory = "peak MiB" if device.type == "cuda" else "peak RSS MiB"
     columns = [
-        *("overrides", "samples/s", "step ms", "quartiles", "ratio", memory, "saved MiB"),
-        *("loss", "difference", "same bits", "start s", "verdict"),
+        *("overrides", "samples/s", "step ms", "quartiles", "ratio", "peak MiB" if on_cuda else "peak RSS MiB"),
+        *("saved MiB", "loss", "difference", "same bits", "start s", "verdict"),
     ]
     rows = [
         [
             result.candidate.name,
             number(result.samples_per_s.median),
             number(result.step_ms.median),
-            f"{number(result.step_ms.low)} to {number(result.step_ms.high)}",
+            _range(result.step_ms),
             f"{result.ratio.median:.2f}",
-            f"{result.peak_bytes / _MIB:.1f}",
-            "" if result.saved_bytes is None else f"{result.saved_bytes / _MIB:.2f}",
+            mib(result.peak_bytes, 1),
+            "" if result.saved_bytes is None else mib(result.saved_bytes),
             number(result.loss),
             "" if result is baseline else f"{result.loss - baseline.loss:+.2g}",
             {True: "yes", False: "no", None: ""}[result.repeats],
@@ -57,16 +84,10 @@ def show_results(console: Console, results: Sequence[Result], device: torch.devi
         ]
         for result in results
     ]
-    console.table(f"medians of {repeats} measurements of each, made in turns", columns, rows)
+    report.table(f"medians of {repeats} measurements of each, made in turns", columns, rows)
 
 
-def show_left_out(console: Console, left_out: Sequence[LeftOut]) -> None:
-    """What was not measured, and why."""
-    if left_out:
-        console.table("left out", ["what", "why"], [list(pair) for pair in left_out])
-
-
-def result_record(result: Result, baseline: Result) -> dict[str, Any]:
+def toggle_record(result: Result, baseline: Result) -> dict[str, Any]:
     """A result as plain containers."""
     return {
         "overrides": list(result.candidate.words),
@@ -87,30 +108,74 @@ def result_record(result: Result, baseline: Result) -> dict[str, Any]:
     }
 
 
-def write(
-    record: dict[str, Any], folder: Path, speeds: Sequence[tuple[str, Spread]], reference: float, title: str
-) -> dict[str, Any]:
-    """Write `bench.json` and `bench.png`.
+@dataclass
+class DataPath:
+    """One way for the samples to reach the device: its training, and samples a second of reading alone."""
 
-    Args:
-        record: what was found out.
-        folder: where to.
-        speeds: samples a second by name, for the picture.
-        reference: speed that the others are compared with.
-        title: of the picture.
+    result: Result
+    reading: Spread
 
-    Returns:
-        The record with `environment` and `written`.
-    """
+
+def show_data(report: Report, paths: Sequence[DataPath], computing: Spread, repeats: int) -> None:
+    """The table of a comparison of data paths, the configured one first."""
+    rows = [[STEP, "", number(computing.median), _range(computing), "", ""]]
+    for path in paths:
+        result, speed = path.result, path.result.samples_per_s
+        verdict = "" if path is paths[0] else result.verdict or "pays"
+        speeds = (number(path.reading.median), number(speed.median), _range(speed), f"{result.ratio.median:.2f}")
+        rows.append([result.candidate.name, *speeds, verdict])
+    columns = ["overrides", "reading alone", "training", "quartiles", "ratio", "verdict"]
+    report.table(f"samples/s, medians of {repeats} measurements of each, made in turns", columns, rows)
+
+
+def data_record(path: DataPath) -> dict[str, Any]:
+    """A data path as plain containers."""
+    result = path.result
+    return {
+        "overrides": list(result.candidate.words),
+        "settings": dict(result.candidate.settings),
+        "reading_samples_per_s": dataclasses.asdict(path.reading),
+        "samples_per_s": dataclasses.asdict(result.samples_per_s),
+        "ratio": dataclasses.asdict(result.ratio),
+        "ratios": result.ratios,
+        "verdict": result.verdict,
+    }
+
+
+def bottleneck_sentence(found: Bottleneck) -> str:
+    """The bottleneck in words."""
+    factor = f"{found.factor:.1f} times as long as"
+    sentence = {
+        "input": f"input: reading a batch takes {factor} computing on it",
+        "compute": f"compute: computing on a batch takes {factor} reading it",
+        "neither": "neither: reading a batch takes about as long as computing on it",
+    }[found.kind]
+    return f"bottleneck: {sentence}; waiting for input is {found.waiting:.0%} of a step"
+
+
+def advice(found: Bottleneck, pays: bool) -> str:
+    """What to do about a bottleneck; `pays` if one of the data paths does."""
+    if pays:
+        return "the settings below feed the model faster"
+    if found.kind == "compute":
+        return "none of the data paths helps; python -m runner bench compares what makes a step faster"
+    return (
+        "none of the data paths helps: make reading a sample cheaper "
+        "(smaller files, a batch transform instead of a sample transform)"
+    )
+
+
+def write(result: BenchResult, folder: Path, title: str) -> dict[str, Any]:
+    """Write `bench.png` and `bench.json`; returns the record with `environment` and `written`."""
     picture, path = folder / "bench.png", folder / "bench.json"
     bars(
-        [name for name, _ in speeds],
-        [(spread.median, spread.low, spread.high) for _, spread in speeds],
-        reference,
+        [name for name, _ in result.speeds],
+        [(spread.median, spread.low, spread.high) for _, spread in result.speeds],
+        result.speeds[0][1].median,
         "samples/s, median and quartiles",
         picture,
         title,
     )
-    record = record | {"environment": environment(), "written": [str(path), str(picture)]}
+    record = result.record | {"environment": environment(), "written": [str(path), str(picture)]}
     write_json(path, record)
     return record

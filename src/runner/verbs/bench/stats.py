@@ -15,11 +15,9 @@ from runner.verbs.bench.candidates import BASELINE, Candidate
 _SMALLEST_GAIN = 1.02
 # Of candidates this close to the fastest, the one with the fewest overrides is recommended.
 _AS_FAST = 0.98
-# 99 % quantiles of Student's t distribution for 1 to 10 degrees of freedom, and that of the normal distribution.
-_STUDENT = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764)
-_NORMAL = 2.326
+_CONFIDENCE = 0.99
 _ALL_OF = 7  # all of so many above 1 by chance: 1 in 128
-# What is measured of the slowest models, however long it takes: fewer rounds than these say nothing.
+# Measured of the slowest models, too, however long it takes: fewer say nothing.
 _FEWEST_REPEATS = 4
 _FEWEST_COMPARED = 3
 # Input and compute that differ by less are called equal.
@@ -56,7 +54,7 @@ class Spread:
 
 @dataclass
 class Result:
-    """What was found out about a candidate.
+    """What was measured of a candidate.
 
     Attributes:
         candidate: what was measured.
@@ -64,8 +62,8 @@ class Result:
         loss: mean training loss over the first steps.
         repeats: whether the same steps from the same start gave the same weights again; None if that was not tried.
         start_s: seconds to build it and make the first step, less those of a usual step.
-        peak_bytes: memory that it took at most, beyond what was in use before it was built.
-        saved_bytes: what the graph of a batch keeps for backward; None where that cannot be counted.
+        peak_bytes: most memory in use, beyond what was in use before it was built.
+        saved_bytes: what the graph of a batch keeps for backward; None if that cannot be counted.
         seconds: seconds a sample, of each measurement.
         ratios: speed relative to the baseline, round by round.
         verdict: why it is not recommended; empty if it pays.
@@ -104,34 +102,30 @@ def ratios(rounds: Iterable[Round], name: str, against: str = BASELINE.name) -> 
 
 
 def pays(ratios: Sequence[float]) -> bool:
-    """Whether a gain is worth having and more than noise: at least 2 %, and surely above none."""
+    """Whether a gain is worth having and more than noise: at least 2 %, and significantly above none."""
     return bool(ratios) and statistics.median(ratios) >= _SMALLEST_GAIN and surely_above_one(ratios)
 
 
 def surely_above_one(ratios: Sequence[float]) -> bool:
-    """Whether ratios that scatter as these do are more than chance, at 1 %, as chance has as many chances as candidates.
+    """Whether ratios are above 1 by more than chance, at 1 %, as there are as many chances as candidates.
 
-    By Student's one-sided t-test on their logarithms; or by all of at least seven being above 1, which an outlier in the
-    right direction does not spoil.
+    By a one-sided t-test on their logarithms; or because all of at least seven are above 1, which an outlier in the right
+    direction does not spoil.
     """
+    from scipy.stats import t
+
     if len(ratios) < 2:
         return False
     if len(ratios) >= _ALL_OF and min(ratios) > 1:
         return True
     logs = [math.log(ratio) for ratio in ratios]
-    degrees = len(logs) - 1
-    quantile = _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else _NORMAL + 4.4 / degrees
+    quantile = float(t.ppf(_CONFIDENCE, len(logs) - 1))
+    # Not ttest_1samp, which warns about equal values, and gives no answer for them.
     return statistics.mean(logs) > quantile * statistics.stdev(logs) / math.sqrt(len(logs))
 
 
 def allowed_difference(tolerance: float | None, baseline: float, seeds: Sequence[float]) -> float:
-    """How far a loss may be from the baseline's.
-
-    Args:
-        tolerance: share of the baseline's loss; None for the spread over the seeds.
-        baseline: its loss.
-        seeds: losses of the baseline with other seeds.
-    """
+    """The largest accepted difference of a loss from the baseline's: `tolerance` as a share, or the spread over seeds."""
     if tolerance is not None:
         return tolerance * abs(baseline)
     known = [loss for loss in (baseline, *seeds) if math.isfinite(loss)]
@@ -139,7 +133,7 @@ def allowed_difference(tolerance: float | None, baseline: float, seeds: Sequence
 
 
 def verdict(result: Result, baseline: Result, allowed: float, deterministic: bool) -> str:
-    """Why a candidate is not to be recommended, or an empty string if it is fit to be.
+    """Why a candidate is not to be recommended, or an empty string.
 
     Args:
         result: the candidate.
@@ -155,30 +149,30 @@ def verdict(result: Result, baseline: Result, allowed: float, deterministic: boo
         return "loss too far off"
     if deterministic and result.repeats is False:
         return "does not repeat"
-    if pays(result.ratios):
-        return ""
-    return why_not_faster(result.ratios)
+    return "" if pays(result.ratios) else why_not_faster(result.ratios)
 
 
 def why_not_faster(ratios: Sequence[float]) -> str:
-    """What to say of ratios that do not pay."""
+    """The verdict on ratios that do not pay."""
     return "slower" if surely_above_one([1 / ratio for ratio in ratios]) else "no clear gain"
+
+
+def _paying(results: Iterable[Result]) -> list[Result]:
+    """The candidates that pay, the fastest first."""
+    fit = [result for result in results if result.candidate.kind != "baseline" and not result.verdict]
+    return sorted(fit, key=lambda result: -result.ratio.median)
 
 
 def recommended(results: Iterable[Result]) -> Result | None:
     """The fastest of those that pay; of those nearly as fast, the one with the fewest overrides."""
-    fit = [result for result in results if result.candidate.kind != "baseline" and not result.verdict]
-    if not fit:
-        return None
-    fastest = max(result.ratio.median for result in fit)
-    close = [result for result in fit if result.ratio.median >= _AS_FAST * fastest]
-    return min(close, key=lambda result: (len(result.candidate.words), -result.ratio.median))
+    fit = _paying(results)
+    close = [result for result in fit if result.ratio.median >= _AS_FAST * fit[0].ratio.median]
+    return min(close, key=lambda result: len(result.candidate.words), default=None)
 
 
 def to_combine(results: Iterable[Result]) -> list[Candidate]:
     """What pays by itself, the fastest first."""
-    fit = [result for result in results if result.candidate.kind != "baseline" and not result.verdict]
-    return [result.candidate for result in sorted(fit, key=lambda result: -result.ratio.median)]
+    return [result.candidate for result in _paying(results)]
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ class Sizes:
     compare: int
 
     def seconds(self, step_s: float, build_s: float) -> float:
-        """What a candidate takes as fast as the baseline: two builds, the compared steps twice, the measurements."""
+        """Time of a candidate as fast as the baseline: two builds, the compared steps twice, the measurements."""
         return 2 * build_s + step_s * (2 * self.compare + 1 + self.repeats * (self.steps + self.warmup))
 
     def beside_readers(self, read_ahead: int, step_s: float) -> tuple[int, int]:
@@ -221,10 +215,10 @@ def usual_steps(step_s: float) -> int:
 
 
 def sized(wanted: Sizes, step_s: float, build_s: float, share_s: float) -> Sizes:
-    """As much as is wanted, or less where that would not fit into a candidate's share of the time.
+    """As much as is wanted, or less if that does not fit into a candidate's share of the time.
 
     Args:
-        wanted: what to measure where there is time.
+        wanted: what to measure if there is time.
         step_s: seconds of a step of the baseline.
         build_s: seconds to build the baseline.
         share_s: a candidate's share of the time.
@@ -245,12 +239,23 @@ def sized(wanted: Sizes, step_s: float, build_s: float, share_s: float) -> Sizes
     return sizes
 
 
+def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -> list[str]:
+    """A note if less is measured than was asked for."""
+    if sizes == wanted:
+        return []
+    compared = f", {sizes.compare} compared ({wanted.compare})" if sizes.compare != wanted.compare else ""
+    return [
+        f"fewer steps than asked for, as one takes {1000 * step_s:.3g} ms and budget_s={budget_s:g}: "
+        f"{sizes.repeats} measurements of {sizes.steps} ({wanted.repeats} of {wanted.steps}){compared}"
+    ]
+
+
 @dataclass(frozen=True)
 class Bottleneck:
     """What training waits for.
 
     Attributes:
-        kind: `input`, `compute`, or `neither` where both take about the same time.
+        kind: `input`, `compute`, or `neither` if both take about the same time.
         factor: how many times longer it takes than the other.
         waiting: share of the time of a step, from 0 to 1, that input adds to computing.
     """
@@ -261,11 +266,11 @@ class Bottleneck:
 
 
 def bottleneck(reading: Sequence[float], computing: Sequence[float], training: Sequence[float]) -> Bottleneck:
-    """What is slower by itself, and how much of it shows in training; each round is compared within itself.
+    """What is slower by itself, and how much of it shows in training; compared round by round.
 
     Args:
         reading: seconds a sample of reading alone, of each round.
-        computing: seconds a sample of computing alone, on a batch that is there already.
+        computing: seconds a sample of computing alone, on a batch that is already on the device.
         training: seconds a sample of both together.
     """
     ratio = statistics.median(read / compute for read, compute in zip(reading, computing, strict=True))

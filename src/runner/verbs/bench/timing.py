@@ -1,4 +1,4 @@
-"""Steps and batches against the clock, by the program's own loop."""
+"""Times steps and batches with the program's own loop."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ class Timed(NamedTuple):
     samples: int
     seconds: float
 
+    @property
+    def per_sample(self) -> float:
+        """Seconds a sample."""
+        return self.seconds / self.samples
+
 
 class Clock:
-    """Times a loop, as a callback of it: waits for the device where it is asked to, and nowhere else.
+    """Times a loop as its callback, and waits for the device only where it takes the time.
 
     Args:
         device: what to wait for.
-        marks: numbers of steps after which to take the time, each with what to call then or None.
+        marks: numbers of steps after which to take the time, each with a function to call then, or None.
     """
 
     def __init__(self, device: torch.device, marks: Mapping[int, Callable[[Clock], None] | None]) -> None:
@@ -67,22 +72,21 @@ def run(
     marks: Mapping[int, Callable[[Clock], None] | None] | None = None,
     epoch: int = 0,
 ) -> Clock:
-    """Train with the program's own loop, from the beginning of an epoch: no evaluation, no checkpoints, no logging.
+    """Train from the beginning of an epoch, without evaluation, checkpoints or logging.
 
     Args:
         training: what is trained.
         source: the batches.
         steps: optimizer steps.
-        marks: steps after which the time is taken, besides the first and the last moment.
+        marks: steps after which to take the time, besides the start and the end; see `Clock`.
         epoch: number of the epoch.
     """
     state, plan = training.state, training.plan
     state.position = Position(epoch=epoch)
-    # No batch is made that is not used: workers would go on with it while another candidate is measured.
+    # Only batches that are used: workers would make others while another candidate is measured.
     plan = dataclasses.replace(plan, limit=min(plan.batches, steps * plan.accumulate))
     clock = Clock(training.device, marks or {})
-    monitor = training.monitor
-    loop = Loop(state, source, plan, training.parts, Limits(None, steps), None, [clock], monitor)
+    loop = Loop(state, source, plan, training.parts, Limits(None, steps), None, [clock], training.monitor)
     clock.take(loop)
     loop.run()
     clock.take(loop)
@@ -90,7 +94,7 @@ def run(
 
 
 class Repeated:
-    """A source that gives one batch again and again, as much of it as the plan has samples: computing without input."""
+    """A source that repeats one batch, cut to the plan's sizes: computing without input."""
 
     def __init__(self, batch: Batch, plan: EpochPlan) -> None:
         self._batch, self._plan = batch, plan
@@ -104,7 +108,7 @@ class Repeated:
 
 
 def read(training: Run, batches: int, warmup: int, epoch: int) -> Timed:
-    """Take batches from the loader, and do nothing with them."""
+    """Take batches from the loader without using them."""
     plan, device = training.plan, training.device
     samples, done, began = 0, 0, time.perf_counter()
     while done < warmup + batches:
@@ -121,7 +125,7 @@ def read(training: Run, batches: int, warmup: int, epoch: int) -> Timed:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -116,9 +116,7 @@ def class_meaning(context: CheckContext) -> Result:
         return skipped("there are no classes")
     ours, theirs = linear_sum_assignment(-found.confusion)
     renamed = float(found.confusion[ours, theirs].sum() / max(1, found.confusion.sum()))
-    evidence = (
-        f"accuracy {found.linear:.1%} on {found.split}, {renamed:.1%} if its classes are renamed for the best match"
-    )
+    evidence = f"accuracy {found.linear:.1%} on {found.split}, {renamed:.1%} if its classes are renamed to fit best"
     if renamed > found.linear + 0.2 and found.linear < 0.7 * found.linear_train:
         moved = [(int(a), int(b)) for a, b in zip(ours, theirs, strict=True) if a != b and found.confusion[a, b]]
         swaps = ", ".join(f"{a} is {b} in train" for a, b in moved[:3])

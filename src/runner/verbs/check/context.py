@@ -41,6 +41,9 @@ _LAST_SHARE = 0.6  # of it, until the checks have as many images as they need
 _ENOUGH = 128  # images of a split that a check needs to pass
 _ENOUGH_OF_CLASS = 2  # the same for each class, on average
 
+# The base classes are private, and torch has no public ones.
+DROPOUT, BATCH_NORM = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
+
 T = TypeVar("T")
 
 
@@ -260,7 +263,7 @@ class CheckContext:
             try:
                 load_best(training, self.found.contents)
             except ValueError as error:
-                raise UserError(f"{self.found.path}: {error}") from error
+                raise UserError(str(self.found.path), str(error)) from error
         self._training = training
         self._start = {"state": resume.copied(training.state.state_dict()), "rng": rng.capture()}
         self._buffers = SavedBuffers(training.model)
@@ -283,7 +286,7 @@ class CheckContext:
         """Training mode, but for dropout layers: their noise would hide signals and differences."""
         self.training.state.train()
         for module in self.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, DROPOUT):
                 module.eval()
 
     @contextlib.contextmanager

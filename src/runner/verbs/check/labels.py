@@ -96,9 +96,8 @@ def class_balance(context: CheckContext) -> Result:
 
 def class_order(context: CheckContext) -> Result:
     """DataModule that list their classes in another order, so that class numbers have another meaning."""
-    named = {
-        name: tuple(map(str, getattr(stats.dataset, "classes", None) or ())) for name, stats in context.stats.items()
-    }
+    datasets = {name: stats.dataset for name, stats in context.stats.items()}
+    named = {name: tuple(map(str, getattr(each, "classes", None) or ())) for name, each in datasets.items()}
     ours = named["train"]
     for name, theirs in named.items():
         if ours and theirs and theirs != ours:
@@ -111,7 +110,7 @@ def class_order(context: CheckContext) -> Result:
 
 
 def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
-    """Position and digest of each image; constant images are left out, as all of them are the same picture."""
+    """Position and digest of each image; constant images are skipped, because all of them are the same picture."""
     return [(place, stats.digests[place]) for place in (~stats.constant).nonzero().flatten().tolist()]
 
 

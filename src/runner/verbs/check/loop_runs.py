@@ -20,11 +20,7 @@ def run_callbacks(context: CheckContext) -> tuple[list[Any], Callable[[Loop], No
     """The callbacks of the run that affect training, and what `on_nonfinite=rollback` does: back to the start."""
     training = context.training
     extra = build_callbacks(context.config, training.task, training.monitor)
-    kept = {
-        name: resume.copied(callback.state_dict())
-        for name, callback in extra.items()
-        if hasattr(callback, "state_dict")
-    }
+    kept = {name: resume.copied(each.state_dict()) for name, each in extra.items() if hasattr(each, "state_dict")}
 
     def roll_back(loop: Loop) -> None:
         context.restore()

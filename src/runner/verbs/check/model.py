@@ -209,9 +209,8 @@ def unregistered_parameters(context: CheckContext) -> Result:
     found = [each for each in _graph_leaves(graph) if id(each) not in known]
     if not found:
         return passed("the loss depends on no trainable tensors other than parameters")
-    names = {
-        id(each): f"loss.{name}" for name, each in (loss.named_parameters() if isinstance(loss, nn.Module) else ())
-    }
+    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    names = {id(each): f"loss.{name}" for name, each in of_loss}
     for place, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):

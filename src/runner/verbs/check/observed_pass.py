@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.instrument.observer import Observer
-from runner.verbs.check.context import CheckContext
+from runner.verbs.check.context import BATCH_NORM, CheckContext
 
 _RECTIFIERS = ("relu", "relu_", "hardtanh", "hardtanh_", "clamp_min", "clamp_min_", "threshold", "threshold_")
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from runner.verbs.check.context import CheckContext
+from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
 from runner.verbs.check.result import Result, failed, graded, join_names, passed, skipped, warned
 
 _CERTAIN = 20.0  # a logit that stands for certainty
@@ -78,13 +78,12 @@ def modes(context: CheckContext) -> Result:
     if stuck[False]:
         evidence = f"{len(stuck[False])} modules stay in training mode after eval(): {join_names(list(stuck[False]))}"
         return failed(evidence, fix)
-    dropout, norm = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
     if stuck[True]:
         evidence = f"{len(stuck[True])} modules stay in evaluation mode after train(): {join_names(list(stuck[True]))}"
-        if "the model" in stuck[True] or any(isinstance(each, dropout) for each in stuck[True].values()):
+        if "the model" in stuck[True] or any(isinstance(each, DROPOUT) for each in stuck[True].values()):
             return failed(evidence, fix)
         return warned(evidence, f"{fix}; unless they are meant to be frozen")
-    count = sum(isinstance(each, norm) or (isinstance(each, dropout) and each.p > 0) for each in model.modules())
+    count = sum(isinstance(each, BATCH_NORM) or (isinstance(each, DROPOUT) and each.p > 0) for each in model.modules())
     return passed(f"both modes reach every module, of which {count} are BatchNorm or dropout")
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.verbs.check.context import CheckContext
+from runner.verbs.check.context import BATCH_NORM, CheckContext
 
 SHARE = 0.25  # of the time left, for one check
 _MOST_STEPS = 150
@@ -78,8 +78,7 @@ def evaluation_with_batch_statistics(context: CheckContext) -> None:
     """Evaluation mode, which turns off custom dropout too, but for modules that need training mode."""
     context.training.state.train()
     # BatchNorm takes its statistics from the batch; cuDNN runs recurrent layers backward only in training mode.
-    kinds = nn.modules.batchnorm._BatchNorm | nn.RNNBase
-    kept = [module for module in context.model.modules() if isinstance(module, kinds) and module.training]
+    kept = [each for each in context.model.modules() if isinstance(each, BATCH_NORM | nn.RNNBase) and each.training]
     context.model.eval()
     for module in kept:
         module.train()

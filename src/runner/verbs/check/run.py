@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig
-
 from runner.build.batch_size import auto_batch_size
 from runner.build.describe import describe
 from runner.build.hardware import set_switches
@@ -31,8 +29,7 @@ from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
 from runner.tracking.files import finite
 from runner.train import build_run
-from runner.verbs._checkpoint import line_or_checkpoint
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.report import CompletedCheck, ImagesSeen, images_seen, record, show
 from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time, skipped
@@ -49,21 +46,16 @@ class OutOfTime(BaseException):
     """The budget is used up. Not an `Exception`: a data set or a model that catches those must not catch this one."""
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Check once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Make the checks.
 
     Returns:
         The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with the exit status if a check failed, unless the job is part of a sweep, or if the call is a mistake.
+        SystemExit: with exit status 1 if a check failed, 3 if one was not decided, unless the job is one of a sweep.
     """
-    return guarded(check, cfg)
-
-
-def check(composition: Composition) -> float:
-    """The same for a composed config."""
-    config, found = line_or_checkpoint(composition, Settings, "best")
+    config, found = config_and_checkpoint(composition, Settings, "best")
     chosen = select_checks(config)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.verbs.check.context import CheckContext
+from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
 from runner.verbs.check.result import Result, failed, graded, join_names, passed, skipped, warned
 
 _POINTS = 2000  # of a schedule
@@ -105,16 +104,15 @@ def schedule(context: CheckContext) -> Result:
     top = max(factors)
     active = sum(each > 0.01 * top for each in factors) / len(factors)
     peak = factors.index(top) / len(factors)
-    evidence = (
-        f"at most {top:.3g} times the rate, first {factors[0]:.3g} and last {factors[-1]:.3g}, in {total:,} steps"
-    )
+    first, last = factors[0], factors[-1]
+    evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     idle = f"the rate is practically 0 in {1 - active:.0%} of the run"
-    rising = factors[-1] > 2 * max(factors[: max(1, len(factors) // 2)])
+    rising = last > 2 * max(factors[: max(1, len(factors) // 2)])
     for result, wrong, problem in (
         (failed, not all(map(math.isfinite, factors)) or min(factors) < 0, "factors that are negative or not finite"),
         (failed, top < 0.05, "the rate is never reached"),
         (failed, top > 20, "the rate is exceeded"),
-        (failed, peak > 0.9 and factors[0] < 0.5 * top, f"the warm-up takes {peak:.0%} of the run or more"),
+        (failed, peak > 0.9 and first < 0.5 * top, f"the warm-up takes {peak:.0%} of the run or more"),
         (failed, active < 0.1, idle),
         (warned, top > 3, "the rate is exceeded"),
         (warned, active < 0.35, idle),
@@ -144,9 +142,8 @@ def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
     for _ in range(_STEPS):
         training.step(state, training.parts, batch, 1.0, len(batch.images), True)
     after = dict(training.model.named_parameters())
-    return {
-        name: float((after[name].detach() - old).norm() / old.norm()) / _STEPS for name, old in before.items()
-    }, norm
+    moved = {name: float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items()}
+    return {name: each / _STEPS for name, each in moved.items()}, norm
 
 
 def step_size(context: CheckContext) -> Result:
@@ -201,7 +198,7 @@ def averaging(context: CheckContext) -> Result:
 def norm_statistics(context: CheckContext) -> Result:
     """BatchNorm that cannot work: momentum 0 or 1, a large eps, or batches of one sample."""
     named = context.model.named_modules()
-    norms = {name: module for name, module in named if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    norms = {name: module for name, module in named if isinstance(module, BATCH_NORM)}
     if not norms:
         return skipped("the model has no BatchNorm")
     plan, steps = context.training.plan, context.training.total_steps
@@ -250,11 +247,9 @@ def dropout_rate(context: CheckContext) -> Result:
     calls = _DropoutCalls()
     with calls, torch.no_grad():
         context.model(context.batch.images)
-    rates = {
-        name: float(module.p)
-        for name, module in context.model.named_modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    } | {f"number {place} in forward": rate for place, rate in enumerate(calls.rates)}
+    layers = [(name, module) for name, module in context.model.named_modules() if isinstance(module, DROPOUT)]
+    rates = {name: float(module.p) for name, module in layers if module.p > 0}
+    rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls.rates)}
     if not rates:
         return passed("there is none")
     name = max(rates, key=lambda each: rates[each])

@@ -30,7 +30,7 @@ class Check:
     """One check.
 
     Attributes:
-        group: `only` and `skip` take it in place of its checks.
+        group: in `only` and `skip` it stands for all its checks.
         turn: checks of a lower turn run earlier; those of one turn in the order of the table.
         run: the function.
     """

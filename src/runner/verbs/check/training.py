@@ -37,7 +37,7 @@ _SECONDS = 0.1  # share of the time left, for one short training
 
 @contextlib.contextmanager
 def _counting_every_loss(state: TrainState) -> Iterator[None]:
-    """Also count losses that are not finite, which the running mean of `on_nonfinite=skip` leaves out."""
+    """Also count losses that are not finite, which the running mean of `on_nonfinite=skip` skips."""
     usual = state.meter
     state.meter = RunningMean(next(state.model.parameters()).device)
     try:
@@ -155,9 +155,8 @@ def _train(context: CheckContext) -> Result:
             return failed(f"rolled back {len(rollbacks)} times, and hardly a step is left: {rollbacks[0]}", fix)
         return warned(f"only {len(losses)} values of the loss", "a larger train_steps or budget_s")
     first, last = losses[0][1], statistics.fmean(value for _, value in losses[-2:])
-    evidence = (
-        f"mean loss {first:.4g} in the first {every} of {losses[-1][0]} steps, {last:.4g} in the last {2 * every}"
-    )
+    done = losses[-1][0]
+    evidence = f"mean loss {first:.4g} in the first {every} of {done} steps, {last:.4g} in the last {2 * every}"
     if last >= 0.95 * first:
         return failed(evidence, fix)
     if rollbacks:

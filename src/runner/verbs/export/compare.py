@@ -1,11 +1,12 @@
-"""How an exported model compares with the one that it was made of: outputs and latency."""
+"""How an exported model compares with the model itself: outputs and latency."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from runner.verbs.export.formats import Run
@@ -23,7 +24,7 @@ class Comparison:
         format: its name.
         batch_size: images of the batch.
         max_abs: largest difference from the model's outputs.
-        max_rel: the same as a share of the largest output of the model, or of 1 if that is larger.
+        max_rel: the same as a share of the model's largest output, or of 1 if that is larger.
         ms: median time of a call in milliseconds.
         model_ms: that of the model itself.
     """
@@ -41,15 +42,13 @@ def compare(name: str, model: Run, exported: Run, batches: list[Tensor]) -> list
     found = []
     for images in batches:
         expected, got = model(images).double(), exported(images).double()
-        if expected.shape != got.shape:
-            difference = scale = float("inf")
-        else:
+        difference = relative = math.inf
+        if expected.shape == got.shape:
             difference = float((expected - got).abs().max())
             scale = max(1.0, float(expected.abs().max()))
-        relative = difference / scale if difference != float("inf") else difference
-        found.append(
-            Comparison(name, len(images), difference, relative, latency_ms(exported, images), latency_ms(model, images))
-        )
+            relative = difference / scale if difference != math.inf else math.inf
+        times = latency_ms(exported, images), latency_ms(model, images)
+        found.append(Comparison(name, len(images), difference, relative, *times))
     return found
 
 
@@ -62,4 +61,4 @@ def latency_ms(run: Run, images: Tensor) -> float:
         began = time.perf_counter()
         run(images)
         times.append(time.perf_counter() - began)
-    return 1000 * float(torch.tensor(times).median())
+    return 1000 * statistics.median(times)

@@ -1,4 +1,4 @@
-"""The formats: each writes a model to a file, reads it back as its users would, and gives what computes with it.
+"""The formats: each writes a model to a file, reads the file back as its users would, and returns the loaded model.
 
 Every format gets the model on the CPU, in float32 and evaluation mode, and takes any batch size.
 """
@@ -31,17 +31,11 @@ SUFFIXES = {
 INT8 = "model.int8.onnx"
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
-_EXAMPLES = 2  # samples that are traced: one would be taken for a size that never changes
+_EXAMPLES = 2  # traced samples: torch.export takes a batch of 1 for a constant size
 
 
 class Normalizing(nn.Module):
-    """A model that takes pixels as they are decoded.
-
-    Args:
-        model: takes normalised images.
-        scale: of each channel, float32 (1, C, 1, 1), for pixels from 0 to 255.
-        shift: what is taken off afterwards, of the same shape.
-    """
+    """A model that takes decoded pixels and normalises them: `pixels * scale - shift`, both float32 (1, C, 1, 1)."""
 
     scale: Tensor
     shift: Tensor
@@ -73,23 +67,21 @@ def require_packages(formats: list[str]) -> None:
     if missing:
         needs = "; ".join(f"{name} needs {package}" for name, package in missing)
         others = ", ".join(name for name in SUFFIXES if name not in _PACKAGES)
-        raise UserError(
-            f"format: {needs}, which is not installed\n    allowed: pip install 'runner[export]', or {others}"
-        )
+        raise UserError("format", f"{needs}, which is not installed", f"pip install 'runner[export]', or {others}")
 
 
 def write(name: str, model: nn.Module, images: Tensor, path: Path, fresh: Callable[[], nn.Module]) -> Run:
-    """Write a model in a format and read the file back.
+    """Write a model in a format and load the file.
 
     Args:
         name: of the format.
         model: in evaluation mode, on the CPU.
         images: an example batch of any size.
         path: where to write.
-        fresh: builds the same model anew, with other weights; used by formats that hold weights alone.
+        fresh: builds the same model with other weights, for a format that stores weights alone.
 
     Raises:
-        UserError: if the format cannot express the model, in the words of its exporter.
+        UserError: if the format cannot express the model, with the message of its exporter.
     """
     example = images[:1].repeat(_EXAMPLES, 1, 1, 1)
     try:
@@ -103,17 +95,16 @@ def write(name: str, model: nn.Module, images: Tensor, path: Path, fresh: Callab
         return _torchscript(model, example, path)
     except (UserError, MemoryError, OSError):
         raise
-    except Exception as error:  # what exporters raise for models that they cannot express has no end
+    except Exception as error:  # exporters can raise anything for a model that they cannot express
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise UserError(
-            f"format: {name} cannot express this model: {lines[0][:300]}\n    allowed: another format"
-        ) from error
+        problem = f"{name} cannot express this model: {lines[0][:300]}"
+        raise UserError("format", problem, "another format") from error
 
 
 def _safetensors(model: nn.Module, path: Path, fresh: Callable[[], nn.Module]) -> Run:
     from safetensors.torch import load_file, save
 
-    # Clones, as tied weights share memory, which the format refuses.
+    # Clones, because the format refuses tied weights, which share memory.
     tensors = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
     path.write_bytes(save(tensors, metadata={"format": "pt"}))
     again = fresh()
@@ -133,7 +124,7 @@ def _exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram
 
 def _onnx(model: nn.Module, example: Tensor, path: Path) -> Run:
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    with _quiet_exporter():
+    with _quiet():
         torch.onnx.export(
             _exported(model, example),
             (),
@@ -147,21 +138,20 @@ def _onnx(model: nn.Module, example: Tensor, path: Path) -> Run:
 
 
 @contextlib.contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Keep what the ONNX exporter says of its own insides from people, who can change nothing about it."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        # Deprecations of torch and onnxscript inside each other, by release.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
+def _quiet() -> Iterator[None]:
+    """Drop what exporters log and deprecate about their own internals, which users cannot change."""
+    before, root, handler = logging.root.manager.disable, logging.getLogger(), logging.NullHandler()
+    root.addHandler(handler)  # otherwise the first message through the root logger adds one that stays
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Deprecations of torch and onnxscript inside each other, which differ by release.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
             yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+    finally:
+        logging.disable(before)
+        root.removeHandler(handler)
 
 
 def session(path: Path) -> Run:
@@ -170,7 +160,7 @@ def session(path: Path) -> Run:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors; warnings are about graphs that nobody here can change
+    options.log_severity_level = 3  # errors; users cannot change the graphs that warnings are about
     loaded = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def run(images: Tensor) -> Tensor:
@@ -182,8 +172,8 @@ def session(path: Path) -> Run:
 
 def _torchscript(model: nn.Module, example: Tensor, path: Path) -> Run:
     with warnings.catch_warnings():
-        # torch deprecates it as a whole, which is told in our own words; and a tracer's doubts about Python values
-        # are settled by the comparison at several batch sizes.
+        # torch deprecates it as a whole, which the verb reports itself; and a tracer's doubts about Python values
+        # are resolved by the comparison at several batch sizes.
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=FutureWarning)
         warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
@@ -206,7 +196,7 @@ def inferring(model: nn.Module) -> Run:
 
 
 def quantized(source: Path, target: Path) -> Run:
-    """Write an ONNX model with its weights in 8 bits, activations quantised as they come (dynamic quantisation).
+    """Write an ONNX model with 8-bit weights, activations quantised at run time (dynamic quantisation).
 
     Raises:
         UserError: if onnxruntime cannot quantise it.
@@ -215,26 +205,9 @@ def quantized(source: Path, target: Path) -> Run:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(str(source))
-    # The shapes that the exporter noted are of weights before quantisation lays them out anew, and are then refused.
+    # onnxruntime refuses the exporter's shapes once quantisation has changed the layout of weights.
     del model.graph.value_info[:]
-    with _unheard():
+    with _quiet():
         # Unsigned: of 8-bit convolutions onnxruntime computes only those on the CPU.
         quantize_dynamic(model, target, weight_type=QuantType.QUInt8)
     return session(target)
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """Keep to itself what onnxruntime says through the root logger: advice to run other tools, and names of tensors."""
-    root, nobody = logging.getLogger(), logging.NullHandler()
-
-    def passes(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    root.addFilter(passes)
-    root.addHandler(nobody)  # else the first message would give the root logger a handler for good
-    try:
-        yield
-    finally:
-        root.removeHandler(nobody)
-        root.removeFilter(passes)

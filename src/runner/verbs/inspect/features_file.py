@@ -1,6 +1,6 @@
 """Features of a whole split in one file, `.npz` or `.safetensors`, with no more than a batch of them in memory.
 
-Neither `np.savez` nor `safetensors.numpy.save_file` can append, so the rows are collected in files of their own first.
+Neither `np.savez` nor `safetensors.numpy.save_file` can append, so the rows are collected in separate files first.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ class Layer:
         name: dotted; empty for the model itself.
         kind: its class.
         inner: whether it has modules inside.
-        parameters: elements of its own, those of modules inside left out.
+        parameters: direct ones, without those of modules inside.
         trainable: of these.
         output: shape of its (last) output for one sample; None if it gives no tensor or does not run.
         calls: how often it runs in a forward pass.
-        output_bytes: of a sample, all calls together; none where the output is its input, changed in place or seen anew.
-        flops: of a forward pass with one sample, those of modules inside left out.
+        output_bytes: of a sample, all calls together; none where the output is its input, changed in place or viewed.
+        flops: of a forward pass with one sample, without those of modules inside.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Layer:
 
     @property
     def listed(self) -> bool:
-        """Whether it does or has something of its own."""
+        """Whether it has parameters or operations besides those of modules inside."""
         return not self.inner or self.parameters > 0 or self.flops > 0
 
     def add_call(self, inputs: Sequence[Any], output: Any) -> None:
@@ -112,7 +112,7 @@ def _within(name: str, others: set[str]) -> bool:
 
 
 def _layer(name: str, module: nn.Module, counted: set[int]) -> Layer:
-    """A row without what running it shows; weights that were counted with a module before are none of its own."""
+    """A row without what only running it shows; shared weights count with the first module that has them."""
     own = [weight for weight in module.parameters(recurse=False) if id(weight) not in counted]
     counted.update(id(weight) for weight in own)
     return Layer(

@@ -1,4 +1,4 @@
-"""One batch forward and backward, with every activation and gradient looked at on the way."""
+"""One batch forward and backward, with every activation and gradient summed up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Passed:
 
     Attributes:
         loss: of the batch.
-        activations: outputs of modules, or of what was asked for, in the order in which they are computed.
+        activations: outputs of modules, or of what `tensors` names, in the order in which they are computed.
         dead: of those that are rectified, how many units are dead, and of how many.
         flows: gradients of the loss by these outputs, in the same order.
         gradients: gradients of the loss by the weights.

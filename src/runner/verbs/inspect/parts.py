@@ -1,4 +1,4 @@
-"""The parts of an inspection, each of which adds tables, pictures and figures to what was found."""
+"""The parts of an inspection: each adds tables, pictures and numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.data.loaders import Batch
 from runner.instrument.flops import Flops
 from runner.tracking.formats import percent
 from runner.tracking.plots import confusion_matrix
-from runner.verbs._checkpoint import distinct
+from runner.verbs._checkpoint import unique_names
 from runner.verbs.inspect import pictures, tables
 from runner.verbs.inspect.errors import mistakes_in
 from runner.verbs.inspect.layers import Anatomy, anatomy, outer_maps
@@ -31,13 +31,13 @@ from runner.verbs.inspect.statistics import Summary, summarize
 
 @dataclass
 class Inspection:
-    """What was found so far, and what several parts need, made when first asked for.
+    """What was found so far, and what several parts need, computed when first used.
 
     Attributes:
         config: what to do.
-        training: what is looked at.
+        training: what is inspected.
         folder: where pictures go.
-        lines: said first.
+        lines: shown first.
         parts: tables, and pictures as (file, title), in order.
         record: for JSON.
         skipped: what could not be shown, and why.
@@ -78,7 +78,7 @@ class Inspection:
         return [summarize(name, weight) for name, weight in self.training.model.named_parameters()]
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Images and targets of the first samples of the split that is looked at, or of the training split."""
+        """Images and targets of the first samples of the split that the config names, or of the training split."""
         split = self.training.splits.eval_split(self.config.split) or self.training.splits.train_for_eval
         batch = next(iter(split.loader.batches(0, 0, 1)))
         return batch.images, batch.targets
@@ -195,7 +195,7 @@ def features(found: Inspection) -> None:
 def errors(found: Inspection) -> None:
     """Where the model is wrong."""
     config, training = found.config, found.training
-    classes = distinct(training.splits.classes)
+    classes = unique_names(training.splits.classes)
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:

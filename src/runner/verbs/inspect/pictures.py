@@ -67,7 +67,7 @@ def words_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
 
 
 def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Path) -> str:
-    """Draw the first images of a batch as the model is given them, with their targets; gives a title."""
+    """Draw the first images of a batch as the model is given them, with their targets; returns a title."""
     count, channels = len(images), images.shape[1]
     first = "" if channels in (1, 3) else f", first of {channels} channels"
     what = "1 training sample" if count == 1 else f"{count} training samples"
@@ -81,7 +81,7 @@ def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Pat
 
 
 def draw_filters(model: nn.Module, splits: DataModule, target: Path) -> str:
-    """Draw the kernels of the layer that sees the image; gives a title, empty if no layer's kernels can be drawn."""
+    """Draw the kernels of the layer that sees the image; returns a title, empty if no layer's kernels can be drawn."""
     found = _first_kernels(model, (splits.channels, *splits.image_size))
     if found is None:
         return ""
@@ -119,7 +119,7 @@ def _first_kernels(model: nn.Module, image: tuple[int, int, int]) -> tuple[str, 
 def draw_maps(
     model: nn.Module, images: Tensor, targets: Tensor, names: Sequence[str], splits: DataModule, folder: Path
 ) -> list[tuple[Path, str]]:
-    """Draw what layers make of a few images; gives files and titles. What is no map, nor tokens of a grid, is left out."""
+    """Draw what layers make of a few images; returns files and titles. What is neither a map nor tokens of a grid is skipped."""
     images, targets = images[:_ROWS], targets[:_ROWS]
     with evaluating(model):
         found = Extractor(model, names, "tensors")(images)
@@ -143,7 +143,7 @@ def draw_maps(
 
 
 def _file_name(layer: str, taken: set[str]) -> str:
-    """What a layer is called in the name of a file: names of modules may hold anything, and a stranger may have named them."""
+    """A layer's name as part of a file name; an untrusted file may have named the modules."""
     plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
     choices = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
     chosen = next(name for name in choices if name.lower() not in taken)
@@ -152,7 +152,7 @@ def _file_name(layer: str, taken: set[str]) -> str:
 
 
 def _as_maps(features: Tensor, image_size: tuple[int, int]) -> Tensor | None:
-    """(B, C, H, W) of features of that shape, or of tokens (B, N, C) that lie on a grid, but for one that stands for all."""
+    """(B, C, H, W) of features of that shape, or of tokens (B, N, C) that lie on a grid, without a class token."""
     if is_picture(features.shape[1:]):
         return features
     if features.ndim != 3:
@@ -176,7 +176,7 @@ def _liveliest(maps: Tensor) -> list[int]:
 def draw_histograms(
     summaries: Sequence[Summary], notes: dict[str, str], quantity: str, target: Path, title: str, logarithmic: bool
 ) -> None:
-    """Draw the histograms of tensors; where there are too many, those of vectors (biases, norms) are left out first."""
+    """Draw the histograms of tensors; where there are too many, those of vectors (biases, norms) are skipped."""
     if len(summaries) > MOST_PANELS:
         larger = [summary for summary in summaries if len(summary.shape) > 1]
         if 0 < len(larger) < len(summaries):
@@ -188,7 +188,7 @@ def draw_histograms(
 def draw_errors(
     mistakes: Sequence[Any], classes: Sequence[str], wrong: int, samples: int, splits: DataModule, target: Path
 ) -> str:
-    """Draw the samples that were most surely taken for another class; gives a title."""
+    """Draw the samples that were most surely taken for another class; returns a title."""
     title = f"{len(mistakes)} of {compact(wrong)} wrong predictions among {samples:,} samples, the surest first"
     tiles = [
         Tile(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from runner.build.describe import describe
@@ -29,8 +28,13 @@ from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
 from runner.train import build_run
-from runner.verbs._checkpoint import Settled, check_classes, fill, folder_for, run_directory_of, settle
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import (
+    ResolvedCheckpoint,
+    check_classes,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+)
 from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
@@ -40,29 +44,22 @@ from runner.verbs.inspect.parts import PARTS, Inspection, split_of
 _MOST_ROWS = 60
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Inspect once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Inspect a model.
 
     Returns:
         The number of parameters, for sweepers.
-
-    Raises:
-        SystemExit: with the exit status if it failed.
     """
-    return guarded(_inspect, cfg)
-
-
-def _inspect(composition: Composition) -> float:
-    settled: Settled[Inspect] | None = None
+    resolved: ResolvedCheckpoint[Inspect] | None = None
     if composition.values.get("ckpt_path") is None:
         config = resolve_config(composition, Inspect)
     else:
-        settled = settle(composition, Inspect)
-        config = settled.config
-    found = settled.found if settled else None
+        resolved = resolve_checkpoint(composition, Inspect)
+        config = resolved.config
+    found = resolved.found if resolved else None
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    # What is compiled cannot be looked into, and what is computed again in backward would be seen twice.
+    # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
     plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
@@ -71,10 +68,10 @@ def _inspect(composition: Composition) -> float:
     with contextlib.closing(training.splits):
         training.splits.bad_samples.open(None, console.warn)
         kind = ""
-        if settled is not None:
-            check_classes(settled.classes, training.splits.classes)
-            fill(training.model, settled)
-            kind = settled.weights[1]
+        if resolved is not None:
+            check_classes(resolved.classes, training.splits.classes)
+            resolved.load_weights(training.model)
+            kind = resolved.weights[1]
         where = (
             "untrained" if found is None else f"{found.path}{'' if kind == 'raw' else f', averaged weights ({kind})'}"
         )
@@ -90,7 +87,7 @@ def _inspect(composition: Composition) -> float:
         if config.features:
             record |= _written_features(config, training, found, composition, console)
         if not config.features or config.what is not None:
-            record |= _looked_at(config, training, found, composition, console)
+            record |= _inspected(config, training, found, composition, console)
         if said := training.splits.bad_samples.summary():
             console.warn(said)
     if config.json:
@@ -100,10 +97,10 @@ def _inspect(composition: Composition) -> float:
     return float(sum(parameter.numel() for parameter in training.model.parameters()))
 
 
-def _looked_at(
+def _inspected(
     config: Inspect, training: Run, found: find.LoadedCheckpoint | None, composition: Composition, console: Console
 ) -> dict[str, Any]:
-    """Look at the parts that were asked for; gives what was found, which is in `inspect.json` as well."""
+    """Inspect the parts that the config names; returns the content of `inspect.json`."""
     parts: list[str] = [*(config.what or (name for name in PARTS if name != "errors" or found is not None))]
     folder = _folder(config, found, composition)
     seen = Inspection(config, training, folder)
@@ -118,8 +115,8 @@ def _looked_at(
     for note in seen.skipped:
         console.line(note)
     title = f"{config.name}: {type(training.model).__name__}"
-    told = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
-    lines = [told, *seen.lines, *seen.skipped]
+    where = str(found.path) if found is not None else "untrained, as a run with this config and seed begins"
+    lines = [where, *seen.lines, *seen.skipped]
     pictures = [part[0] for part in seen.parts if not isinstance(part, Table)]
     record = {"folder": str(folder), "what": [name for name in PARTS if name in parts], **seen.record}
     record["files"] = [path.name for path in pictures] + ["report.html"]
@@ -147,7 +144,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
     given = composition.job_dir or composition.run_dir
     if chosen is None and given is None and run is not None:
         return claim(run / "inspect", timestamp())
-    return folder_for(chosen, given, config.output_root, "inspections")
+    return output_folder(chosen, given, config.output_root, "inspections")
 
 
 def _written_features(
@@ -158,9 +155,9 @@ def _written_features(
     features = ExtractorPerImage(Extractor(training.model, config.features))
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
-        path = folder_for(str(output.parent), None, "", "") / output.name
+        path = output_folder(str(output.parent), None, "", "") / output.name
     else:
-        folder = _folder(config, found, composition) if output is None else folder_for(config.output, None, "", "")
+        folder = _folder(config, found, composition) if output is None else output_folder(config.output, None, "", "")
         path = folder / f"features_{config.split}.npz"
 
     def batches() -> Iterator[dict[str, Tensor]]:

@@ -13,7 +13,7 @@ BINS = 40
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a tensor; elements that are not finite are counted, and left out of everything else.
+    """What is in a tensor; elements that are not finite are counted, and ignored in everything else.
 
     Attributes:
         name: of the tensor.

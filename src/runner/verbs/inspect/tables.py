@@ -16,7 +16,7 @@ _MIB = 2**20
 
 
 def layers_table(anatomy: Anatomy, totals: dict[str, Any]) -> Table:
-    """A row for each module that does or has something of its own, what is inside it left out; the sum is the model."""
+    """A row for each module with parameters or operations besides those of modules inside; the sum is the model."""
     rows = [
         [
             layer.name or "(the model itself)",

@@ -1,4 +1,4 @@
-"""Write a model, data set, task, callback or whole project of your own that trains at once: `new model MyNet`."""
+"""Write a scaffold of a model, data set, task, callback or project that trains as it is: `new model MyNet`."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def _check_name(name: str, option: str) -> None:
 
 
 def _check_option(group: str, option: str) -> None:
-    """A shipped option of the same name would be taken in place of one's own."""
+    """A shipped option of the same name would be used instead of the custom one."""
     found = Sources().option(group, option)
     if found is not None:
         raise UserError(f"new: {group}={option} is there already, in {found.path}\n    allowed: another name")

@@ -1,4 +1,4 @@
-"""From the outputs of a model to what is said of each image."""
+"""From the outputs of a model to a row for each image."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from runner.verbs.predict.tables import Row
 
 
 @dataclass(frozen=True)
-class Teller:
-    """Says in a row what a model's outputs for an image mean.
+class RowBuilder:
+    """Makes a row of a model's outputs for an image.
 
     Attributes:
-        classes: their names, one an output; empty where the outputs are numbers that were learned.
-        top_k: classes to name.
-        probabilities: whether the probability of every class is added.
-        logits: whether the outputs are added as they are.
+        classes: their names, one for each output; empty for regression.
+        top_k: number of classes in a row.
+        probabilities: whether to add the probability of every class.
+        logits: whether to add the outputs themselves.
     """
 
     classes: tuple[str, ...]
@@ -29,36 +29,34 @@ class Teller:
     logits: bool
 
     def __post_init__(self) -> None:
-        wanted = [name for name, asked in (("top_k", self.top_k > 1), ("probabilities", self.probabilities)) if asked]
-        if not self.classes and wanted:
-            raise UserError(f"{wanted[0]}: this model was trained for numbers, not classes\n    allowed: its default")
-        if self.classes and self.top_k > len(self.classes):
-            raise UserError(
-                f"top_k: is {self.top_k}, and there are {len(self.classes)} classes\n    allowed: 1 to {len(self.classes)}"
-            )
+        if not self.classes:
+            for name, given in (("top_k", self.top_k > 1), ("probabilities", self.probabilities)):
+                if given:
+                    raise UserError(name, "this model was trained for numbers, not classes", "its default")
+        elif self.top_k > (count := len(self.classes)):
+            raise UserError("top_k", f"is {self.top_k}, and there are {count} classes", f"1 to {count}")
 
     @property
     def lists(self) -> dict[str, Sequence[str]]:
         """Columns that hold lists, with a name for each item."""
         return {"probabilities": self.classes, "logits": self.classes}
 
-    def rows(self, outputs: Tensor, subjects: Sequence[Row]) -> list[Row]:
-        """A row an image.
+    def rows(self, outputs: Tensor, first_cells: Sequence[Row]) -> list[Row]:
+        """A row for each image.
 
         Args:
             outputs: of the model, float32 (B, C), on the CPU.
-            subjects: what to say first of each, such as the path of its file.
+            first_cells: the beginning of each row, such as the path of the image.
         """
         if not self.classes:
-            told = [_numbers(values) for values in outputs.tolist()]
-            return [subject | row for subject, row in zip(subjects, told, strict=True)]
+            return [cells | _numbers(values) for cells, values in zip(first_cells, outputs.tolist(), strict=True)]
         probabilities = outputs.softmax(1)
-        # A stable sort: of equal outputs, the class that comes first is named first, as metrics take it.
+        # A stable sort: of equal outputs, the class that comes first ranks first, as in metrics.
         order = torch.sort(outputs, dim=1, descending=True, stable=True).indices[:, : self.top_k]
         likeliest = probabilities.gather(1, order).tolist()
         rows = []
-        for index, (subject, best, shares) in enumerate(zip(subjects, order.tolist(), likeliest, strict=True)):
-            row = dict(subject)
+        for index, (cells, best, shares) in enumerate(zip(first_cells, order.tolist(), likeliest, strict=True)):
+            row = dict(cells)
             for rank, (number, share) in enumerate(zip(best, shares, strict=True), 1):
                 suffix = "" if rank == 1 else f"_{rank}"
                 row |= {f"prediction{suffix}": self.classes[number], f"probability{suffix}": share}

@@ -45,7 +45,7 @@ class Measured:
         unusual: seconds of timed steps whose computing took many times longer than that of the others, as when a batch
             of another size is compiled or tuned for; waiting for data makes no step unusual.
         peak: memory at most in that phase.
-        saved: what the graph kept in one step; None for a compiled model, whose graph cannot be looked into.
+        saved: what the graph kept in one step; None for a compiled model, whose graph cannot be observed.
         traced: steps in the trace.
         profiler: holds the trace; None if none was wanted.
         snapshot: file with the memory history of one step, on CUDA.
@@ -70,7 +70,7 @@ class Measured:
         return [sum(step.seconds.values()) for step in self.steps]
 
     def take(self, steps: Sequence[Step], samples: Sequence[int]) -> None:
-        """Take the steps of the timed phase, those apart that say nothing about the others."""
+        """Add the steps of the timed phase, unusual ones separately."""
         computing = [sum(step.seconds.get(name, 0.0) for name in (FORWARD, BACKWARD, OPTIMIZER)) for step in steps]
         limit = _UNUSUAL * statistics.median(computing)
         for step, count, seconds in zip(steps, samples, computing, strict=True):
@@ -92,7 +92,7 @@ class _Phase:
 
 
 class Phases:
-    """A callback that leads a loop through the phases and ends it; has to be the last in the list."""
+    """A callback that runs a loop through the phases and ends it; must be the last in the list."""
 
     def __init__(
         self, config: Profile, training: Run, stopwatch: Stopwatch, folder: Path, tell: Callable[[str], None]
@@ -143,7 +143,7 @@ class Phases:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take away what is still recording, after an error."""
+        """Stop what is still recording, after an error."""
         self._context.__exit__(kind, error, traceback)
 
     def __enter__(self) -> Phases:

@@ -24,9 +24,9 @@ class Op:
         name: as torch or the driver calls it.
         kernel: whether it ran on a GPU.
         calls: how many, a step.
-        self_ms: milliseconds a step, those of operations that it calls left out.
+        self_ms: milliseconds a step, without operations that it calls.
         total_ms: milliseconds a step, theirs included; 0 for kernels.
-        memory_bytes: allocated less freed in it, theirs left out, a step.
+        memory_bytes: allocated less freed in it, without theirs, a step.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Op:
 
 
 def ops_in(profiler: Any, steps: int) -> list[Op]:
-    """What ran in a trace of so many steps, the most time first; ranges are left out."""
+    """What ran in a trace of so many steps, the most time first; without ranges."""
     found = []
     for event in profiler.key_averages():
         if event.key in _RANGES or getattr(event, "is_user_annotation", False) or event.key.startswith("[memory]"):

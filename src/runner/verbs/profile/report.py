@@ -1,4 +1,4 @@
-"""What `profile` makes of its measurements: the record for `profile.json`, and what people see."""
+"""The record for `profile.json`, and what is shown of it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def show(console: Console, record: dict[str, Any], ops: list[Op], written: list[
         console.line(f"{phase} ended after {record['steps'][phase]} steps, as budget_s is used up")
     if unusual := record["unusual_steps_ms"]:
         console.line(
-            f"left out: {len(unusual)} of {record['steps']['timing']} steps, which took up to {max(unusual):,.0f} ms "
+            f"skipped: {len(unusual)} of {record['steps']['timing']} steps, which took up to {max(unusual):,.0f} ms "
             "(compiling or tuning for a batch of another size, or another program on this machine)"
         )
     columns = ["part of a step", "ms", "share"]

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from runner.build.describe import describe
 from runner.config import stored
 from runner.config.app import Composition
@@ -20,27 +18,19 @@ from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.train import build_run
-from runner.verbs._checkpoint import folder_for, line_or_checkpoint
-from runner.verbs._work import guarded
+from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs.profile.measure import Measured, measure
 from runner.verbs.profile.ops import Op, ops_in, text_of
 from runner.verbs.profile.report import record_of, show
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Profile once: the entry point that Hydra calls.
+def run(composition: Composition) -> float:
+    """Profile training steps.
 
     Returns:
         Samples a second, for sweepers.
-
-    Raises:
-        SystemExit: with the exit status if it failed.
     """
-    return guarded(_profile, cfg)
-
-
-def _profile(composition: Composition) -> float:
-    config, found = line_or_checkpoint(composition, Profile)
+    config, found = config_and_checkpoint(composition, Profile)
     # With json=true, standard output is one JSON object and nothing else.
     console = Console(None, progress=False, stream=sys.stderr if config.json else None)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
@@ -51,7 +41,9 @@ def _profile(composition: Composition) -> float:
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.splits):
-        folder = folder_for(config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles")
+        folder = output_folder(
+            config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
+        )
         console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         for warning in training.warnings:
             console.warn(warning)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MUCH = 0.2  # share of a step that is worth doing something about, beside computing
 _LAUNCHES = 0.6  # share of a step below which a GPU that computes waits for its next kernel
-_LITTLE = 0.05  # share of the ceiling below which more work at a time helps before anything else
+_LITTLE = 0.05  # share of the peak below which more work at a time helps before anything else
 _SMALL = 0.5  # share of the operations' time from which their calls are what takes it
 
 
@@ -36,7 +36,7 @@ class Facts:
         device: its type.
         busy: share of a step in which the GPU computes; None without one.
         small_ops: share of the operations' time on the host that goes into very short ones; None without a trace.
-        utilization: share of the ceiling; None if not known.
+        utilization: share of the peak; None if not known.
         batch_size: samples of a batch.
         workers: worker processes that read samples; None if images are in memory.
         cores: CPU cores there are.
@@ -83,7 +83,9 @@ def verdict(facts: Facts) -> str:
         return f"The optimizer takes {percent(shares[OPTIMIZER])} of a step: {_for_optimizer(facts)}."
     if shares.get(OTHER, 0.0) >= max(_MUCH, computing / 2):
         share = percent(shares[OTHER])
-        return f"Callbacks and the loop around them take {share} of a step: {_larger_batch(facts)}, or leave out callbacks."
+        return (
+            f"Callbacks and the loop around them take {share} of a step: {_larger_batch(facts)}, or remove callbacks."
+        )
     if facts.busy is not None and facts.busy < _LAUNCHES:
         fix = _larger_batch(facts) if facts.compiled else f"try compile=true, or {_larger_batch(facts)}"
         return f"The GPU computes in only {percent(facts.busy)} of a step and waits for its next kernel in the rest: {fix}."

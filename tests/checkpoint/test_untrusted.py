@@ -1,4 +1,4 @@
-"""Nothing in a file from a stranger runs: not its pickle, not its config."""
+"""Nothing in an untrusted file is executed: neither its pickle nor its config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bomb:
 
 
 def sealed(archive: bytes) -> bytes:
-    """A zip archive with a correct checksum, as a stranger who has read the source would make it."""
+    """A zip archive with a correct checksum, as an attacker who has read the source would make it."""
     comment = b"runner-sha256:" + hashlib.sha256(archive).hexdigest().encode()
     assert archive[-2:] == b"\0\0"
     return archive[:-2] + len(comment).to_bytes(2, "little") + comment
@@ -167,20 +167,20 @@ def test_a_config_that_names_other_things_builds_none_of_them(
 def test_the_refusal_says_how_to_trust_and_that_a_file_cannot_trust_itself(
     checkpoint: Path, workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (workdir / "stranger.py").write_text(
+    (workdir / "untrusted.py").write_text(
         "from pathlib import Path\nPath('imported').touch()\nfrom runner.models.mlp import MLP\nclass Net(MLP): pass\n"
     )
     monkeypatch.syspath_prepend(str(workdir))
     found = read(checkpoint)
     config = yaml.safe_load(found["config"])
-    config["model"]["_target_"], config["trust"] = "stranger.Net", ["stranger"]
+    config["model"]["_target_"], config["trust"] = "untrusted.Net", ["untrusted"]
     write(workdir / "s.safetensors", found | {"config": yaml.safe_dump(config)})
     words = ("eval", "ckpt_path=s.safetensors", "split=val", "output=out", "threads=1")
     result = run(*words)
     assert result.status == 2
-    assert "trust=[stranger]" in result.err
-    assert not (workdir / "imported").exists(), "the stranger's package was imported to find out"
-    assert run(*words, "trust=[stranger]").status == 0
+    assert "trust=[untrusted]" in result.err
+    assert not (workdir / "imported").exists(), "the untrusted package was imported to find out"
+    assert run(*words, "trust=[untrusted]").status == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""What a command line and the config files amount to, before validation, and where each value came from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.config.errors import Problem, UserError
+from runner.config.sources import Sources, text_of
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What the command line and the files amount to, before any validation.
+
+    Attributes:
+        values: plain containers, interpolations resolved.
+        words: canonical overrides of the line, without those of `hydra.*`.
+        choices: option selected for each group.
+        sources: folders that were searched.
+        primary: name of the primary config.
+        job_dir: folder that a sweep gives to this job; None for a single run.
+        run_dir: folder that `hydra.run.dir` names; None if it was left alone.
+    """
+
+    values: dict[str, Any]
+    words: list[str]
+    choices: dict[str, str]
+    sources: Sources
+    primary: str
+    job_dir: Path | None = None
+    run_dir: Path | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether `resume=auto` is set."""
+        return self.values.get("resume") == "auto"
+
+    @property
+    def runs(self) -> Path:
+        """The folder that run directories of this name are made in."""
+        return Path(str(self.values["output_root"])) / str(self.values["name"])
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
+        for word in reversed(self.words):
+            target = word.split("=", 1)[0].lstrip("+~")
+            if key == target or (key.startswith(target + ".") and target not in self.choices):
+                return f"the override {word.lstrip('+')}"
+        for group, name in reversed(list(self.choices.items())):
+            option = self.sources.option(group, str(name)) if name else None
+            if option is None:
+                continue
+            inside = key if option.is_global else key.removeprefix(group.replace("/", ".") + ".")
+            if option.is_global or inside != key or key == group:
+                for path in (option.path, option.path.with_name("_base.yaml")):
+                    if path.is_file() and (_defines(path, inside) or (key == group and path == option.path)):
+                        return str(path)
+        file = self.sources.primary(self.primary) if self.primary else None
+        return str(file) if file is not None and _defines(file, key) else ""
+
+    def with_origins(self, problems: Sequence[Problem], checkpoint: str = "") -> list[Problem]:
+        """Each problem with the override or file that its value came from, if that is known.
+
+        With the path of a checkpoint, values that the command line does not set came from there.
+        """
+        known = self
+        if checkpoint:
+            given = {word.split("=", 1)[0].lstrip("+~") for word in self.words}
+            choices = {group: name for group, name in self.choices.items() if group in given}
+            known = dataclasses.replace(self, choices=choices, primary="")
+        return [
+            dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
+            for problem in problems
+        ]
+
+
+def _defines(path: Any, key: str) -> bool:
+    try:
+        content = yaml.safe_load(text_of(path))
+    except (UserError, yaml.YAMLError, ValueError, RecursionError):
+        return False
+    for part in key.split("."):
+        if not isinstance(content, dict) or part not in content:
+            return False
+        content = content[part]
+    return True

@@ -1,0 +1,154 @@
+"""The verbs of the command line: a new one is an entry here and the module that the entry names. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_NOT_PLAIN = frozenset("[](){}'\"")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb.
+
+    Attributes:
+        name: as it is typed.
+        help: one line.
+        module: has `run(composition)` if the verb takes a config, otherwise `main(argv)`.
+        sweeps: folder below `output_root` that gets the sweeps of a verb that takes a config; `{name}` is the run's name.
+        keeps_runs: whether each job has a run directory, where `run` reports its own errors, and a sweep ends with a table.
+        lists: keys that take one value or a list: `key=a,b` means `key=[a,b]` unless `--multirun` makes it a sweep.
+        only_lists: keys that take nothing but a list: `key=a` means `key=[a]`.
+        aliases: words that stand for others: a flag anywhere, anything else only as the first word.
+        rewrite: expands further shorthand, one word at a time.
+        environment: variables that are set before a job imports torch, unless the user has set them.
+    """
+
+    name: str
+    help: str
+    module: str
+    sweeps: str = ""
+    keeps_runs: bool = False
+    lists: tuple[str, ...] = ()
+    only_lists: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    rewrite: Callable[[str], str] = str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def takes_config(self) -> bool:
+        """Whether the words after the verb are overrides of a config."""
+        return bool(self.sweeps)
+
+    def expand_shorthand(self, argv: Sequence[str]) -> list[str]:
+        """The words after the verb in the form that Hydra understands."""
+        sweep = not {"--multirun", "-m"}.isdisjoint(argv)
+        words = [self.aliases.get(word, word) if not at or word[0:1] == "-" else word for at, word in enumerate(argv)]
+        return [self.rewrite(self._as_list(word, sweep)) for word in words]
+
+    def _as_list(self, word: str, sweep: bool) -> str:
+        key, _, value = word.partition("=")
+        if not value or not _NOT_PLAIN.isdisjoint(value):
+            return word
+        several = key.lstrip("+") in self.lists and "," in value and not sweep
+        only = key.lstrip("+") in self.only_lists and value != "null"
+        return f"{key}=[{value}]" if several or only else word
+
+
+def _expand_vary(word: str) -> str:
+    """`vary=KEY:A,B` as `vary.KEY=[A,B]`."""
+    match = re.fullmatch(r"\+*vary=([A-Za-z_][\w.]*):(.+)", word, re.DOTALL)
+    if match is None:
+        return word
+    key, values = match.groups()
+    return f"vary.{key}=[{values}]" if "," in values else f"vary.{key}={values}"
+
+
+_ENTRIES = (
+    Verb(
+        "audit",
+        "Run the same steps twice, or under two settings, and name the first tensor that differs; or compare checkpoints.",
+        "runner.verbs.audit.run",
+        sweeps="audits",
+        rewrite=_expand_vary,
+    ),
+    Verb(
+        "bench",
+        "Compare the toggles for speed and memory on this machine; `bench data` compares input and compute.",
+        "runner.verbs.bench.run",
+        sweeps="benchmarks",
+        aliases={"data": "part=data"},
+    ),
+    Verb(
+        "check",
+        "Look for the classic mistakes in data, model, loss and loop before a run: pass, warn or fail, with evidence and fix.",
+        "runner.verbs.check.run",
+        sweeps="checks",
+        only_lists=("only", "skip"),
+        aliases={"--json": "json=true", "--strict": "strict=true", "--train": "train=true"},
+    ),
+    Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),
+    Verb(
+        "eval",
+        "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",
+        "runner.verbs.eval",
+        sweeps="evaluations",
+        lists=("tta",),
+    ),
+    Verb(
+        "export",
+        "Write a checkpoint as safetensors, torch.export, ONNX or TorchScript, each compared with the model.",
+        "runner.verbs.export.run",
+        sweeps="exports",
+        lists=("format",),
+    ),
+    Verb(
+        "find-lr",
+        "Find a learning rate: the loss while the rate grows from step to step, a suggestion and a plot.",
+        "runner.verbs.find_lr",
+        sweeps="find-lr/sweeps",
+    ),
+    Verb(
+        "inspect",
+        "Inspect a model: layers, parameters, FLOPs, weights, activations, gradients, features; tables and pictures.",
+        "runner.verbs.inspect.run",
+        sweeps="inspections",
+        only_lists=("what", "tensors", "features"),
+    ),
+    Verb("list", "List what can be selected: config groups and their options, one line each.", "runner.verbs.list"),
+    Verb(
+        "new",
+        "Create a model, data set, task, callback or whole project that trains at once: `new model MyNet`.",
+        "runner.verbs.new",
+    ),
+    Verb(
+        "predict",
+        "Predict the classes of images: files, folders or a split, written as CSV, JSON lines or Parquet.",
+        "runner.verbs.predict.run",
+        sweeps="predictions",
+        lists=("input", "features", "tta"),
+    ),
+    Verb(
+        "profile",
+        "Profile training steps: where the time and the memory go, and which key to try first.",
+        "runner.verbs.profile.run",
+        sweeps="profiles/sweeps",
+        # torch reads these when it is loaded; without them its profiler writes notes about itself to standard error.
+        environment={"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+    ),
+    Verb(
+        "show",
+        "Show what an option contains: `show model=vit_tiny`, or all top-level keys with `show`.",
+        "runner.verbs.show",
+    ),
+    Verb(
+        "train",
+        "Train a model: one run, a sweep with --multirun, or a resume with ckpt_path=.",
+        "runner.train",
+        sweeps="{name}/sweeps",
+        keeps_runs=True,
+    ),
+)
+VERBS = {verb.name: verb for verb in _ENTRIES}

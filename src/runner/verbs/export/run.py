@@ -1,0 +1,258 @@
+"""`export`: write a checkpoint in other formats, compare each with the model, and describe the files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.build.metrics import build_metrics
+from runner.build.model import build_task_model_loss
+from runner.checkpoint.digest import weights_sha256
+from runner.config.app import Composition
+from runner.config.errors import FAILED, UserError
+from runner.config.schema.export import Export
+from runner.data.sources.image_files import reading_steps
+from runner.engine.evaluation import evaluate
+from runner.engine.tasks import Task
+from runner.runtime.device import configure_torch
+from runner.tracking.environment import versions
+from runner.tracking.files import write_json, writing
+from runner.verbs._checkpoint import (
+    DataFacts,
+    ResolvedCheckpoint,
+    as_list,
+    output_folder,
+    resolve_checkpoint,
+    run_directory_of,
+    unique_names,
+)
+from runner.verbs._report import Report
+from runner.verbs.export import formats
+from runner.verbs.export.compare import Comparison, compare
+from runner.verbs.export.formats import INPUT, INT8, OUTPUT, SUFFIXES, Normalizing, Run
+
+_CPU = torch.device("cpu")
+
+
+def run(composition: Composition) -> float:
+    """Export a checkpoint.
+
+    Returns:
+        The largest relative difference of any format, for sweepers.
+
+    Raises:
+        SystemExit: with exit status 1 if a format differs from the model by more than `tolerance`.
+    """
+    report = Report(composition.values["json"])
+    resolved = resolve_checkpoint(composition, Export)
+    # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
+    config = dataclasses.replace(resolved.config, channels_last=False)
+    resolved = dataclasses.replace(resolved, config=config)
+    chosen = list(dict.fromkeys(as_list(config.format)))
+    formats.require_packages(chosen)
+    configure_torch(_CPU, config.threads, config.deterministic, False, False, False, None)
+    report.warnings(resolved.found.warnings)
+    data = resolved.data_facts()
+    task, model = resolved.restore_model(data, _CPU)
+    model.requires_grad_(False)
+    images = _examples(resolved, data, max(config.batch_sizes))
+    if "torchscript" in chosen:
+        report.warn("torch deprecates TorchScript; torch_export replaces it")
+    if config.include_preprocessing and config.transform.eval:
+        report.warn("transform.eval is not part of what is exported: apply it to images first")
+
+    def with_preprocessing(model: nn.Module) -> nn.Module:
+        if not config.include_preprocessing:
+            return model
+        return Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
+
+    def fresh() -> nn.Module:
+        return with_preprocessing(resolved.build_untrained(data)[1])
+
+    run_directory = run_directory_of(resolved.found.path)
+    default = None if run_directory is None else run_directory / "export"
+    folder = output_folder(config.output, default, config.output_root, "exports")
+    exported = with_preprocessing(model)
+    eager, files, compared = formats.inferring(exported), dict[str, Path](), list[Comparison]()
+    batches = [images[:size] for size in config.batch_sizes]
+    for name in chosen:
+        files[name] = folder / SUFFIXES[name]
+        with _write_complete(files[name]) as path:
+            loaded = formats.write(name, exported, images, path, fresh)
+        compared += compare(name, eager, loaded, batches)
+    quantised = None
+    shown = list(compared)
+    if config.int8:
+        files["int8"] = folder / INT8
+        with _write_complete(files["int8"]) as path:
+            loaded = formats.quantized(files["onnx"], path)
+        shown += compare("int8", eager, loaded, batches)
+        quantised = _accuracy(resolved, model, loaded, files)
+    record = _record(resolved, task, data, images, files, shown)
+    if quantised is not None:
+        record["int8"] = quantised
+    written = [*files.values(), folder / "model.json"]
+    write_json(written[-1], record)
+    _show(record, shown, report)
+    report.lines(*written)
+    report.json(record, written=[str(path) for path in written])
+    worst = next((each for each in compared if not each.max_rel <= config.tolerance), None)  # NaN is worse, too
+    if worst is not None:
+        print(
+            f"error: {worst.format} differs from the model by {worst.max_rel:.2g} of its largest output at batch size "
+            f"{worst.batch_size}, more than tolerance={config.tolerance:g}",
+            file=sys.stderr,
+        )
+        raise SystemExit(FAILED)
+    return max(each.max_rel for each in compared)
+
+
+def _examples(resolved: ResolvedCheckpoint[Export], data: DataFacts, count: int) -> Tensor:
+    """Images of noise as the exported model takes them: float32 and normalised, or uint8."""
+    generator = torch.Generator().manual_seed(resolved.config.seed)
+    shape = (max(count, 2), data.channels, *data.image_size)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if resolved.config.include_preprocessing:
+        return pixels
+    return resolved.input_pipeline(_CPU)(pixels, torch.arange(len(pixels)), 0)
+
+
+@contextlib.contextmanager
+def _write_complete(path: Path) -> Iterator[Path]:
+    """A path to write to, other files beside it allowed; they get their names only once they are complete."""
+    with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".export.") as scratch:
+        yield Path(scratch) / path.name
+        for file in Path(scratch).iterdir():
+            os.replace(file, path.with_name(file.name))
+
+
+def _accuracy(
+    resolved: ResolvedCheckpoint[Export], model: nn.Module, quantised: Run, files: dict[str, Path]
+) -> dict[str, Any]:
+    """Evaluate the model, and the model with 8-bit weights, on the validation split.
+
+    Raises:
+        UserError: if the data is not there, or has no validation split.
+    """
+    config = resolved.config
+    splits = resolved.data(_CPU)
+    with contextlib.closing(splits):
+        if splits.val is None:
+            raise UserError("int8", "this data has no validation split to compare on", "int8=false")
+        task, _, loss = build_task_model_loss(config, splits, fetch_weights=False)
+        results = {}
+        for name, each in (("float", model), ("int8", _AsModule(quantised))):
+            metrics = build_metrics(config, task, _CPU)
+            limit = config.limit.eval_batches
+            results[name] = evaluate(each, splits.val.loader, task.targets, loss, metrics, limit=limit)
+    sizes = {"float": files["onnx"].stat().st_size, "int8": files["int8"].stat().st_size}
+    return {"split": "val", "samples": splits.val.samples, "metrics": results, "bytes": sizes}
+
+
+class _AsModule(nn.Module):
+    """A function of images as a module, which `evaluate` takes."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self._run(images)
+
+
+def _record(
+    resolved: ResolvedCheckpoint[Export],
+    task: Task,
+    data: DataFacts,
+    images: Tensor,
+    files: dict[str, Path],
+    compared: list[Comparison],
+) -> dict[str, Any]:
+    """What programs that use the files need to know."""
+    config = resolved.config
+    included, normalize = config.include_preprocessing, config.data.normalize
+    return {
+        **resolved.record(),
+        "weights_sha256": weights_sha256(resolved.weights[0]),
+        "model": str(config.model["_target_"]),
+        "task": str(config.task["_target_"]),
+        "classes": unique_names(resolved.classes),
+        "input": {
+            "name": INPUT,
+            "shape": ["batch", *images.shape[1:]],
+            "dtype": str(images.dtype).removeprefix("torch."),
+            "values": "pixels from 0 to 255" if included else "normalised pixels, see preprocessing",
+            "layout": "NCHW",
+        },
+        "output": {"name": OUTPUT, "shape": ["batch", task.outputs(data.classes)], "dtype": "float32"},
+        "preprocessing": {
+            "colours": {3: "RGB", 1: "grey"}.get(data.channels, f"{data.channels} channels"),
+            "image_size": list(data.image_size),
+            "data": config.data.dataset,
+            "sample_eval": config.transform.sample_eval,
+            "eval": config.transform.eval,
+            "steps": _steps(config, data),
+            "scale": 1 / 255,
+            "mean": normalize.mean,
+            "std": normalize.std,
+            "normalization_in_the_model": included,
+        },
+        "files": {
+            name: {"file": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for name, path in files.items()
+        },
+        "tolerance": config.tolerance,
+        "comparison": [dataclasses.asdict(each) for each in compared],
+        "versions": versions(),
+    }
+
+
+def _steps(config: Export, data: DataFacts) -> list[dict[str, Any]]:
+    """The steps from an image file to the input of the exported model, in order."""
+    shape = (data.channels, *data.image_size)
+    steps = reading_steps(config.data, config.transform.sample_eval or [], shape) if data.channels in (1, 3) else []
+    if config.transform.eval:
+        steps.append({"step": "transform of batches", "transforms": config.transform.eval})
+    order = "RGB" if data.channels == 3 else "grey"
+    steps.append({"step": "layout", "axes": "channels, height, width", "order": order})
+    if config.include_preprocessing:
+        return [*steps, {"step": "dtype", "dtype": "uint8", "values": "0 to 255"}]
+    statistics = {"mean": config.data.normalize.mean, "std": config.data.normalize.std}
+    return [*steps, {"step": "normalise", "dtype": "float32", "value": "(pixel / 255 - mean) / std", **statistics}]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _show(record: dict[str, Any], compared: list[Comparison], report: Report) -> None:
+    report.line(f"{record['checkpoint']}  step {record['global_step']}")
+    rows = [
+        [
+            *(each.format, str(each.batch_size), f"{each.max_abs:.2g}", f"{each.max_rel:.2g}"),
+            *(f"{each.ms:.3f}", f"{each.model_ms:.3f}", f"{each.model_ms / each.ms:.2f}"),
+        ]
+        for each in compared
+    ]
+    columns = ["format", "batch", "largest difference", "relative", "ms", "ms of the model", "times as fast"]
+    report.table("compared with the model on the CPU, float32", columns, rows)
+    if "int8" in record:
+        measured = record["int8"]
+        kinds = ("float", "int8")
+        rows = [
+            [name, *(f"{measured['metrics'][kind][name]:.4f}" for kind in kinds)]
+            for name in measured["metrics"]["float"]
+        ]
+        rows.append(["bytes", *(str(measured["bytes"][kind]) for kind in kinds)])
+        report.table(f"8-bit weights, {measured['samples']:,} samples of val", ["", *kinds], rows)

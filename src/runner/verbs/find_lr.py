@@ -1,0 +1,80 @@
+"""`find-lr`: the learning-rate range test."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from runner.build.auto_lr import REASON, FoundRate, find_rate
+from runner.build.describe import describe
+from runner.checkpoint import resume
+from runner.config import stored
+from runner.config.app import Composition
+from runner.config.errors import UserError
+from runner.config.schema.find_lr import FindLr
+from runner.config.secrets import mask_words
+from runner.engine.position import Position
+from runner.engine.state import load_weights
+from runner.tracking.environment import environment
+from runner.tracking.files import write_atomically, write_json
+from runner.train import build_run
+from runner.verbs._checkpoint import config_and_checkpoint, output_folder
+from runner.verbs._report import Report
+
+
+def run(composition: Composition) -> float:
+    """Find a learning rate.
+
+    Returns:
+        The recommended rate, for sweepers.
+    """
+    config, found = config_and_checkpoint(composition, FindLr)
+    report = Report(config.json)
+    tested = dataclasses.replace(config, epochs=None, max_steps=config.num_steps)
+    own = found is None
+    training = build_run(tested, make_cache=own, fresh=own)
+    built = training.config  # with what comes from the data
+    config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
+    with contextlib.closing(training.splits):
+        if found is not None:
+            try:
+                load_weights(training.model, found.contents["model"])
+            except ValueError as error:
+                raise UserError(f"{found.path}: {error}") from error
+            # The test freezes what is frozen at the checkpoint's position.
+            position = resume.made_of(found, "position", Position)
+            training.state.position = dataclasses.replace(position, left_out=[])
+        given = composition.job_dir or composition.run_dir
+        folder = output_folder(config.output, given, config.output_root, "find-lr")
+        report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
+        report.warnings(training.warnings, found.warnings if found else [])
+        rate = find_rate(training, config.num_steps, config.start, config.end)
+    record = {"command": mask_words(composition.words), **rate.record()}
+    rate.draw(folder / "lr_range.png", f"{config.name}: learning-rate range test")
+    write_atomically(folder / "config.yaml", stored.dump(config).encode())
+    # Written last: where it is, the other files are complete.
+    write_json(folder / "lr_range.json", record | {"environment": environment()})
+    if not report.json(record, folder=str(folder)):
+        _show(report, rate, folder)
+    return rate.settings["lr"]
+
+
+def _show(report: Report, rate: FoundRate, folder: Path) -> None:
+    curve, found = rate.curve, rate.suggestions
+    edge = "the last rate tried" if rate.warning else "too high to train with: the loss rises above it"
+    rates = [
+        ("steepest fall", found.steepest, ""),
+        ("a tenth of the lowest", found.tenth, ""),
+        ("a fifth of the edge", found.fifth, "<- recommended"),
+        ("lowest loss", found.lowest, ""),
+        ("edge", found.edge, edge),
+    ]
+    rows = [[name, f"{value:.2g}", note] for name, value, note in rates]
+    report.table(f"{len(curve.rates)} steps, up to {curve.rates[-1]:.2g}", ["suggestion", "rate", ""], rows)
+    if curve.stopped:
+        report.line(f"ended early: {curve.stopped}")
+    if rate.warning:
+        report.warn(rate.warning)
+    report.line(f"use {rate.words} ({REASON})")
+    report.folder(folder)

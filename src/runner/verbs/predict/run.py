@@ -1,0 +1,260 @@
+"""`predict`: what a checkpoint says of images, written row by row."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.build.model import KnownData
+from runner.config.app import Composition
+from runner.config.errors import UserError
+from runner.config.schema.predict import Predict
+from runner.data.bad_samples import BadSample
+from runner.data.build import callables
+from runner.data.loaders import Loader
+from runner.data.sources.image_files import files_loader
+from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
+from runner.models.features import Extractor, ExtractorPerImage
+from runner.runtime.precision import Precision
+from runner.tracking.files import write_atomically, writing
+from runner.tracking.formats import clean, compact, number
+from runner.tracking.run_directory import claim, timestamp
+from runner.verbs._checkpoint import (
+    ResolvedCheckpoint,
+    as_list,
+    num_classes_of,
+    resolve_checkpoint,
+    unique_names,
+    with_tta,
+)
+from runner.verbs._report import Report, amount
+from runner.verbs.inspect.features_file import write_features
+from runner.verbs.predict.inputs import INPUTS, SPLITS, files_in, split_in
+from runner.verbs.predict.rows import RowBuilder
+from runner.verbs.predict.tables import Row, Write, check_ending, open_table
+
+_BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
+_SHOWN = 10  # rows, and unreadable images, that are shown
+
+
+@dataclass
+class Source:
+    """Images to predict, and what is known of each.
+
+    Attributes:
+        loader: gives them in batches.
+        first_cells: the first cells of an image's row, from its number and its target.
+        unreadable: the images that could not be read so far, by number, with the reason.
+        close: ends worker processes.
+    """
+
+    loader: Loader
+    first_cells: Callable[[int, Any], Row]
+    unreadable: Callable[[], dict[int, str]]
+    close: Callable[[], None]
+
+
+@dataclass
+class Written:
+    """The first rows that were written, to be shown, and the number of all."""
+
+    first: list[Row] = dataclasses.field(default_factory=list)
+    count: int = 0
+
+
+def run(composition: Composition) -> float:
+    """Predict images.
+
+    Returns:
+        Images a second, for sweepers.
+    """
+    report = Report(composition.values["json"])
+    resolved = resolve_checkpoint(composition, Predict)
+    config = resolved.config
+    words = as_list(config.input)
+    if not words:
+        raise UserError("input", "is missing", INPUTS)
+    if config.output is not None:
+        check_ending(Path(config.output))
+    device, precision = resolved.set_up_device("predict", report)
+    split = split_in(words)
+    if split is None:
+        data: KnownData = resolved.data_facts()
+        source = _files(resolved, files_in(words), (data.channels, *data.image_size), device)
+        task, model = resolved.restore_model(data, device)
+    else:
+        if Path(split).is_dir():
+            report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
+        source, task, model, data = _split(resolved, split, device)
+    with contextlib.closing(source):
+        rows = RowBuilder(_class_names(resolved, task), config.top_k, config.probabilities, config.logits)
+        predictor: nn.Module = model
+        if config.tta:
+            predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
+        names = as_list(config.features)
+        layers = ExtractorPerImage(Extractor(model, names)) if names else None
+        path = _output_file(config)
+        began = time.perf_counter()
+        written = Written()
+        features_file = path.with_name(f"{path.stem}_features.npz") if layers is not None else None
+        with open_table(path, rows.lists) as write:
+            batches = _write_rows(_outputs(predictor, layers, source, precision, config), rows, write, written)
+            if features_file is None:
+                deque(batches, maxlen=0)
+            else:
+                write_features(batches, features_file)
+        seconds = time.perf_counter() - began
+        unreadable = [reason for _, reason in sorted(source.unreadable().items())]
+    unreadable_list = path.with_name(f"{path.stem}_unreadable.txt")
+    if unreadable:
+        write_atomically(unreadable_list, "".join(f"{_one_line(reason)}\n" for reason in unreadable).encode())
+    record = resolved.record() | {
+        "predicted": written.count,
+        "unreadable": unreadable,
+        "unreadable_list": str(unreadable_list) if unreadable else None,
+        "seconds": round(seconds, 3),
+        "images_per_s": round(written.count / seconds, 3),
+        "output": str(path),
+        "features": str(features_file) if features_file is not None else None,
+    }
+    report.json(record)
+    _show(record, written, report)
+    return float(record["images_per_s"])
+
+
+def _files(
+    resolved: ResolvedCheckpoint[Predict], paths: list[Path], shape: tuple[int, int, int], device: torch.device
+) -> Source:
+    config, unreadable = resolved.config, dict[int, str]()
+    batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
+
+    def note(found: Sequence[BadSample]) -> None:
+        for index, reason in found:
+            path = " ".join(str(paths[index]).split())
+            unreadable[index] = reason if path in reason else f"{path}: {reason}"
+
+    loader = files_loader(
+        paths,
+        config.data,
+        callables("transform.sample_eval", config.transform.sample_eval),
+        shape,
+        resolved.input_pipeline(device),
+        device,
+        config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
+        note,
+    )
+    return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable, loader.close)
+
+
+def _split(
+    resolved: ResolvedCheckpoint[Predict], name: str, device: torch.device
+) -> tuple[Source, Task, nn.Module, KnownData]:
+    # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
+    data = dataclasses.replace(resolved.config.data, on_error="raise" if resolved.config.strict else "skip")
+    splits = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, data=data)).data(device)
+    try:
+        split = splits.eval_split(name)
+        if split is None:
+            names = ", ".join(other for other in SPLITS if splits.eval_split(other) is not None)
+            raise UserError("input", f"this data has no '{name}' split", f"{names}, or images")
+        task, model = resolved.restore_model(splits, device)
+    except BaseException:
+        splits.close()
+        raise
+    classes = unique_names(resolved.classes)
+
+    def first_cells(index: int, target: Any) -> Row:
+        is_class = isinstance(target, int) and 0 <= target < len(classes)
+        return {"sample": index, "target": classes[target] if is_class else target}
+
+    source = Source(split.loader, first_cells, lambda: splits.bad_samples.reasons(name), splits.close)
+    return source, task, model, splits
+
+
+def _class_names(resolved: ResolvedCheckpoint[Predict], task: Task) -> tuple[str, ...]:
+    """Names of the classes, numbers if the data has no names; empty for a task without classes."""
+    count, classes = num_classes_of(task), unique_names(resolved.classes)
+    if count is None:
+        return ()
+    return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
+
+
+def _write_rows(
+    batches: Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]], builder: RowBuilder, write: Write, written: Written
+) -> Iterator[dict[str, Tensor]]:
+    """Write the rows of each batch; yields its features."""
+    for outputs, first_cells, features in batches:
+        rows = builder.rows(outputs, first_cells)
+        write(rows)
+        written.count += len(rows)
+        written.first += rows[: _SHOWN - len(written.first)]
+        yield features
+
+
+def _outputs(
+    model: nn.Module, layers: ExtractorPerImage | None, source: Source, precision: Precision, config: Predict
+) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
+    """Outputs of the readable images of each batch, float32 on the CPU, the first cells of their rows, and features."""
+    loader = source.loader
+    with evaluating(model):
+        for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
+            with precision.autocast():
+                outputs = model(batch.images).float().cpu()
+                features = layers(batch.images) if layers is not None else {}
+            indices, targets = batch.indices.tolist(), batch.targets.tolist()
+            unreadable = source.unreadable()
+            if config.strict and unreadable:
+                allowed = "strict=false, which lists such images and continues"
+                raise UserError("input", unreadable[min(unreadable)], allowed)
+            kept = [place for place, index in enumerate(indices) if index not in unreadable]
+            if kept:
+                first_cells = [source.first_cells(indices[place], targets[place]) for place in kept]
+                yield outputs[kept], first_cells, {name: tensor[kept] for name, tensor in features.items()}
+
+
+def _output_file(config: Predict) -> Path:
+    if config.output is None:
+        return claim(Path(config.output_root) / "predictions", timestamp()) / "predictions.csv"
+    path = Path(config.output)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _show(record: dict[str, Any], written: Written, report: Report) -> None:
+    if written.first and not report.as_json:
+        columns = [name for name, value in written.first[0].items() if not isinstance(value, list)]
+        rows = [[_cell(row[name]) for name in columns] for row in written.first]
+        more = f", the first {len(rows)}" if written.count > len(rows) else ""
+        report.table(f"{written.count:,} predicted{more}", columns, rows)
+    if unreadable := record["unreadable"]:
+        count = len(unreadable)
+        were = "was" if count == 1 else "were"
+        report.warn(f"{amount(count, 'image')} {were} not predicted, as they could not be read:")
+        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:_SHOWN]))
+        if count > _SHOWN:
+            report.line(f"  and {count - _SHOWN:,} more: {record['unreadable_list']}")
+    rate = compact(record["images_per_s"])
+    report.line(f"{written.count:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
+    if not report.as_json:
+        report.lines(*filter(None, (record["output"], record["features"])))
+
+
+def _one_line(reason: str) -> str:
+    """A reason without the line ends and other controls that a file's name may hold."""
+    return " ".join(clean(reason).encode("utf-8", "backslashreplace").decode().split())
+
+
+def _cell(value: Any) -> str:
+    return number(value) if isinstance(value, float) else str(value)

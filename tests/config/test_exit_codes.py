@@ -1,0 +1,39 @@
+"""What ends a job becomes an exit code, a sentence, and a text; only unexpected errors show a traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.config.errors import DIVERGED, FAILED, PREEMPTED, USAGE, DataFailed, UserError, explain
+from runner.engine.errors import BadMetric, Diverged, Preempted
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (UserError("seed", "cannot be -1"), USAGE, "seed: cannot be -1"),
+        (DataFailed("a worker died"), FAILED, "a worker died"),
+        (BadMetric("a metric is no number"), USAGE, "a metric is no number"),
+        (Diverged("the loss is nan"), DIVERGED, "diverged: the loss is nan"),
+        (Preempted("SIGTERM"), PREEMPTED, "stopped by SIGTERM"),
+    ],
+)
+def test_errors_of_the_program_carry_their_exit_code(error: Exception, code: int, sentence: str) -> None:
+    found = explain(error)
+    assert found[:2] == (code, sentence)
+    assert found[2].startswith(sentence)
+    assert "Traceback" not in found[2]
+
+
+class Foreign(Exception):
+    exit_code = 0
+
+
+def test_an_exit_code_of_other_code_does_not_count() -> None:
+    code, sentence, text = explain(Foreign("lost"))
+    assert (code, sentence) == (FAILED, "Foreign: lost")
+    assert "Foreign: lost" in text
+
+
+def test_divergence_says_what_to_try() -> None:
+    assert "grad_clip.norm=1.0" in explain(Diverged("the loss is nan"))[2]
