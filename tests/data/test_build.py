@@ -156,10 +156,10 @@ def test_constant_pixels_do_not_divide_by_zero() -> None:
 
 
 def test_given_statistics_are_kept_and_have_to_fit_the_channels() -> None:
-    splits = put_together(normalize=Normalize([0.25], [0.5]))
+    splits = put_together(normalize=Normalize(mean=[0.25], std=[0.5]))
     assert (splits.mean, splits.std) == ([0.25], [0.5])
     with pytest.raises(UserError, match=r"data.normalize: has 2 values, but the images have 3 channels"):
-        put_together(normalize=Normalize([0.1, 0.2], [0.5, 0.5]))
+        put_together(normalize=Normalize(mean=[0.1, 0.2], std=[0.5, 0.5]))
 
 
 def test_validation_is_carved_out_of_training_and_the_test_split_never_is() -> None:

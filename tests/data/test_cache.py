@@ -518,7 +518,7 @@ def assert_same_batches(one: DataModule, other: DataModule) -> None:
     [
         (AUGMENTED, {}),
         (AUGMENTED, {"placement": "ram"}),
-        (AUGMENTED, {"normalize": Normalize([0.5], [0.2])}),
+        (AUGMENTED, {"normalize": Normalize(mean=[0.5], std=[0.2])}),
         (AUGMENTED, {"placement": "disk"}),
         (NOISY, {"num_workers": 2}),
     ],
@@ -567,7 +567,7 @@ def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos
     assert splits.warnings == []
     in_ram = read_once("ram")
     assert rows(in_ram) == rows(splits)
-    assert in_ram.warnings == ["data.placement=ram has no effect: the cache of data.cache is not there"]
+    assert in_ram.warnings == ["data.placement=ram has no effect: data.cache was not made"]
     assert not (tmp_path / "photos.cache").exists()
     put_together(photos, cache="disk")
     assert rows(read_once())["train cache"][1] == "opened"
@@ -587,7 +587,7 @@ def test_a_changed_file_is_decoded_again(photos: Path) -> None:
 @pytest.mark.parametrize("key", ["sample_train", "sample_eval"])
 def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other(photos: Path, key: str) -> None:
     crops = Transform(**{key: [{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": 16}]})
-    with pytest.raises(UserError, match=rf"transform.{key}.0 cuts from whole images\n.*allowed: data.cache=null"):
+    with pytest.raises(UserError, match=rf"transform.{key}.0 crops from whole images\n.*allowed: data.cache=null"):
         put_together(photos, crops, cache="disk")
 
 
@@ -605,7 +605,7 @@ def test_a_run_that_is_asked_to_stop_meanwhile_goes_on_from_the_files(
     assert handled == [signal.SIGTERM]
     assert splits.warnings == [
         "data.cache was not made: a signal asks the run to stop",
-        "data.placement=ram has no effect: the cache of data.cache is not there",
+        "data.placement=ram has no effect: data.cache was not made",
     ]
     assert_same_batches(put_together(photos), splits)
 

@@ -40,7 +40,7 @@ def read(
     def note(unreadable: Sequence[BadSample]) -> None:
         found.update(dict(unreadable))
 
-    data = Data(dataset, num_workers=0, image_size=dataset.get("image_size"))
+    data = Data(dataset=dataset, num_workers=0, image_size=dataset.get("image_size"))
     loader = files_loader(paths, data, transforms, shape, Pipeline([], [0.0], [1.0], 0, CPU), CPU, 2, note)
     batches = list(loader.batches(0, 0, len(paths)))
     return torch.cat([batch.images for batch in batches]) * 255, found

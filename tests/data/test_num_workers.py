@@ -118,7 +118,7 @@ def test_shared_memory_has_to_hold_the_batches_of_all_loaders_that_have_some_at_
     keys: dict[str, Any], samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = 2 * 2 * samples * 16  # workers, batches of each, bytes of an image
-    data = Data({"_target_": "some.where"}, batch_size=40, num_workers=2, placement="disk")
+    data = Data(dataset={"_target_": "some.where"}, batch_size=40, num_workers=2, placement="disk")
     data = dataclasses.replace(data, **keys, cache_dir=str(tmp_path) if keys else None)
     dataset = Listed()
     parts = {"train": (dataset, torch.arange(100)), "val": (dataset, torch.arange(10))}

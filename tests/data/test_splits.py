@@ -143,7 +143,7 @@ def test_other_splits_or_target_counts_are_refused():
 
 def test_missing_splits_are_carved_from_train():
     train = Plain(100, torch.arange(100) % 5)
-    found = make_splits({"train": train}, Split(0.2, 0.1, 0, True))
+    found = make_splits({"train": train}, Split(val=0.2, test=0.1, seed=0, stratified=True))
     assert list(found) == ["train", "val", "test"]
     assert all(dataset is train for dataset, _ in found.values())
     assert [len(indices) for _, indices in found.values()] == [70, 20, 10]
@@ -152,7 +152,7 @@ def test_missing_splits_are_carved_from_train():
 
 def test_given_splits_are_used_whole_and_cost_train_nothing():
     given_splits = {"train": Plain(100), "test": Plain(30), "val": Plain(7)}
-    found = make_splits(given_splits, Split(0.2, 0.1, 0, True))
+    found = make_splits(given_splits, Split(val=0.2, test=0.1, seed=0, stratified=True))
     assert list(found) == ["train", "val", "test"]
     for name, (dataset, indices) in found.items():
         assert dataset is given_splits[name]
@@ -160,18 +160,25 @@ def test_given_splits_are_used_whole_and_cost_train_nothing():
 
 
 def test_a_given_test_split_leaves_only_validation_to_carve():
-    found = make_splits({"train": Plain(100), "test": Plain(30)}, Split(0.2, 0.5, 0, False))
+    found = make_splits({"train": Plain(100), "test": Plain(30)}, Split(val=0.2, test=0.5, seed=0, stratified=False))
     assert [len(indices) for _, indices in found.values()] == [80, 20, 30]
 
 
 def test_a_fraction_of_zero_makes_no_split():
-    found = make_splits({"train": Plain(10)}, Split(0, 0, 0, True))
+    found = make_splits({"train": Plain(10)}, Split(val=0, test=0, seed=0, stratified=True))
     assert list(found) == ["train"]
     assert torch.equal(found["train"][1][:], torch.arange(10))
 
 
 def test_fractions_of_given_splits_are_not_judged():
-    assert len(make_splits({"train": Plain(10), "val": Plain(3)}, Split(5.0, 0, 0, False))["val"][1]) == 3
+    assert (
+        len(
+            make_splits({"train": Plain(10), "val": Plain(3)}, Split(val=5.0, test=0, seed=0, stratified=False))["val"][
+                1
+            ]
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,16 +196,16 @@ def test_fractions_of_given_splits_are_not_judged():
 )
 def test_data_that_cannot_be_split_is_reported(splits, val, message):
     with pytest.raises(UserError, match=message):
-        make_splits(splits, Split(val, 0, 0, True))
+        make_splits(splits, Split(val=val, test=0, seed=0, stratified=True))
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 5000))
 def test_the_suggested_smallest_fraction_is_enough(n):
     with pytest.raises(UserError) as caught:
-        make_splits({"train": Plain(n)}, Split(1e-9, 0, 0, False))
+        make_splits({"train": Plain(n)}, Split(val=1e-9, test=0, seed=0, stratified=False))
     suggested = float(str(caught.value).split("at least ")[1].split(",")[0])
-    assert len(make_splits({"train": Plain(n)}, Split(suggested, 0, 0, False))["val"][1]) >= 1
+    assert len(make_splits({"train": Plain(n)}, Split(val=suggested, test=0, seed=0, stratified=False))["val"][1]) >= 1
 
 
 def test_targets_are_found_in_any_container():
@@ -227,5 +234,5 @@ def test_targets_that_are_no_numbers_are_none(raw):
 
 def test_digits_like_arrays_are_stratified():
     arrays = ImageArrays(torch.zeros(60, 1, 2, 2, dtype=torch.uint8), torch.arange(60) % 3, ("a", "b", "c"))
-    val = make_splits({"train": arrays}, Split(0.5, 0, 1, True))["val"][1]
+    val = make_splits({"train": arrays}, Split(val=0.5, test=0, seed=1, stratified=True))["val"][1]
     assert torch.bincount(arrays.targets[val]).tolist() == [10, 10, 10]

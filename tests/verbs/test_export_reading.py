@@ -184,7 +184,7 @@ def test_the_steps_give_the_pixels_that_a_model_of_any_shape_is_given(
     photographs: Path, shape: tuple[int, int, int]
 ) -> None:
     paths = sorted(photographs.iterdir())
-    steps = reading_steps(Data({"_target_": "elsewhere.images"}), [], shape)
+    steps = reading_steps(Data(dataset={"_target_": "elsewhere.images"}), [], shape)
     reader = Reader({"preprocessing": {"steps": [*steps, {"step": "layout", "axes": "channels, height, width"}]}})
     size = shape[1] if shape[1] == shape[2] else None
     files = ImageFiles(paths, shape, size, 1 if shape[0] == 1 else 3, 1.0, [], 10**6)

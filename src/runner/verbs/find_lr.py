@@ -44,7 +44,7 @@ def run(composition: Composition) -> float:
                 raise UserError(f"{found.path}: {error}") from error
             # The test freezes what is frozen at the checkpoint's position.
             position = resume.made_of(found, "position", Position)
-            training.state.position = dataclasses.replace(position, left_out=[])
+            training.state.position = dataclasses.replace(position, skipped_steps=[])
         given = composition.job_dir or composition.run_dir
         folder = output_folder(config.output, given, config.output_root, "find-lr")
         report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))

@@ -123,7 +123,7 @@ class Side:
     def _is_skipped(self) -> bool:
         """Whether the run that is continued skipped this step."""
         position = self.training.state.position
-        return position.global_step + 1 in position.left_out
+        return position.global_step + 1 in position.skipped_steps
 
     def close(self) -> None:
         """End worker processes."""

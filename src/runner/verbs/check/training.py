@@ -112,7 +112,7 @@ class _LossRecorder:
         done = loop.state.position.global_step
         if done % self.every == 0:
             loop.check_nonfinite()
-            if set(range(done - self.every + 1, done + 1)) <= set(loop.state.position.left_out):
+            if set(range(done - self.every + 1, done + 1)) <= set(loop.state.position.skipped_steps):
                 return  # there is no loss to read
             self.losses.append((done, loop.state.meter.read()))
             loop.state.meter.reset()
