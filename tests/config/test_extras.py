@@ -50,4 +50,6 @@ def test_a_wrong_value_is_a_problem_of_its_key(value, compose):
 def test_a_misspelled_one_is_recognised(compose):
     composition = compose("+optimizer.lr_base_batch_siz=64")
     _, problems = problems_in(composition.values, composition, Train)
-    assert [(problem.key, problem.nearest) for problem in problems] == [("optimizer.lr_base_batch_siz", "lr_base_batch_size")]
+    assert [(problem.key, problem.nearest) for problem in problems] == [
+        ("optimizer.lr_base_batch_siz", "lr_base_batch_size")
+    ]
