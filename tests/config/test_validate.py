@@ -200,7 +200,7 @@ def own(workdir):
     for name, text in {
         "model/own.yaml": "_target_: runner.models.mlp.MLP\nhiden: [3]\n",
         "data/own.yaml": "defaults:\n  - _base\n  - _self_\ndataset:\n  _target_: runner.data.sources.digits.digits\nhflip: 3\n",
-        "experiment/own.yaml": "# @package _global_\nepochs: 0\nclip:\n  norm: -1\n",
+        "experiment/own.yaml": "# @package _global_\nepochs: 0\ngrad_clip:\n  norm: -1\n",
         "other.yaml": "defaults:\n  - train\n  - _self_\naccumulate: 0\n",
     }.items():
         path = workdir / "mine" / name
