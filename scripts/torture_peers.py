@@ -122,8 +122,8 @@ class Victim:
         return None if status == 0 and _fingerprint(job) else status
 
     def _kills(self) -> None:
-        row = self._row("SIGKILL and resume: the bits of a run that was left alone")
-        ended = self._row("SIGKILL and resume: the resumed run ends at all")
+        row = self._row("SIGKILL and resume: the bits of an uninterrupted run")
+        ended = self._row("SIGKILL and resume: the resumed run finishes")
         while row.injected < self._counts.kills:
             job = self._new(2 * (row.injected % 2))
             if self._stopped(job, signal.SIGKILL) is None:
@@ -134,7 +134,7 @@ class Victim:
 
     def _signals(self) -> None:
         saved = self._row("SIGTERM: a checkpoint of the step is saved before the end")
-        told = self._row("SIGTERM: the exit status tells a scheduler to start it again (not 0, not killed)")
+        told = self._row("SIGTERM: the exit status tells a scheduler to restart it (not 0, not killed)")
         while saved.injected < self._counts.signals:
             job = self._new()
             status = self._stopped(job, signal.SIGTERM)
@@ -156,9 +156,9 @@ class Victim:
     def _damage(self) -> None:
         whole = self._interrupted()
         _, healthy = self._finish(replace(self._copy(whole), resumes=True))
-        changed = self._row("one bit of a tensor flipped in the newest checkpoint: found, or without effect")
-        short = self._row("the newest checkpoint truncated: found, or the one before taken")
-        on = self._row("the newest checkpoint truncated: the resumed run ends at all")
+        changed = self._row("one bit of a tensor flipped in the newest checkpoint: detected, or without effect")
+        short = self._row("the newest checkpoint truncated: detected, or the previous one used")
+        on = self._row("the newest checkpoint truncated: the resumed run finishes")
         for number in range(self._counts.flips):
             job = self._copy(whole)
             self._flip(self._program.checkpoints(job.folder)[0])
@@ -197,10 +197,8 @@ class Victim:
             row.count("run" if proof.exists() else "", _quiet)
 
     def _disk(self) -> None:
-        told = self._row(
-            "files limited to half a checkpoint from its middle on: the run ends with a status that is not 0"
-        )
-        on = self._row("files limited to half a checkpoint: the run goes on once there is room")
+        told = self._row("files limited to half a checkpoint during the run: the exit status is not 0")
+        on = self._row("files limited to half a checkpoint: the run continues once there is space")
         size = max(file.stat().st_size for file in self._program.checkpoints(self._folder / "alone_0"))
         for _ in range(self._counts.disks):
             job = self._new()
@@ -216,7 +214,7 @@ class Victim:
             on.count("" if status == 0 and found else "failed", _quiet)
 
     def _not_a_number(self) -> None:
-        row = self._row("an image that is not a number: the run fails, or its weights stay finite")
+        row = self._row("an image with NaN values: the run fails, or its weights stay finite")
         for workers in (0, 2):
             job = replace(self._new(workers), poisoned=True)
             status, _ = self._finish(job)

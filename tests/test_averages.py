@@ -225,7 +225,7 @@ def begun(compose: Callable[..., Any]) -> Any:
                           "data.batch_size=42", "data.drop_last=true", "evaluate.batch_size=7", "threads=1")  # fmt: skip
     config = resolve_config(composition, Train)
     training = build_run(config)
-    assert training.splits.train.samples == 43
+    assert training.data.train.samples == 43
     training.state.train()
     training.state.averaged.update(12)
     return training

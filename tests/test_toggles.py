@@ -165,7 +165,7 @@ def call(
             section[last] = value
         words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
         folder = workdir / f"run_{next(numbers)}"
-        composition = dataclasses.replace(composed[0], values=values, words=words, run_dir=folder)
+        composition = dataclasses.replace(composed[0], values=values, overrides=words, run_dir=folder)
         monkeypatch.setattr(runner.train, "current", lambda cfg: composition)
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):

@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import UserError, nearest, too_many_files
+from runner.config.errors import FAILED, OK, USAGE, UserError, nearest, too_many_files
 from runner.verbs._launch import complete_verb, launch_verb, print_error
 from runner.verbs._table import VERBS
 
-USAGE_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -31,10 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complete(words)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
-        return 0
+        return OK
     if words[0] == "--version":
         print(f"runner {__version__}")
-        return 0
+        return OK
     try:
         if words[0] not in VERBS:
             allowed = f"{', '.join(VERBS)} (python -m runner --help)"
@@ -45,13 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader closed the pipe (`| head`); without this, Python would complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return OK
     except (OSError, UserError) as error:
         text = str(error) if isinstance(error, UserError) else too_many_files(error)
         if not text or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         print_error(text)
-        return USAGE_ERROR if isinstance(error, UserError) else 1
+        return USAGE if isinstance(error, UserError) else FAILED
 
 
 def _help() -> str:
@@ -90,9 +89,9 @@ def _complete(words: list[str]) -> int:
         if match is None or not match[3]:
             prefix = match[2] if match else ""
             print(" ".join(name for name in VERBS if name.startswith(prefix)))
-            return 0
+            return OK
         if match[2] not in VERBS or not VERBS[match[2]].takes_config:
-            return 0
+            return OK
         verb, rest = VERBS[match[2]], match[4]
         first, space, others = rest.partition(" ")
         os.environ["COMP_LINE"] = f"runner {others if space and first in verb.aliases else rest}"

@@ -49,7 +49,7 @@ def training(compose: Callable[..., Any]) -> Callable[..., Run]:
         composition = compose(*RUN, *words)
         config = with_changes(resolve_config(composition, Train), {"data.batch_size": size})
         built = build_run(config, start, splits[0] if splits else None)
-        splits[:] = [built.splits]  # reading the data once is enough
+        splits[:] = [built.data]  # reading the data once is enough
         return built
 
     splits: list[Any] = []

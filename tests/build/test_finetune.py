@@ -57,7 +57,7 @@ def settled(
                 section = section[parent]
             section[last] = value
         words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
-        return dataclasses.replace(composed[0], values=values, words=words)
+        return dataclasses.replace(composed[0], values=values, overrides=words)
 
     return make
 
@@ -241,13 +241,13 @@ def test_initial_weights_follow_the_seed_and_the_scheme(built: Callable[..., Any
 def test_schemes_go_together(built: Callable[..., Any]) -> None:
     training = built(init=["prior_bias", "zero_gamma", "kaiming"])
     assert not training.model.stages[3][1].bn2.weight.any()
-    counts = training.splits.class_counts
+    counts = training.data.class_counts
     torch.testing.assert_close(training.model.head.bias.exp(), counts / counts.sum())
 
 
 def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Callable[..., Any]) -> None:
     training = built(**{"model.num_classes": 1000, "model.head": "linear"})
-    assert training.model.head.out_features == len(training.splits.classes)
+    assert training.model.head.out_features == len(training.data.classes)
 
 
 def test_a_checkpoint_with_another_head_is_enough_for_an_evaluation(

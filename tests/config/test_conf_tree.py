@@ -43,7 +43,7 @@ def test_all_groups_of_the_design_are_there():
 @options
 def test_every_option_composes_to_a_config_without_a_mistake(option, compose):
     composition = compose(f"{option.group}={option.name}")
-    assert composition.choices[option.group] == option.name
+    assert composition.group_choices[option.group] == option.name
     assert [problem.lines() for problem in problems_in(composition.values, composition, Train)[1]] == []
 
 
@@ -63,7 +63,7 @@ def test_every_option_begins_with_what_it_is_and_the_command_that_runs_it(option
 def test_the_command_at_the_head_of_an_option_is_understood(option, compose):
     verb, words = command(option)
     composition = compose(*words, verb=verb)
-    assert composition.choices[option.group] == option.name
+    assert composition.group_choices[option.group] == option.name
     assert [problem.lines() for problem in problems_in(composition.values, composition, Train)[1]] == []
 
 

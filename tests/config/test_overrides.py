@@ -22,9 +22,13 @@ WORDS += ["metrics.f1._target_=torchmetrics.F1Score", "callbacks.mine._target_=a
 @pytest.mark.parametrize("word", WORDS[::2])
 def test_key_plus_key_and_plus_plus_key_mean_the_same(word, compose):
     plain, *others = (compose(prefix + word) for prefix in PREFIXES)
-    assert plain.words == [word]
+    assert plain.overrides == [word]
     for other in others:
-        assert (other.values, other.words, other.choices) == (plain.values, plain.words, plain.choices)
+        assert (other.values, other.overrides, other.group_choices) == (
+            plain.values,
+            plain.overrides,
+            plain.group_choices,
+        )
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -49,7 +53,7 @@ def test_the_recorded_overrides_are_canonical_and_give_the_same_config_again(run
 
 def test_the_later_of_two_overrides_counts(compose):
     assert compose("seed=1", "seed=2").values["seed"] == 2
-    assert compose("optimizer=sgd", "optimizer=adam").choices["optimizer"] == "adam"
+    assert compose("optimizer=sgd", "optimizer=adam").group_choices["optimizer"] == "adam"
 
 
 def test_an_override_counts_more_than_a_preset_wherever_it_stands(compose):
@@ -61,7 +65,7 @@ def test_an_override_counts_more_than_a_preset_wherever_it_stands(compose):
 @pytest.mark.parametrize("group", ["experiment", "debug", "sweep", "logger", "callbacks"])
 def test_null_selects_no_option(group, compose):
     composition = compose(f"{group}=null")
-    assert group not in composition.choices
+    assert group not in composition.group_choices
     assert composition.values.get(group, {}) == {}
 
 

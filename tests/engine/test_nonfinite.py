@@ -66,13 +66,13 @@ class Seen:
 
     def __init__(self) -> None:
         self.weights: list[list[Tensor]] = []
-        self.left_out: list[tuple[int, Any]] = []
+        self.skipped: list[tuple[int, Any]] = []
 
     def on_step(self, loop: Any) -> None:
         self.weights.append(weights(loop.state.model))
 
     def on_step_skipped(self, loop: Any, step: int, diagnosis: Any) -> None:
-        self.left_out.append((step, diagnosis))
+        self.skipped.append((step, diagnosis))
 
 
 class Look:
@@ -98,7 +98,7 @@ def test_no_weight_changes_from_the_first_such_step_on_until_somebody_looks(
     assert len(seen.weights) == 6
     assert all(same(before, later) for later in after)
     assert not same(seen.weights[1], before)
-    [(step, diagnosis)] = seen.left_out
+    [(step, diagnosis)] = seen.skipped
     assert step == 4
     assert diagnosis.batch["images"].isnan().any()
     assert len(diagnosis.batch["indices"]) == 4
@@ -109,14 +109,14 @@ def test_skip_leaves_out_the_step_alone(bench: Callable[..., Any], optimizer: An
     seen = Seen()
     loop = loop_of(bench, "skip", optimizer, seen, Look(5))
     loop.run()
-    assert [step for step, _ in seen.left_out] == [4]
+    assert [step for step, _ in seen.skipped] == [4]
     assert same(seen.weights[2], seen.weights[3])
     assert not same(seen.weights[3], seen.weights[4])
     assert all(tensor.isfinite().all() for tensor in seen.weights[-1])
     # It is as if the batch had not been there: the same steps without it end with the same weights.
     other = loop_of(bench, "skip", optimizer, Look(5))
     other.source = other.source._source
-    other.state.position.left_out = [4]
+    other.state.position.skipped_steps = [4]
     other.run()
     assert same(weights(other.state.model), weights(loop.state.model))
 
@@ -146,7 +146,7 @@ def test_a_step_that_is_undone_on_the_device_is_as_if_it_had_not_been_taken(
         assert loop.parts.guard.waits is not waits
         with pytest.raises(Diverged) if policy == "raise" else contextlib.nullcontext():
             loop.run()
-        assert [step for step, _ in seen.left_out] == [batch + 1]
+        assert [step for step, _ in seen.skipped] == [batch + 1]
         moments = loop.state.optimizer.state_dict()["state"]
         numbers = [value for each in moments.values() for key, value in each.items() if key != "step"]
         ends.append((seen.weights, numbers))
@@ -187,11 +187,11 @@ def test_skip_puts_back_how_many_batches_batch_norm_has_seen(bench: Callable[...
         return nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(12, 3))
 
     ends = []
-    for left_out in (False, True):
+    for skipped in (False, True):
         loop = loop_of(bench, "skip", FUSED, Look(100), build=build)
-        if left_out:
+        if skipped:
             loop.source = loop.source._source
-            loop.state.position.left_out = [NAN_AT + 1]
+            loop.state.position.skipped_steps = [NAN_AT + 1]
         loop.run()
         ends.append(weights(loop.state.model))
     assert same(*ends)
@@ -219,7 +219,7 @@ def test_under_a_scaled_loss_an_overflow_belongs_to_scaling_and_a_nan_does_not(
             loop.run()
     else:
         loop.run()
-    assert [step for step, _ in seen.left_out] == [4]
+    assert [step for step, _ in seen.skipped] == [4]
     assert scaler.get_scale() < 2.0**60
 
 
@@ -329,10 +329,10 @@ def test_going_back_leaves_the_step_out_the_second_time(bench: Callable[..., Any
     loop._roll_back = lambda loop: loop.state.load_state_dict(saved[-1])
     loop.run()
     assert Told.found == [4]
-    assert loop.state.position.left_out == [4]
+    assert loop.state.position.skipped_steps == [4]
     other = loop_of(bench, "rollback", FUSED)
     other.source = other.source._source
-    other.state.position.left_out = [4]
+    other.state.position.skipped_steps = [4]
     other.run()
     assert same(weights(other.state.model), weights(loop.state.model))
 

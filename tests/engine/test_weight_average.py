@@ -22,7 +22,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def walk(
-    model: nn.Module, averaged: AveragedModel, steps: range, left_out: frozenset[int] = frozenset()
+    model: nn.Module, averaged: AveragedModel, steps: range, skipped: frozenset[int] = frozenset()
 ) -> list[list[Tensor]]:
     """Weights after each step of a random walk; skipped ones move nothing, and set a flag."""
     after = []
@@ -31,9 +31,9 @@ def walk(
         with torch.no_grad():
             for parameter in model.parameters():
                 move = torch.randn(parameter.shape, generator=generator)
-                if step not in left_out:
+                if step not in skipped:
                     parameter.add_(move)
-        averaged.update(step, torch.tensor(float(step in left_out)) if averaged._counted is not None else None)
+        averaged.update(step, torch.tensor(float(step in skipped)) if averaged._counted is not None else None)
         after.append([parameter.detach().clone().double() for parameter in model.parameters()])
     return after
 

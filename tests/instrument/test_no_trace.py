@@ -83,12 +83,12 @@ def traces(training: Run) -> dict[str, Any]:
 
 
 def _diagnose(training: Run) -> None:
-    batches = list(training.splits.train.loader.batches(0, 0, 1))
+    batches = list(training.data.train.loader.batches(0, 0, 1))
     diagnose(training.state, training.parts, batches, 1, 1)
 
 
 def _range_test(training: Run) -> None:
-    state, parts, loader = training.state, training.parts, training.splits.train.loader
+    state, parts, loader = training.state, training.parts, training.data.train.loader
     range_test(state, loader, training.plan, parts, exponential(1e-4, 1e-3, 4), 1e-3)
 
 
@@ -100,15 +100,15 @@ def _average(training: Run) -> None:
 
 
 def _evaluate(training: Run) -> None:
-    evaluate(training.model, training.splits.train_for_eval.loader, training.task.targets, training.loss, {})
+    evaluate(training.model, training.data.train_for_eval.loader, training.task.targets, training.loss, {})
 
 
 def _watch(training: Run) -> None:
-    watched(training, next(iter(training.splits.train.loader.batches(0, 0, 1))), [])
+    watched(training, next(iter(training.data.train.loader.batches(0, 0, 1))), [])
 
 
 def _trial(training: Run) -> None:
-    image = next(iter(training.splits.train_for_eval.loader.batches(0, 0, 1))).images[:1]
+    image = next(iter(training.data.train_for_eval.loader.batches(0, 0, 1))).images[:1]
     trial = Trial(training.model, image, contextlib.nullcontext)
     trial.bytes_of_sample()
     trial.idle(["layer"])
@@ -119,7 +119,7 @@ RUNS: dict[str, Callable[[Run], object]] = {
     "counting operations": training_flops,
     "counting operations with parts frozen": lambda training: training_flops(training, Position()),
     "evaluation": _evaluate,
-    "the probe": lambda training: probe(training.task, training.model, training.loss, training.splits),
+    "the probe": lambda training: probe(training.task, training.model, training.loss, training.data),
     "diagnosis": _diagnose,
     "range test": _range_test,
     "average": _average,
@@ -156,7 +156,7 @@ def test_counting_and_evaluating_do_not_change_the_training_of_a_model_that_assi
     ends = []
     for aside in (False, True):
         training = make()
-        for batch in training.splits.train.loader.batches(0, 0, 3):
+        for batch in training.data.train.loader.batches(0, 0, 3):
             training.state.train()
             training.step(training.state, training.parts, batch, 1.0, len(batch.targets), True)
             if aside:

@@ -155,7 +155,7 @@ def test_a_step_that_the_run_had_to_leave_out_is_left_out(audit: Callable[..., A
     directory = train("epochs=1", "max_steps=7", "checkpoint.every_steps=5", "data.batch_size=32").directory
     whole = directory / "checkpoints" / "step_0000000005.safetensors"
     contents = file.read(whole)
-    contents["position"]["left_out"] = [6]
+    contents["position"]["skipped_steps"] = [6]
     lacking = whole.with_name("lacking.pt")
     file.write(lacking, contents)
     counts = [audit("audit", "json=true", f"ckpt_path={path}", "steps=1")["values"] for path in (whole, lacking)]

@@ -67,7 +67,7 @@ def test_anomaly_names_the_operation_behind_a_gradient_that_is_not_a_number(
 @pytest.mark.parametrize("option", ["pdb", "shapes", "nan"])
 def test_presets_turn_on_one_key_and_leave_the_training_alone(option: str, compose: Callable[..., Any]) -> None:
     plain, chosen = compose(), compose(f"debug={option}")
-    assert chosen.choices["debug"] == option
+    assert chosen.group_choices["debug"] == option
     config, problems = problems_in(chosen.values, chosen, Train)
     assert not problems
     assert config is not None

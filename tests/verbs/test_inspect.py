@@ -97,7 +97,7 @@ def test_weights_that_two_modules_share_count_once() -> None:
 def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -> None:
     training = built(*SMALL, "model.dropout=0.0")
     model = training.model
-    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
     before = fingerprint(model)
     found = pass_through(training, batch, [])
     assert_same(before, fingerprint(model))
@@ -126,7 +126,7 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -
 def test_tensors_inside_a_forward_are_looked_into_by_name(built: Callable[..., Run]) -> None:
     words = (*DATA, "model=resnet18_cifar", "model.width=4")
     training = built(*words)
-    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
     before = fingerprint(training.model)
     found = pass_through(training, batch, ["stages.0", "mean", "stages.3.1.add"])
     assert_same(before, fingerprint(training.model))
@@ -148,7 +148,7 @@ def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Ca
     model = training.model
     model.stages[0][0].weight.requires_grad_(False)
     model.head.register_parameter("idle", nn.Parameter(torch.zeros(2)))
-    found = pass_through(training, next(iter(training.splits.train.loader.batches(0, 0, 1))), [])
+    found = pass_through(training, next(iter(training.data.train.loader.batches(0, 0, 1))), [])
     assert found.frozen == ["stages.0.0.weight"]
     assert found.without == ["head.idle"]
     assert "stages.0.0.weight" not in [each.name for each in found.gradients]
@@ -312,7 +312,7 @@ def test_features_of_a_split_are_those_of_its_samples_in_order(
 
     training = built(*SMALL)
     load_weights(training.model, read(trained.directory / "checkpoints" / "best.safetensors")["model"])
-    batch = next(iter(training.splits.eval_split("test").loader.batches(0, 0, 1)))
+    batch = next(iter(training.data.eval_split("test").loader.batches(0, 0, 1)))
     with torch.no_grad():
         logits = training.model.eval()(batch.images)
     np.testing.assert_allclose(arrays["head"], logits.numpy(), rtol=1e-4, atol=1e-5)
@@ -457,10 +457,10 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(built: Callabl
     training = built(*SMALL)
     model = nn.Sequential()
     model.add_module("away/x", nn.Conv2d(3, 2, 3))
-    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
     folder = tmp_path / "in" / "side"
     folder.mkdir(parents=True)
-    written = draw_maps(model, batch.images, batch.targets, ["away/x"], training.splits, folder)
+    written = draw_maps(model, batch.images, batch.targets, ["away/x"], training.data, folder)
     assert [path.parent for path, _ in written] == [folder]
     assert set(tmp_path.rglob("*.png")) == {path for path, _ in written}
 
@@ -475,8 +475,8 @@ def test_layers_whose_names_differ_in_special_characters_have_a_picture_each(
     names = ["a b", "a/b", "A_b", "long" * 100]
     for name in names:
         model.add_module(name, nn.Conv2d(3, 3, 1))
-    batch = next(iter(training.splits.train.loader.batches(0, 0, 1)))
-    written = draw_maps(model, batch.images[:1], batch.targets[:1], names, training.splits, tmp_path)
+    batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
+    written = draw_maps(model, batch.images[:1], batch.targets[:1], names, training.data, tmp_path)
     assert len({path.name.lower() for path, _ in written}) == len(names)
     assert {path for path, _ in written} == set(tmp_path.iterdir())
 

@@ -112,28 +112,28 @@ def test_nothing_is_overwritten_and_then_nothing_is_written(path: str, own: Path
     (own / path).write_text("mine\n")
     result = run("new", "model", "MyNet")
     assert result.status == 2
-    assert f"new: {path} is there, and nothing is overwritten" in result.err
+    assert f"new: {path} already exists, and nothing is overwritten" in result.err
     assert content(own) == {path: b"mine\n"}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("modle", "MyNet"), "there is no 'modle' to write; did you mean 'model'?"),
-        (("model",), "takes what to write and its name, got 1 word\n    allowed: model NAME"),
+        (("modle", "MyNet"), "new: cannot create a 'modle'; did you mean 'model'?"),
+        (("model",), "takes a kind and a name, got 1 word\n    allowed: model NAME"),
         (("model", "A", "B"), "got 3 words"),
         (("model", "3d"), "'3d' cannot be the name of a class"),
         (("model", "my-net"), "'my-net' cannot be the name of a class"),
         (("model", "class"), "'class' cannot be the name of a class"),
         (("model", "../x"), "'../x' cannot be the name of a class"),
         (("data", "on"), "'on' cannot be the name of a class"),
-        (("model", "Mlp"), "model=mlp is there already, in "),
-        (("callback", "early_stopping"), "callbacks=early_stopping is there already"),
-        (("project", "torch"), "there is another package 'torch', which it would hide"),
-        (("project", "json"), "there is another package 'json'"),
+        (("model", "Mlp"), "model=mlp already exists, in "),
+        (("callback", "early_stopping"), "callbacks=early_stopping already exists"),
+        (("project", "torch"), "it would hide another package 'torch'"),
+        (("project", "json"), "it would hide another package 'json'"),
         (("project", "my-project"), "'my-project' cannot be the name of a package"),
-        (("project", "mine", "--package", "x"), "a project has a package and a folder of options of its own"),
-        (("model", "A", "--package", "numpy"), "there is another package 'numpy'"),
+        (("project", "mine", "--package", "x"), "a project has its own package and folder of options"),
+        (("model", "A", "--package", "numpy"), "it would hide another package 'numpy'"),
         (("model", "A", "--config-dir", "../x"), "--config-dir cannot be '../x'"),
         (("model", "A", "--config-dir"), "--config-dir needs a folder"),
         (("model", "A", "--pakage=x"), "unknown flag '--pakage'"),
@@ -153,7 +153,7 @@ def test_a_folder_that_is_there_is_no_place_for_a_project(own: Path, run: Callab
     (own / "mine").mkdir()
     result = run("new", "project", "mine")
     assert result.status == 2
-    assert "mine is there" in result.err
+    assert "mine already exists" in result.err
     assert content(own) == {}
 
 

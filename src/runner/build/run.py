@@ -68,11 +68,6 @@ class Run:
         return self.state.model
 
     @property
-    def splits(self) -> DataModule:
-        """The same as `data`."""
-        return self.data
-
-    @property
     def device(self) -> torch.device:
         """Where it is trained."""
         return self.hardware.device

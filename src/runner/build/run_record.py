@@ -73,7 +73,7 @@ class RunRecord:
         self._directory = RunDirectory(self.composition.job_dir)
         self._directory.lock()
         if not self._directory.overrides_file.exists():  # otherwise they are the same, see `why_occupied`
-            self._directory.write_overrides(self.composition.words)
+            self._directory.write_overrides(self.composition.overrides)
 
     def open(self, setup: Setup) -> None:
         """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names.
@@ -121,7 +121,7 @@ class RunRecord:
             before = read_summary(found.path.parents[1]) or {}
             self.summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
         # Overrides come first: a summary without them belongs to an unknown command.
-        self.directory.write_overrides(self.composition.words)
+        self.directory.write_overrides(self.composition.overrides)
         self.directory.write_summary(self.summary)
         self.directory.write_environment(environment())
 

@@ -77,7 +77,7 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
     fixed = composition.job_dir or composition.run_dir
     if fixed is not None:
         return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
-    return unfinished(composition.runs, composition.words)
+    return unfinished(composition.runs, composition.overrides)
 
 
 def why_occupied(composition: Composition) -> UserError | None:
@@ -91,7 +91,7 @@ def why_occupied(composition: Composition) -> UserError | None:
         allowed = "another folder, or resume=auto, given from its first start on, to continue it"
         return UserError("hydra.sweep.dir", f"{fixed} already holds a run", allowed)
     try:
-        if read_overrides(fixed) == mask_words(composition.words):  # as they are stored
+        if read_overrides(fixed) == mask_words(composition.overrides):  # as they are stored
             return None
         reason = "holds a run of other settings"
     except (OSError, ValueError) as error:

@@ -90,11 +90,13 @@ def wrong_type(contents: dict[str, Any]) -> str:
     images = metrics.get("images")
     if images is not None and not _is_image_shape(images):
         return "metrics.images is not channels, height and width"
-    best, left_out = metrics.get("best"), contents["position"].get("left_out", [])
+    best = metrics.get("best")
     if contents["position"].get("pieces") == 0:
         return "position.pieces is 0"
-    if not isinstance(left_out, list) or not all(type(step) is int for step in left_out):
-        return "position.left_out is not a list of steps"
+    for name in ("skipped_steps", "left_out"):  # the second in format 1
+        steps = contents["position"].get(name, [])
+        if not isinstance(steps, list) or not all(type(step) is int for step in steps):
+            return f"position.{name} is not a list of steps"
     if not _are_turns(contents["position"].get("turns", [])):
         return "position.turns is not a list of steps and epochs, in order"
     return (

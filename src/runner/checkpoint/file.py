@@ -39,10 +39,17 @@ KEYS = (
     "versions",
 )
 _BLOCK = 1 << 20
+
+
+def _from_format_1(contents: dict[str, Any]) -> dict[str, Any]:
+    position = dict(contents["position"])
+    if "left_out" in position:
+        position["skipped_steps"] = position.pop("left_out")
+    return contents | {"format": 2, "position": position}
+
+
 # From the contents of each older format to those of the next.
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda contents: contents | {"format": 2},  # it differed in its bytes alone
-}
+_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_format_1}
 
 Parts = Callable[[dict[str, Any]], Collection[str]]
 """Which keys of a checkpoint are needed with their tensors, given its contents without any."""

@@ -48,8 +48,8 @@ def current(cfg: DictConfig) -> Composition:
         mask_sweep(Path(hc.sweep.dir) / "multirun.yaml")
     return Composition(
         values=_plain(cfg),
-        words=overrides.canonical(hc.overrides.task),
-        choices=_choices(hc),
+        overrides=overrides.canonical(hc.overrides.task),
+        group_choices=_choices(hc),
         sources=Sources(extra),
         primary=str(hc.job.config_name),
         job_dir=Path(hc.runtime.output_dir) if sweep else None,
@@ -243,8 +243,8 @@ def _compose(
     problems += unasked(cfg, known.accepted)
     composition = Composition(
         values=values,
-        words=overrides.canonical(w for w in words if not w.startswith("hydra")),
-        choices=_choices(cfg.hydra),
+        overrides=overrides.canonical(w for w in words if not w.startswith("hydra")),
+        group_choices=_choices(cfg.hydra),
         sources=sources,
         primary=request.primary,
     )

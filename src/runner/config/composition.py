@@ -20,8 +20,8 @@ class Composition:
 
     Attributes:
         values: plain containers, interpolations resolved.
-        words: canonical overrides of the line, without those of `hydra.*`.
-        choices: option selected for each group.
+        overrides: canonical overrides of the command line, without those of `hydra.*`.
+        group_choices: the option selected for each group.
         sources: folders that were searched.
         primary: name of the primary config.
         job_dir: folder that a sweep gives to this job; None for a single run.
@@ -29,8 +29,8 @@ class Composition:
     """
 
     values: dict[str, Any]
-    words: list[str]
-    choices: dict[str, str]
+    overrides: list[str]
+    group_choices: dict[str, str]
     sources: Sources
     primary: str
     job_dir: Path | None = None
@@ -48,11 +48,11 @@ class Composition:
 
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
-        for word in reversed(self.words):
+        for word in reversed(self.overrides):
             target = word.split("=", 1)[0].lstrip("+~")
-            if key == target or (key.startswith(target + ".") and target not in self.choices):
+            if key == target or (key.startswith(target + ".") and target not in self.group_choices):
                 return f"the override {word.lstrip('+')}"
-        for group, name in reversed(list(self.choices.items())):
+        for group, name in reversed(list(self.group_choices.items())):
             option = self.sources.option(group, str(name)) if name else None
             if option is None:
                 continue
@@ -71,9 +71,9 @@ class Composition:
         """
         known = self
         if checkpoint:
-            given = {word.split("=", 1)[0].lstrip("+~") for word in self.words}
-            choices = {group: name for group, name in self.choices.items() if group in given}
-            known = dataclasses.replace(self, choices=choices, primary="")
+            given = {word.split("=", 1)[0].lstrip("+~") for word in self.overrides}
+            choices = {group: name for group, name in self.group_choices.items() if group in given}
+            known = dataclasses.replace(self, group_choices=choices, primary="")
         return [
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in problems

@@ -49,11 +49,13 @@ def merge_with_checkpoint(
         ConfigError: if the file names something to build that is neither allowed nor trusted.
     """
     original = stored.load(text, where)
-    values = stored.overlay(original, composition.values, composition.words, composition.choices, composition.sources)
+    values = stored.overlay(
+        original, composition.values, composition.overrides, composition.group_choices, composition.sources
+    )
     _keep_facts(original, values)
-    _keep_preparation(original, values, composition.words)
+    _keep_preparation(original, values, composition.overrides)
     _keep_found_rates(original, values, composition)
-    if not two_rates(values, composition.words):
+    if not two_rates(values, composition.overrides):
         _use_number(values)
     for key in _OF_THE_CALL:
         values[key] = composition.values[key]
@@ -176,7 +178,7 @@ def _keep_found_rates(original: dict[str, Any], values: dict[str, Any], composit
         return
     if _target(before) != _target(after):
         return
-    words = [] if composition.values["resume"] == "auto" else composition.words
+    words = [] if composition.values["resume"] == "auto" else composition.overrides
     for name, rate in before.items():
         if (name == "lr" or name.endswith("_lr")) and not says(f"optimizer.{name}", words):
             after[name] = rate

@@ -33,7 +33,7 @@ def problems_in(
     """
     config, problems = typed(schema, values)
     if config is not None:
-        problems += [*conflicts(config), *two_rates(values, composition.words)]
+        problems += [*conflicts(config), *two_rates(values, composition.overrides)]
         if isinstance(config.lr, float):
             config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
     for key, node in nodes(schema, values):
@@ -61,7 +61,7 @@ def resolve_config(composition: Composition, schema: type[T]) -> T:
         ConfigError: with every problem there is.
     """
     config = _validated(composition.values, composition, schema)
-    return config if config.ckpt_path is not None else _with_preferred_data(config, composition.words)
+    return config if config.ckpt_path is not None else _with_preferred_data(config, composition.overrides)
 
 
 def resolve_with_checkpoint(
@@ -86,7 +86,11 @@ def resolve_with_checkpoint(
     if schema is Train and values.get("lr") == "auto":  # the rate was found when the run began, or given
         values["lr"] = None
         changed = [difference for difference in changed if difference[0] != "lr"]
-    if normalize is not None and isinstance(values.get("data"), dict) and not says("data.normalize", composition.words):
+    if (
+        normalize is not None
+        and isinstance(values.get("data"), dict)
+        and not says("data.normalize", composition.overrides)
+    ):
         values["data"]["normalize"] = dict(normalize)
     kind: type = schema
     own = {key: composition.values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}

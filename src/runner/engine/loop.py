@@ -130,7 +130,7 @@ class Loop:
                 self._save_after(error)
                 raise
             self.waited_s += perf_counter() - asked
-            if not (position.left_out and position.global_step + 1 in position.left_out):
+            if not (position.skipped_steps and position.global_step + 1 in position.skipped_steps):
                 step(state, parts, batch, weight, size, update)
             elif update and parts.guard is not None:
                 parts.guard.stepped()
@@ -298,9 +298,9 @@ class Loop:
         self._rollbacks += 1
         if self._rollbacks > _MOST_ROLLBACKS:
             raise Diverged(f"{found}; training was rolled back {_MOST_ROLLBACKS} times before") from found
-        earlier = self.state.position.left_out
+        earlier = self.state.position.skipped_steps
         self._roll_back(self)
-        self.state.position.left_out = sorted({*earlier, *self.state.position.left_out, found.step})
+        self.state.position.skipped_steps = sorted({*earlier, *self.state.position.skipped_steps, found.step})
         self.epoch_ended = False
         self._prepare()
         self.emit("on_rollback", found)

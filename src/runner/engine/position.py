@@ -15,7 +15,7 @@ class Position:
         micro_batch: accumulated batches of the current step; 0, because states are saved between steps.
         global_step: completed optimizer steps.
         evaluation_due: whether the validation split must be evaluated before training continues.
-        left_out: numbers of the optimizer steps, from 1, that are skipped because their gradients are not finite.
+        skipped_steps: numbers of the optimizer steps, from 1, that are skipped because their gradients are not finite.
         pieces: micro-batches that each batch is divided into because memory ran out.
         turns: [step, epoch] pairs at which the number of steps per epoch changed, see `runner.engine.plan.Timeline`.
     """
@@ -25,7 +25,7 @@ class Position:
     micro_batch: int = 0
     global_step: int = 0
     evaluation_due: bool = False
-    left_out: list[int] = field(default_factory=list)
+    skipped_steps: list[int] = field(default_factory=list)
     pieces: int = 1
     turns: list[list[int]] = field(default_factory=list)
 

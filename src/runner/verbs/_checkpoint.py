@@ -206,7 +206,7 @@ def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = 
     # Other data has to look to the model like the data that it was trained on.
     statistics = _stored_data(found).get("normalize") or {}
     config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema, statistics)
-    return ResolvedCheckpoint(found, config, composition.words, getattr(config, "weights", "auto"))
+    return ResolvedCheckpoint(found, config, composition.overrides, getattr(config, "weights", "auto"))
 
 
 def config_and_checkpoint(

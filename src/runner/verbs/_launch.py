@@ -15,7 +15,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import FAILED, USAGE, UserError, called_exit, too_many_files
+from runner.config.errors import FAILED, OK, USAGE, UserError, called_exit, too_many_files
 from runner.config.secrets import mask_text
 from runner.tracking.formats import clean
 from runner.verbs._help import print_help
@@ -39,10 +39,10 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         if not asks_for_help:
             return int(main(argv))
         print(f"{verb.help}\n\n{cleandoc(main.__doc__ or '')}")
-        return 0
+        return OK
     if asks_for_help:
         print_help(verb, argv)
-        return 0
+        return OK
     from runner.config.app import launch
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS
@@ -56,7 +56,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
     )
-    no_job_started = outcome.sweep is None or outcome.status == 2 or not outcome.sweep.is_dir()
+    no_job_started = outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir()
     if no_job_started or outcome.sweep is None or not verb.keeps_runs:
         return outcome.status
     return max(outcome.status, _show_sweep(outcome.sweep))

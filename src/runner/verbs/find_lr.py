@@ -36,7 +36,7 @@ def run(composition: Composition) -> float:
     training = build_run(tested, make_cache=own, fresh=own)
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
-    with contextlib.closing(training.splits):
+    with contextlib.closing(training.data):
         if found is not None:
             try:
                 load_weights(training.model, found.contents["model"])
@@ -44,13 +44,13 @@ def run(composition: Composition) -> float:
                 raise UserError(f"{found.path}: {error}") from error
             # The test freezes what is frozen at the checkpoint's position.
             position = resume.made_of(found, "position", Position)
-            training.state.position = dataclasses.replace(position, left_out=[])
+            training.state.position = dataclasses.replace(position, skipped_steps=[])
         given = composition.job_dir or composition.run_dir
         folder = output_folder(config.output, given, config.output_root, "find-lr")
         report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         report.warnings(training.warnings, found.warnings if found else [])
         rate = find_rate(training, config.num_steps, config.start, config.end)
-    record = {"command": mask_words(composition.words), **rate.record()}
+    record = {"command": mask_words(composition.overrides), **rate.record()}
     rate.draw(folder / "lr_range.png", f"{config.name}: learning-rate range test")
     write_atomically(folder / "config.yaml", stored.dump(config).encode())
     # Written last: where it is, the other files are complete.

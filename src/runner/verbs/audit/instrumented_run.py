@@ -123,12 +123,12 @@ class Side:
     def _is_skipped(self) -> bool:
         """Whether the run that is continued skipped this step."""
         position = self.training.state.position
-        return position.global_step + 1 in position.left_out
+        return position.global_step + 1 in position.skipped_steps
 
     def close(self) -> None:
         """End worker processes."""
         self._batches.close()
-        self.training.splits.close()
+        self.training.data.close()
 
     def _begin(self) -> None:
         self._recorder = Recorder(int(_SHARE_KEPT * psutil.virtual_memory().available))
@@ -147,7 +147,7 @@ class Side:
     def _batches_of_steps(self) -> Any:
         """Batches with their size, their weight and whether the optimizer steps after it, as the loop takes them."""
         training = self.training
-        state, plan, source = training.state, training.plan, training.splits.train.loader
+        state, plan, source = training.state, training.plan, training.data.train.loader
         position = state.position
         while True:
             batches = source.batches(position.epoch, position.batch, plan.batches)

@@ -173,7 +173,7 @@ def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Differenc
     if a is not None and b is not None and a.shape == b.shape and a.ndim:
         chosen = [index for index, x, y in zip(chosen, a, b, strict=True) if not x.equal(y)] or chosen
     for side in sides:
-        loader = side.training.splits.train.loader
+        loader = side.training.data.train.loader
         if (who := find_nondeterminism(loader, side.config.seed, side.epoch, chosen[:_SUSPECTED])) is not None:
             return who
     return None

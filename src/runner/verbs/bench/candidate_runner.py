@@ -84,7 +84,7 @@ class Workbench:
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         training = build_run(config, data=splits or self._splits.get(key), make_cache=self._own, fresh=self._own)
         if splits is None:
-            self._splits[key] = training.splits
+            self._splits[key] = training.data
         return training
 
     def read_data(self, config: Bench) -> None:
@@ -160,7 +160,7 @@ class CandidateRunner:
     @property
     def loader(self) -> Loader:
         """The loader of training batches."""
-        return self.training.splits.train.loader
+        return self.training.data.train.loader
 
     @property
     def in_memory(self) -> bool:
@@ -226,8 +226,8 @@ class CandidateRunner:
     def loss_with_seed(self, seed: int, steps: int) -> float:
         """The loss after the first steps from other initial weights, on the same batches."""
         config = self._bench.config({**dict(self.candidate.settings), "seed": seed})
-        training = self._bench.build(config, self.training.splits)
-        run(training, training.splits.train.loader, steps)
+        training = self._bench.build(config, self.training.data)
+        run(training, training.data.train.loader, steps)
         return training.state.meter.read()
 
     def measure(self, steps: int, warmup: int, epoch: int = 0) -> Timed:

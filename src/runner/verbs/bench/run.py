@@ -30,7 +30,7 @@ def run(composition: Composition) -> float:
     finally:
         bench.close()
         CandidateRunner(bench).configure()  # torch's switches, for the next job of a sweep, or of this process
-    result.record = {"part": config.part, "overrides": mask_words(composition.words)} | result.record
+    result.record = {"part": config.part, "overrides": mask_words(composition.overrides)} | result.record
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     model = str(config.model["_target_"]).rsplit(".", 1)[1]
     record = write(result, folder, f"{config.name}, {model} on {result.record['device']}")

@@ -113,7 +113,7 @@ def read(training: Run, batches: int, warmup: int, epoch: int) -> Timed:
     samples, done, began = 0, 0, time.perf_counter()
     while done < warmup + batches:
         count = min(plan.batches, warmup + batches - done)
-        for batch in training.splits.train.loader.batches(epoch, 0, count):
+        for batch in training.data.train.loader.batches(epoch, 0, count):
             done += 1
             samples += len(batch.targets)
             if done == warmup:

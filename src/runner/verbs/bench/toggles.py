@@ -237,7 +237,7 @@ def baseline_with_data(bench: Workbench, report: Report, config: Bench) -> Candi
     run(first.training, first.loader, 2)
     report.header(f"{config.name}  as configured", describe(config, first.training))
     report.warnings(first.training.warnings)
-    bench.keep_statistics(first.training.splits)
+    bench.keep_statistics(first.training.data)
     return CandidateRunner(bench)
 
 

@@ -129,7 +129,7 @@ def beats_baselines(context: CheckContext) -> Result:
     if context.found is None:
         return skipped("ckpt_path names no run to compare")
     found, training = context.cached(score_baselines), context.training
-    split = training.splits.eval_split(found.split)
+    split = training.data.eval_split(found.split)
     assert split is not None
     metrics: dict[str, Any] = build_metrics(context.config, training.task, training.device)
     arguments = (training.model, split.loader, training.task.targets, training.loss, metrics)

@@ -110,7 +110,7 @@ def _observe_loop(context: CheckContext) -> _StepObserver:
     plan = dataclasses.replace(training.plan, limit=min(training.plan.batches, 3 * context.config.accumulate))
     limits = Limits(epochs=None, max_steps=3, evaluate_every_epochs=None, evaluate_every_steps=1)
     held_out = context.shortened(held_out_loader(context))
-    source = context.shortened(training.splits.train.loader)
+    source = context.shortened(training.data.train.loader)
     build_loop(context, source, plan, limits, held_out=held_out, step=observer).run()
     observer.from_hooks = _gradients_from_hooks(context)
     return observer
@@ -173,7 +173,7 @@ def _weights_after(context: CheckContext, steps: int) -> dict[str, Tensor]:
     """Weights and buffers after a few steps from the start."""
     context.restore()
     training, plan = context.training, context.training.plan
-    loader = context.shortened(training.splits.train.loader)
+    loader = context.shortened(training.data.train.loader)
     batches = loader.batches(0, 0, min(plan.batches, steps * plan.accumulate))
     for batch, (size, weight, update) in zip(batches, plan.parts(0), strict=False):
         training.step(training.state, training.parts, batch, weight, size, update)

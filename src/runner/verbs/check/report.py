@@ -31,42 +31,36 @@ class CompletedCheck:
     seconds: float
 
 
-@dataclass(frozen=True)
-class ImagesSeen:
-    """How many samples of a split there are, how many were read, and how many of these each class has."""
+def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
+    """By split how many `samples` it has, how many were `read`, and how many of these each of the `classes` has.
 
-    split: str
-    samples: int
-    read: int
-    classes: dict[str, int]
-
-    def sentence(self) -> str:
-        """The counts in words; of many classes, those with the fewest images."""
-        line = f"saw {self.read:,} of {self.samples:,} images of {self.split}"
-        if not self.classes:
-            return line
-        few = len(self.classes) <= _MOST_CLASSES
-        order = self.classes if few else sorted(self.classes, key=lambda name: self.classes[name])
-        counts = join_names([f"{name} {self.classes[name]:,}" for name in order], _MOST_CLASSES)
-        return f"{line}: {counts}" if few else f"{line}: fewest {counts}"
-
-
-def images_seen(context: CheckContext) -> list[ImagesSeen]:
-    """The images of each split that were read; empty if no check needed an image."""
+    Empty if no check needed an image.
+    """
     if "unmarked_stats" not in vars(context):
-        return []
+        return {}
     names = dict(enumerate(context.splits.classes))
-    found = []
-    for name, stats in context.unmarked_stats.items():
+    found = {}
+    for split, stats in context.unmarked_stats.items():
         whole = stats.targets.ndim == 1 and not stats.targets.is_floating_point()
         counts = Counter(stats.targets.tolist()) if whole and names else Counter[int]()
         other = {f"no class {number}": count for number, count in sorted(counts.items()) if number not in names}
         classes = {label: counts[number] for number, label in names.items()} if counts else {}
-        found.append(ImagesSeen(name, stats.samples, stats.read, classes | other))
+        found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes | other}
     return found
 
 
-def show(console: Console, completed: list[CompletedCheck], seen: list[ImagesSeen], seconds: float) -> None:
+def _sentence(split: str, samples: int, read: int, classes: dict[str, int]) -> str:
+    """What was seen of a split; of many classes, those with the fewest images."""
+    line = f"saw {read:,} of {samples:,} images of {split}"
+    if not classes:
+        return line
+    few = len(classes) <= _MOST_CLASSES
+    order = classes if few else sorted(classes, key=lambda name: classes[name])
+    counts = join_names([f"{name} {classes[name]:,}" for name in order], _MOST_CLASSES)
+    return f"{line}: {counts}" if few else f"{line}: fewest {counts}"
+
+
+def show(console: Console, completed: list[CompletedCheck], seen: dict[str, dict[str, Any]], seconds: float) -> None:
     """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
     rows = []
     for each in completed:
@@ -76,8 +70,8 @@ def show(console: Console, completed: list[CompletedCheck], seen: list[ImagesSee
             rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
             rows.append(["", "", "", f"  fix: {result.fix}"])
     console.table("", ["group", "check", "result", "evidence"], rows)
-    for split in seen:
-        console.line(split.sentence())
+    for split, counts_seen in seen.items():
+        console.line(_sentence(split, **counts_seen))
     names: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for each in completed:
         names[each.result.lack or each.result.status].append(each.check.name)
@@ -90,14 +84,16 @@ def show(console: Console, completed: list[CompletedCheck], seen: list[ImagesSee
     console.line(f"{', '.join(counts)} in {seconds:.1f} s{more}")
 
 
-def record(completed: list[CompletedCheck], seen: list[ImagesSeen], bad: bool, seconds: float) -> dict[str, Any]:
+def record(
+    completed: list[CompletedCheck], seen: dict[str, dict[str, Any]], bad: bool, seconds: float
+) -> dict[str, Any]:
     """The same for programs."""
     return {
         "ok": not bad,
         "counts": dict(Counter(each.result.status for each in completed)),
         "complete": not any(each.result.lack for each in completed),
         "seconds": round(seconds, 3),
-        "seen": {each.split: {"samples": each.samples, "read": each.read, "classes": each.classes} for each in seen},
+        "seen": seen,
         "checks": [
             {"group": each.check.group, "name": each.check.name, "finds": each.check.finds}
             | asdict(each.result)

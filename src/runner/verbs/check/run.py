@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -27,11 +25,11 @@ from runner.data.build import DataModule, build_data
 from runner.engine.errors import Diverged
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
-from runner.tracking.files import finite
 from runner.train import build_run
 from runner.verbs._checkpoint import config_and_checkpoint
+from runner.verbs._report import Report
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.report import CompletedCheck, ImagesSeen, images_seen, record, show
+from runner.verbs.check.report import CompletedCheck, images_seen, record, show
 from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time, skipped
 from runner.verbs.check.table import BUILD, CHECKS, Check
 
@@ -47,26 +45,22 @@ class OutOfTime(BaseException):
 
 
 def run(composition: Composition) -> float:
-    """Make the checks.
+    """Run the checks and report them.
 
     Returns:
         The number of checks that failed, for sweepers.
 
     Raises:
-        SystemExit: with exit status 1 if a check failed, 3 if one was not decided, unless the job is one of a sweep.
+        SystemExit: with exit status 1 if a check failed, 3 if one could not run, unless the job is part of a sweep.
     """
     config, found = config_and_checkpoint(composition, Settings, "best")
     chosen = select_checks(config)
-    # With json=true, standard output is one JSON object and nothing else.
-    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
-    began = time.monotonic()
-    completed, seen = run_checks(config, found, chosen, console)
+    report, began = Report(config.json), time.monotonic()
+    completed, seen = run_checks(config, found, chosen, report)
     bad = sum(each.result.status in (("fail", "warn") if config.strict else ("fail",)) for each in completed)
     seconds = time.monotonic() - began
-    if config.json:
-        print(json.dumps(finite(record(completed, seen, bad > 0, seconds))))
-    else:
-        show(console, completed, seen, seconds)
+    if not report.json(record(completed, seen, bad > 0, seconds)):
+        show(report, completed, seen, seconds)
     if composition.job_dir is None and (bad or any(each.result.lack for each in completed)):
         raise SystemExit(FAILED if bad else INCOMPLETE)
     return float(bad)
@@ -106,23 +100,23 @@ def run_checks(
     found: find.LoadedCheckpoint | None,
     chosen: Sequence[Check],
     console: Console,
-) -> tuple[list[CompletedCheck], list[ImagesSeen]]:
+) -> tuple[list[CompletedCheck], dict[str, dict[str, Any]]]:
     """Build the run, and run the checks: their results, and how many images of each split were read."""
     began = time.monotonic()
     set_switches(config, _device(config))
     late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
     built = _attempt(lambda: _build_data(config), began + config.budget_s - time.monotonic())
     if isinstance(built, OutOfTime):
-        return late, []
+        return late, {}
     if isinstance(built, Exception):
         others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
-        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], []
+        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], {}
     config, splits = built
     with contextlib.closing(splits):
         context = CheckContext(config, splits, found, began)
         error = _attempt(context.build, context.left)
         if isinstance(error, OutOfTime):
-            return late, []
+            return late, {}
         # If the build failed, the data can still be checked.
         result = BUILD.run(context) if error is None else _build_failed(error)
         completed = [CompletedCheck(BUILD, result, time.monotonic() - began)]

@@ -65,7 +65,7 @@ def _ramp(context: CheckContext) -> Result:
     def batches() -> Iterator[Any]:
         epoch = 0
         while True:
-            yield from zip(training.splits.train.loader.batches(epoch, 0, plan.batches), plan.parts(0), strict=False)
+            yield from zip(training.data.train.loader.batches(epoch, 0, plan.batches), plan.parts(0), strict=False)
             epoch += 1
 
     for batch, (size, weight, update) in batches():
@@ -112,7 +112,7 @@ class _LossRecorder:
         done = loop.state.position.global_step
         if done % self.every == 0:
             loop.check_nonfinite()
-            if set(range(done - self.every + 1, done + 1)) <= set(loop.state.position.left_out):
+            if set(range(done - self.every + 1, done + 1)) <= set(loop.state.position.skipped_steps):
                 return  # there is no loss to read
             self.losses.append((done, loop.state.meter.read()))
             loop.state.meter.reset()
@@ -140,7 +140,7 @@ def _train(context: CheckContext) -> Result:
     recorder = _LossRecorder(context, every)
     run.state.train()
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
-    loop = build_loop(context, run.splits.train.loader, run.plan, limits, extra=[recorder])
+    loop = build_loop(context, run.data.train.loader, run.plan, limits, extra=[recorder])
     fix = "overfit and learning-rate tell model and optimizer apart; a larger train_steps"
     try:
         loop.run()

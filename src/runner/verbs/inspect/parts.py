@@ -60,12 +60,12 @@ class Inspection:
     def anatomy(self) -> Anatomy:
         """The modules of the model."""
         flops = self.flops
-        return anatomy(self.training.model, example_input(self.training.splits), flops.by_module, flops.samples)
+        return anatomy(self.training.model, example_input(self.training.data), flops.by_module, flops.samples)
 
     @cached_property
     def batch(self) -> Batch:
         """The first batch of the epoch that the state stands in, as a training step is given it."""
-        return next(iter(self.training.splits.train.loader.batches(self.training.state.position.epoch, 0, 1)))
+        return next(iter(self.training.data.train.loader.batches(self.training.state.position.epoch, 0, 1)))
 
     @cached_property
     def passed(self) -> Passed:
@@ -79,7 +79,7 @@ class Inspection:
 
     def samples(self) -> tuple[Tensor, Tensor]:
         """Images and targets of the first samples of the split that the config names, or of the training split."""
-        split = self.training.splits.eval_split(self.config.split) or self.training.splits.train_for_eval
+        split = self.training.data.eval_split(self.config.split) or self.training.data.train_for_eval
         batch = next(iter(split.loader.batches(0, 0, 1)))
         return batch.images, batch.targets
 
@@ -94,9 +94,9 @@ def split_of(config: Inspect, training: Run) -> SplitData:
     Raises:
         UserError: if the data has none.
     """
-    split = training.splits.eval_split(config.split)
+    split = training.data.eval_split(config.split)
     if split is None:
-        there = [name for name in ("train", "val", "test") if training.splits.eval_split(name) is not None]
+        there = [name for name in ("train", "val", "test") if training.data.eval_split(name) is not None]
         raise UserError("split", f"this data has no '{config.split}' split", f"{', '.join(there)}")
     return split
 
@@ -165,13 +165,13 @@ def inputs(found: Inspection) -> None:
     """Samples of training as the model is given them, augmented."""
     count = found.config.samples
     images, targets = found.batch.images[:count], found.batch.targets[:count]
-    title = pictures.draw_inputs(images, targets, found.training.splits, found.folder / "inputs.png")
+    title = pictures.draw_inputs(images, targets, found.training.data, found.folder / "inputs.png")
     found.add_picture("inputs.png", title)
 
 
 def filters(found: Inspection) -> None:
     """The kernels that see the image."""
-    title = pictures.draw_filters(found.training.model, found.training.splits, found.folder / "filters.png")
+    title = pictures.draw_filters(found.training.model, found.training.data, found.folder / "filters.png")
     if title:
         found.add_picture("filters.png", title)
     else:
@@ -185,7 +185,7 @@ def features(found: Inspection) -> None:
         found.skipped.append("features: no layer gives maps; tensors=[...] names others")
         return
     images, targets = found.samples()
-    model, splits = found.training.model, found.training.splits
+    model, splits = found.training.model, found.training.data
     drawn = pictures.draw_maps(model, images, targets, names, splits, found.folder)
     found.parts += drawn
     if not drawn:
@@ -195,7 +195,7 @@ def features(found: Inspection) -> None:
 def errors(found: Inspection) -> None:
     """Where the model is wrong."""
     config, training = found.config, found.training
-    classes = unique_names(training.splits.classes)
+    classes = unique_names(training.data.classes)
     outputs = training.task.outputs(classes)
     if "confusion" not in training.task.tables(training.device) or len(classes) != outputs:
         if config.what is not None:
@@ -222,7 +222,7 @@ def errors(found: Inspection) -> None:
     found.add_picture("confusion.png", title)
     if mistakes.surest:
         shown = pictures.draw_errors(
-            mistakes.surest, classes, mistakes.wrong, mistakes.samples, training.splits, found.folder / "errors.png"
+            mistakes.surest, classes, mistakes.wrong, mistakes.samples, training.data, found.folder / "errors.png"
         )
         found.add_picture("errors.png", shown)
 

@@ -65,11 +65,11 @@ def run(composition: Composition) -> float:
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
     training = build_run(plain, start, make_cache=False)
     training.state.position = start or Position()  # which says what is frozen
-    with contextlib.closing(training.splits):
-        training.splits.bad_samples.open(None, console.warn)
+    with contextlib.closing(training.data):
+        training.data.bad_samples.open(None, console.warn)
         kind = ""
         if resolved is not None:
-            check_classes(resolved.classes, training.splits.classes)
+            check_classes(resolved.classes, training.data.classes)
             resolved.load_weights(training.model)
             kind = resolved.weights[1]
         where = (
@@ -82,13 +82,13 @@ def run(composition: Composition) -> float:
             "checkpoint": str(found.path) if found else None,
             "global_step": found.contents["position"]["global_step"] if found else 0,
             "weights_are": kind or None,
-            "overrides": mask_words(composition.words),
+            "overrides": mask_words(composition.overrides),
         }
         if config.features:
             record |= _written_features(config, training, found, composition, console)
         if not config.features or config.what is not None:
             record |= _inspected(config, training, found, composition, console)
-        if said := training.splits.bad_samples.summary():
+        if said := training.data.bad_samples.summary():
             console.warn(said)
     if config.json:
         print(json.dumps(finite(record)))

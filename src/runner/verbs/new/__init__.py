@@ -1,41 +1,29 @@
-"""Write a scaffold of a model, data set, task, callback or project that trains as it is: `new model MyNet`."""
+"""`new`: a model, data set, task, callback or whole project that trains at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from runner.config.errors import UserError
-
-if TYPE_CHECKING:
-    from runner.verbs.new.plan import Plan
+from runner.config.errors import UserError, nearest
+from runner.verbs._report import amount
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the files and say what to run next.
+    """Write the files and print the commands to try them with.
 
       python -m runner new model MyNet            a network, its option model=my_net, and a test
       python -m runner new data MyImages          a data set
       python -m runner new task MyTask            metrics, and what is best
-      python -m runner new callback MyCallback    something that happens while training goes on
+      python -m runner new callback MyCallback    something that happens during training
       python -m runner new project my_project     a folder with a package, a network, data, an experiment and tests
 
-    --package NAME    package that the code goes into: the one in this folder, or my_package, unless given
-    --config-dir DIR  folder that the option goes into: conf if it is there, or my_conf, unless given
+    --package NAME    package for the code; default: the one in this folder, or my_package
+    --config-dir DIR  folder for the option; default: conf if it exists, or my_conf
 
-    A file that is there is never overwritten.
+    An existing file is never overwritten.
     """
-    plan = _plan(argv, Path.cwd())
-    plan.write()
-    print(
-        "\n".join(["written:", *(f"  {path}" for path in plan.files), "", "try:", *(f"  {c}" for c in plan.commands)])
-    )
-    return 0
-
-
-def _plan(argv: Sequence[str], folder: Path) -> Plan:
-    from runner.verbs.new.plan import KINDS, kind_of, planned
+    from runner.verbs.new.plan import KINDS, scaffold_plan
 
     words: list[str] = []
     flags: dict[str, str] = {}
@@ -46,15 +34,19 @@ def _plan(argv: Sequence[str], folder: Path) -> Plan:
             words.append(word)
             continue
         if flag not in ("--package", "--config-dir"):
-            raise UserError(f"new: unknown flag '{flag}'\n    allowed: --package NAME, --config-dir DIR")
-        value = value if equals else next(rest, "")
-        if not value:
-            raise UserError(f"new: {flag} needs a {'name' if flag == '--package' else 'folder'}")
-        flags[flag] = value
+            raise UserError("new", f"unknown flag '{flag}'", "--package NAME, --config-dir DIR")
+        flags[flag] = value if equals else next(rest, "")
+        if not flags[flag]:
+            raise UserError("new", f"{flag} needs a {'name' if flag == '--package' else 'folder'}")
     if len(words) != 2:
-        raise UserError(
-            f"new: takes what to write and its name, got {len(words)} word{'' if len(words) == 1 else 's'}\n"
-            f"    allowed: {', '.join(f'{kind} NAME' for kind in KINDS)}"
-        )
+        allowed = ", ".join(f"{kind} NAME" for kind in KINDS)
+        raise UserError("new", f"takes a kind and a name, got {amount(len(words), 'word')}", allowed)
     kind, name = words
-    return planned(kind_of(kind), name, folder, flags.get("--package"), flags.get("--config-dir"))
+    if kind not in KINDS:
+        raise UserError("new", f"cannot create a '{kind}'", ", ".join(KINDS), nearest(kind, KINDS))
+    plan = scaffold_plan(kind, name, Path.cwd(), flags.get("--package"), flags.get("--config-dir"))
+    plan.write()
+    print(
+        "\n".join(["written:", *(f"  {path}" for path in plan.files), "", "try:", *(f"  {c}" for c in plan.commands)])
+    )
+    return 0

@@ -1,4 +1,4 @@
-"""What `new` writes: names checked, files filled in from templates, nothing overwritten. Imports nothing heavy."""
+"""What `new` writes: checks names, fills in templates, and overwrites nothing. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from runner.config.errors import UserError, nearest
+from runner.config.errors import UserError
 from runner.config.sources import Sources, shipped
 from runner.tracking.files import write_atomically, writing
 
-# Each kind with the config group that its option goes into.
+# The config group of the option of each kind.
 KINDS = {"model": "model", "data": "data", "task": "task", "callback": "callbacks", "project": "experiment"}
-_NOT_TEXT = ("on", "off", "yes", "no", "true", "false", "null", "y", "n")  # which YAML takes for something else
+_NOT_TEXT = ("on", "off", "yes", "no", "true", "false", "null", "y", "n")  # YAML reads these as other types
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScaffoldPlan:
     """Files to write, by path relative to `folder`, and the commands to try them with."""
 
     folder: Path
@@ -29,17 +29,13 @@ class Plan:
     commands: list[str]
 
     def write(self) -> None:
-        """Write every file, or none if one of them is there.
+        """Write every file, or none if one of them exists.
 
         Raises:
-            UserError: if a file is there, or cannot be written.
+            UserError: if a file exists, or cannot be written.
         """
-        there = [path for path in self.files if (self.folder / path).exists()]
-        if there:
-            raise UserError(
-                f"new: {', '.join(there)} {'is' if len(there) == 1 else 'are'} there, and nothing is overwritten\n"
-                "    allowed: another name, or another folder"
-            )
+        if existing := [path for path in self.files if (self.folder / path).exists()]:
+            raise _exists(", ".join(existing), len(existing))
         for path, text in self.files.items():
             target = self.folder / path
             with writing(target):
@@ -47,47 +43,39 @@ class Plan:
             write_atomically(target, text.encode())
 
 
-def kind_of(word: str) -> str:
-    """One of `KINDS`.
-
-    Raises:
-        UserError: if it is none, with the nearest.
-    """
-    if word in KINDS:
-        return word
-    close = nearest(word, KINDS)
-    hint = f"; did you mean '{close}'?" if close else ""
-    raise UserError(f"new: there is no '{word}' to write{hint}\n    allowed: {', '.join(KINDS)}")
+def _exists(what: str, count: int = 1) -> UserError:
+    exist = "exists" if count == 1 else "exist"
+    return UserError("new", f"{what} already {exist}, and nothing is overwritten", "another name, or another folder")
 
 
-def planned(kind: str, name: str, folder: Path, package: str | None, conf: str | None) -> Plan:
+def scaffold_plan(kind: str, name: str, folder: Path, package: str | None, conf: str | None) -> ScaffoldPlan:
     """What to write.
 
     Args:
         kind: one of `KINDS`.
         name: of the class, in either spelling (`MyNet`, `my_net`), or of the project.
         folder: where the program was started.
-        package: what the code goes into; None for the one in `folder`, or `my_package`.
-        conf: folder of options; None for `conf` in `folder` if there is one, or `my_conf`.
+        package: package for the code; None for the one in `folder`, or `my_package`.
+        conf: folder for the option; None for `conf` in `folder` if it exists, or `my_conf`.
 
     Raises:
         UserError: if a name cannot be used.
     """
     if kind == "project":
         if package is not None or conf is not None:
-            raise UserError("new: a project has a package and a folder of options of its own\n    allowed: no flags")
+            raise UserError("new", "a project has its own package and folder of options", "no flags")
         return _project(name, folder)
     package = _checked_package(package or _package_in(folder), folder)
     conf = _checked_conf(conf or _conf_in(folder))
     written = _component(kind, name, package, conf, folder)
     option, group = _snake(name), KINDS[kind]
     if not (folder / package / "__init__.py").exists():
-        written = {f"{package}/__init__.py": _filled("init.py", {}), **written}
+        written = {f"{package}/__init__.py": _from_template("init.py", {}), **written}
     commands = [
         f"python -m runner train --config-dir {conf} {group}={option}",
         f"python -m pytest tests/test_{option}.py",
     ]
-    return Plan(folder, written, commands)
+    return ScaffoldPlan(folder, written, commands)
 
 
 def _component(kind: str, name: str, package: str, conf: str, folder: Path) -> dict[str, str]:
@@ -96,44 +84,42 @@ def _component(kind: str, name: str, package: str, conf: str, folder: Path) -> d
     _check_name(name, option)
     _check_option(group, option)
     if option == package:
-        raise UserError(f"new: '{name}' is called as the package is\n    allowed: another name")
+        raise UserError("new", f"'{name}' has the name of the package", "another name")
     words = {"Class": _camel(name), "option": option, "module": option, "package": package, "conf": conf}
     return {
-        f"{package}/{option}.py": _filled(f"{kind}.py", words),
-        f"{conf}/{group}/{option}.yaml": _filled(f"{kind}.yaml", words),
-        f"tests/test_{option}.py": _filled(f"{kind}_test.py", words),
+        f"{package}/{option}.py": _from_template(f"{kind}.py", words),
+        f"{conf}/{group}/{option}.yaml": _from_template(f"{kind}.yaml", words),
+        f"tests/test_{option}.py": _from_template(f"{kind}_test.py", words),
     }
 
 
-def _project(name: str, folder: Path) -> Plan:
+def _project(name: str, folder: Path) -> ScaffoldPlan:
     _checked_package(name, folder)
     option = name.lower()
     _check_option("experiment", option)
     root = folder / name
     if root.exists():
-        raise UserError(
-            f"new: {name} is there, and nothing is overwritten\n    allowed: another name, or another folder"
-        )
+        raise _exists(name)
     conf, model, data = "conf", "net", "squares"
     words = {"package": name, "conf": conf, "option": option, "model": model, "data": data}
     inside = {
-        "README.md": _filled("README.md", words),
-        "pyproject.toml": _filled("pyproject.toml", words),
-        f"{name}/__init__.py": _filled("init.py", words),
+        "README.md": _from_template("README.md", words),
+        "pyproject.toml": _from_template("pyproject.toml", words),
+        f"{name}/__init__.py": _from_template("init.py", words),
         **_component("model", model, name, conf, folder),
         **_component("data", data, name, conf, folder),
-        f"{conf}/experiment/{option}.yaml": _filled("experiment.yaml", words),
-        "tests/test_project.py": _filled("project_test.py", words),
+        f"{conf}/experiment/{option}.yaml": _from_template("experiment.yaml", words),
+        "tests/test_project.py": _from_template("project_test.py", words),
     }
     commands = [
         f"cd {name}",
         f"python -m runner train --config-dir {conf} experiment={option}",
         "python -m pytest",
     ]
-    return Plan(folder, {f"{name}/{path}": text for path, text in inside.items()}, commands)
+    return ScaffoldPlan(folder, {f"{name}/{path}": text for path, text in inside.items()}, commands)
 
 
-def _filled(template: str, words: dict[str, str]) -> str:
+def _from_template(template: str, words: dict[str, str]) -> str:
     text = files("runner.verbs.new").joinpath("templates", f"{template}.tmpl").read_text(encoding="utf-8")
     return Template(text).substitute(words)
 
@@ -144,23 +130,21 @@ def _snake(name: str) -> str:
 
 
 def _camel(name: str) -> str:
-    """`my_net` as `MyNet`; what has a capital letter is left as it is."""
+    """`my_net` as `MyNet`; a name with a capital letter is not changed."""
     return name if any(letter.isupper() for letter in name) else "".join(part.capitalize() for part in name.split("_"))
 
 
 def _check_name(name: str, option: str) -> None:
     fine = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) and not name.endswith("_") and "__" not in name
     if not fine or keyword.iskeyword(option) or keyword.iskeyword(_camel(name)) or option in _NOT_TEXT:
-        raise UserError(
-            f"new: '{name}' cannot be the name of a class\n    allowed: letters, digits and _, such as MyNet"
-        )
+        raise UserError("new", f"'{name}' cannot be the name of a class", "letters, digits and _, such as MyNet")
 
 
 def _check_option(group: str, option: str) -> None:
-    """A shipped option of the same name would be used instead of the custom one."""
+    """Refuse the name of a shipped option, which would come first."""
     found = Sources().option(group, option)
     if found is not None:
-        raise UserError(f"new: {group}={option} is there already, in {found.path}\n    allowed: another name")
+        raise UserError("new", f"{group}={option} already exists, in {found.path}", "another name")
 
 
 def _checked_package(package: str, folder: Path) -> str:
@@ -169,16 +153,15 @@ def _checked_package(package: str, folder: Path) -> str:
         or keyword.iskeyword(package)
         or package.lower() in _NOT_TEXT
     ):
-        raise UserError(
-            f"new: '{package}' cannot be the name of a package\n    allowed: letters, digits and _, such as my_package"
-        )
+        allowed = "letters, digits and _, such as my_package"
+        raise UserError("new", f"'{package}' cannot be the name of a package", allowed)
     if package in ("tests", "conf") or package in sys.stdlib_module_names or _is_elsewhere(package, folder):
-        raise UserError(f"new: there is another package '{package}', which it would hide\n    allowed: another name")
+        raise UserError("new", f"it would hide another package '{package}'", "another name")
     return package
 
 
 def _is_elsewhere(package: str, folder: Path) -> bool:
-    """Whether an import of that name finds something that is not in this folder."""
+    """Whether an import of that name finds something outside this folder."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -192,12 +175,12 @@ def _is_elsewhere(package: str, folder: Path) -> bool:
 def _checked_conf(conf: str) -> str:
     path = Path(conf)
     if path.is_absolute() or ".." in path.parts or not re.fullmatch(r"[\w./-]+", conf) or path == Path():
-        raise UserError(f"new: --config-dir cannot be '{conf}'\n    allowed: a folder below this one")
+        raise UserError("new", f"--config-dir cannot be '{conf}'", "a folder below this one")
     return path.as_posix()
 
 
 def _package_in(folder: Path) -> str:
-    """The package that lies in a folder, if there is just one."""
+    """The only package in a folder, or `my_package`."""
     there = [path.parent.name for path in folder.glob("*/__init__.py") if path.parent.name not in ("tests", "conf")]
     return there[0] if len(there) == 1 else "my_package"
 

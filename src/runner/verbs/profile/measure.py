@@ -205,7 +205,7 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     at_once = max(1, config.steps * config.accumulate // 5)
     loop = Loop(
         training.state,
-        loader_in_ranges(training.splits.train.loader, stopwatch, at_once),
+        loader_in_ranges(training.data.train.loader, stopwatch, at_once),
         training.plan,
         training.parts,
         Limits(None, phases.steps),

@@ -40,7 +40,7 @@ def run(composition: Composition) -> float:
     training = build_run(shortened, make_cache=own, fresh=own)
     built = training.config  # with what comes from the data
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
-    with contextlib.closing(training.splits):
+    with contextlib.closing(training.data):
         folder = output_folder(
             config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
         )
@@ -49,7 +49,7 @@ def run(composition: Composition) -> float:
             console.warn(warning)
         measured = measure(config, training, folder, console.line)
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
-        record: dict[str, Any] = {"overrides": mask_words(composition.words)}
+        record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
         record |= record_of(config, training, measured, ops)
     written = _write(folder, record, measured, ops, stored.dump(config))
     if config.json:

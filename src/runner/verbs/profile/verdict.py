@@ -156,7 +156,7 @@ def facts_of(
     cores: int,
 ) -> Facts:
     """Gather what the sentence depends on."""
-    device, read = training.device, reading(training.splits.train.loader)
+    device, read = training.device, reading(training.data.train.loader)
     convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in training.model.modules())
     takes_fused = "fused" in inspect.signature(type(training.state.optimizer)).parameters
     return Facts(
