@@ -557,8 +557,7 @@ def test_the_files_are_beside_the_images_or_where_configured(photos: Path, tmp_p
 def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
     def read_once(placement: Any = "auto") -> DataModule:
         node = {"_target_": "runner.data.sources.folders.image_folder"}
-        data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0)
-        data.placement = placement
+        data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0, placement=placement)
         return build_data(data, Transform(), 3, CPU, 4, channels_last=False, make_cache=False)
 
     splits = read_once()
