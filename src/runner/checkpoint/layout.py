@@ -98,7 +98,8 @@ def _compact(value: Any) -> str:
 
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach()
+    plain = (plain if plain.device.type == "cpu" else plain.cpu()).resolve_conj().resolve_neg().contiguous()
     data, digest = _bytes_of(plain.reshape(-1).view(torch.uint8)), hashlib.sha256()
     for start in range(0, len(data), _BLOCK):
         block = data[start : start + _BLOCK]
