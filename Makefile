@@ -19,6 +19,7 @@ format:  ## format, and mend what the linter can mend
 
 types:  ## static types
 	mypy
+	mypy --config-file tests/mypy.ini tests
 
 check: lint types test  ## what a change has to pass
 

@@ -76,7 +76,8 @@ def circles(imports: dict[Path, set[Path]]) -> set[str]:
     """Files that import themselves by way of others, relative to the package."""
     found = set()
     for start in imports:
-        reached, ahead = set(), [start]
+        reached: set[Path] = set()
+        ahead = [start]
         while ahead:
             new = imports[ahead.pop()] - reached
             reached |= new

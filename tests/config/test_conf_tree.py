@@ -121,7 +121,7 @@ def values_in_files(verb: str) -> dict[str, Any]:
     whole |= yaml.safe_load((shipped() / f"{verb}.yaml").read_text())
     for name in ("defaults", "hydra"):
         whole.pop(name, None)
-    resolved = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
+    resolved: Any = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
     resolved["data"] = yaml.safe_load((shipped() / "data" / "_base.yaml").read_text())
     resolved["transform"] = yaml.safe_load((shipped() / "transform" / "none.yaml").read_text())
     for group in ("callbacks", "logger"):
