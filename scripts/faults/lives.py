@@ -76,10 +76,10 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
     """Start the program in a forked process."""
 
     def work() -> int:
-        import runner.train
+        from runner.build import run_record
 
         # Pictures take half of the time of a short run, and are no part of training.
-        runner.train.learning_curves = lambda *_: None  # type: ignore[assignment]
+        run_record.learning_curves = lambda *_: None  # type: ignore[assignment]
         if prepare is not None:
             prepare()
         from runner.cli import main

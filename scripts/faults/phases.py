@@ -44,7 +44,7 @@ class _Watched:
 
 def telling(tell: Tell) -> None:
     """Report every phase of every micro-batch, of evaluations, and of restoring."""
-    import runner.train
+    from runner.build import evaluation
     from runner.checkpoint import resume
     from runner.engine import step
     from runner.engine.loop import Loop
@@ -84,7 +84,7 @@ def telling(tell: Tell) -> None:
 
         setattr(step, name, run)
 
-    evaluate, restore = runner.train.evaluate, resume.restore
+    evaluate, restore = evaluation.evaluate, resume.restore
 
     def evaluate_watched(model: Any, source: Any, *args: Any, **options: Any) -> Any:
         at["evaluation"] += 1
@@ -96,7 +96,7 @@ def telling(tell: Tell) -> None:
         restore(found, state, *others)
         tell("while restoring", 1)
 
-    runner.train.evaluate = evaluate_watched  # type: ignore[assignment]
+    evaluation.evaluate = evaluate_watched  # type: ignore[assignment]
     resume.restore = restore_watched
 
 
