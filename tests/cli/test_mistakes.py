@@ -308,12 +308,12 @@ ROWS = [
         "device", ("train", "device=gpu"), ("device: cannot be 'gpu'", "did you mean 'cuda'?", "allowed: auto, cpu")
     ),
     Mistake(
-        "file for output_root", ("train",), ("output_root: cannot write outputs", "a file stands"), a_file_named_outputs
+        "file for output_root", ("train",), ("output_root: cannot write outputs", "a file exists"), a_file_named_outputs
     ),
     Mistake(
         "file for the root of a sweep",
         ("train", "--multirun", "seed=0,1"),
-        ("output_root: cannot write outputs", "a file stands"),
+        ("output_root: cannot write outputs", "a file exists"),
         a_file_named_outputs,
     ),
     Mistake(
