@@ -72,8 +72,8 @@ def test_a_reported_checkpoint_that_is_gone_or_half_there_would_be_found(
     run = train(*words, "evaluate.test=false", f"hydra.run.dir={tmp_path / 'run'}").directory  # type: ignore[attr-defined]
     assert writing._damage(run) == ""
     (run / "checkpoints" / "best.safetensors").unlink()
-    assert "best.safetensors is of step None" in writing._damage(run)
+    assert "best is of step None" in writing._damage(run)
     (run / "checkpoints" / "last.safetensors").unlink()
-    assert "last.safetensors is of step None" in writing._damage(run)
+    assert "last is of step None" in writing._damage(run)
     (run / "checkpoints" / "last.safetensors").write_bytes(b"half")
-    assert "last.safetensors: has no checksum" in writing._damage(run)
+    assert "last.safetensors: is truncated" in writing._damage(run)
