@@ -368,5 +368,5 @@ def test_folds_of_images_that_have_a_validation_split_are_refused_before_the_fir
         (workdir / "photos" / split / "cats").mkdir(parents=True)
     result = run("train", *swept, "data=image_folder", "data.root=photos")
     assert result.status == 2
-    assert "data.split.folds: is 5, but the folder of images has a validation split of its own" in result.err
+    assert "data.split.folds: is 5, but the folder of images has its own validation split" in result.err
     assert not (workdir / "outputs").exists()

@@ -126,7 +126,7 @@ def test_a_run_that_skips_damaged_images_lists_them_and_is_the_same_run_however_
     assert {line["path"] for line in lines} == {"images/a/04.png", "images/b/11.png"}
     log = (first.directory / "run.log").read_text()
     assert "cannot be read and is replaced by another" in log
-    assert "samples could not be read, and were replaced by others: " in log
+    assert "samples could not be read and were replaced by others: " in log
     cached = train(*ON_FOLDER, "data.on_error=skip", "data.cache=disk")
     assert cached.summary["weights_sha256"] == first.summary["weights_sha256"]
     assert cached.summary["skipped"] == 2
