@@ -41,7 +41,7 @@ def test_a_folder_of_configs_has_hydra_build_nothing(
     result = run("train", folder(EVIL[key]), "experiment=nice", *SMALL, *words)
     assert result.status == 2, result.out
     assert f"hydra.{key}: '" in result.err
-    assert "only the command line can have Hydra build things" in result.err
+    assert "only the command line can make Hydra build things" in result.err
     assert "Traceback" not in result.err
     assert not (workdir / "hacked").exists()
 
