@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from composition_cache import install
 from runner.config.app import Composition, current, launch
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
@@ -38,6 +39,14 @@ FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow tests, so that no process is left alone with them in the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def composition_cache() -> Iterator[None]:
+    """Hydra merges the shipped files once for all commands of a process that select the same options."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        yield
 
 
 @dataclass
