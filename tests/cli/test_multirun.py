@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import re
 import signal
 import subprocess
@@ -352,11 +351,12 @@ ConfigStore.instance().store(group="hydra/sweeper", name="choosing", node=Conf, 
 """
 
 
-def test_a_sweeper_that_chooses_values_takes_an_interval(spawn, tiny, workdir):
+def test_a_sweeper_that_chooses_values_takes_an_interval(spawn, tiny, workdir, monkeypatch):
     (workdir / "hydra_plugins").mkdir()
     (workdir / "hydra_plugins" / "choosing.py").write_text(CHOOSING)
     words = ("--multirun", "hydra/sweeper=choosing", "optimizer.lr=interval(0.0001,0.1)", "hydra.sweep.dir=mine")
-    done = spawn("train", *tiny, *words, env=os.environ | {"PYTHONPATH": str(workdir)})
+    monkeypatch.setenv("PYTHONPATH", str(workdir))
+    done = spawn("train", *tiny, *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^value \d", done.stdout, re.MULTILINE)
     assert yaml.safe_load((workdir / "mine" / "0" / "config.yaml").read_text())["optimizer"]["lr"] == 0.1
