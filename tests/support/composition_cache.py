@@ -14,8 +14,10 @@ import pytest
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig
 
 from runner.config.sources import shipped
@@ -47,5 +49,16 @@ def install(patch: pytest.MonkeyPatch) -> None:
             known_configs[id(defaults)] = compose(self, defaults, repo)
         return copy.deepcopy(known_configs[id(defaults)])
 
+    known_files: dict[str, ConfigResult] = {}
+    load = FileConfigSource.load_config
+
+    def cached_file(self: FileConfigSource, config_path: str) -> ConfigResult:
+        if self.path != str(shipped()):
+            return load(self, config_path)
+        if config_path not in known_files:
+            known_files[config_path] = load(self, config_path)
+        return copy.deepcopy(known_files[config_path])
+
+    patch.setattr(FileConfigSource, "load_config", cached_file)
     patch.setattr(config_loader_impl, "create_defaults_list", functools.wraps(create_defaults_list)(cached_list))
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", cached_config)
