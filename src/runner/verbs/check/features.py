@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,43 +12,38 @@ from torch import Tensor
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.verbs.check.context import CheckContext
 
-_MOST = 256  # images of a split
-_VALUES = 2**24  # pixels and channels of these images together
+MOST_SAMPLES = 256
+_VALUES = 2**24  # pixels and channels of these samples together
 _SHARE = 0.05  # of the time left, for reading one split
 
 
-class SampleImages(NamedTuple):
-    """Images of a split before augmentation and normalization.
+def most_samples(context: CheckContext) -> int:
+    """How many images in full size to look at together."""
+    return max(16, min(MOST_SAMPLES, _VALUES // math.prod(context.splits.image_shape)))
 
-    Attributes:
-        images: float32 (N, C, H, W); uint8 values are divided by 255.
-        targets: (N, ...).
+
+def sample_images(context: CheckContext) -> dict[str, tuple[Tensor, Tensor]]:
+    """Images of each split that has at least two of one shape, before augmentation and normalization, and their targets.
+
+    Images are float32 (N, C, H, W); uint8 values are divided by 255.
     """
-
-    images: Tensor
-    targets: Tensor
-
-
-def sample_images(context: CheckContext) -> dict[str, SampleImages]:
-    """Images of each split that has at least two readable images of one shape."""
     found = {}
-    most = max(16, min(_MOST, _VALUES // math.prod(context.splits.image_shape)))
     for name, (dataset, _) in context.splits.parts.items():
-        keyed = SeededDataset(dataset, context.config.seed, context.sample_transforms)
+        seeded = SeededDataset(dataset, context.config.seed, context.sample_transforms)
         until = context.left * (1 - _SHARE)
         images: list[Tensor] = []
         targets: list[Tensor] = []
-        for index in context.readable(name, most):
+        for index in context.readable(name, most_samples(context)):
             if context.left < until and len(images) >= 2:
                 break
-            image, target = keyed[0, index]
+            image, target = seeded[0, index]
             image = as_tensor(image)
             if not images or (image.shape, image.dtype) == (images[0].shape, images[0].dtype):
                 images.append(image)
                 targets.append(as_target(target))
         if len(images) >= 2:
             scale = 255 if images[0].dtype == torch.uint8 else 1
-            found[name] = SampleImages(torch.stack(images).float() / scale, torch.stack(targets))
+            found[name] = torch.stack(images).float() / scale, torch.stack(targets)
     return found
 
 
