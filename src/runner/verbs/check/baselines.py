@@ -1,4 +1,4 @@
-"""Scores that need no network: of the most frequent class, and of a linear model on the pixels."""
+"""Scores that need no network: of the most frequent class, and of linear models on pixels and on their features."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from runner.build.metrics import build_metrics
 from runner.engine.evaluation import evaluate
@@ -16,6 +19,43 @@ from runner.verbs.check.result import NotApplicable, Result, failed, graded, nee
 from runner.verbs.check.split_stats import SplitStats
 
 _FEWEST = 30  # held-out samples of a score
+
+
+def image_features(images: Tensor) -> Tensor:
+    """Features that tell classes apart wherever the object is: (N, D).
+
+    Mean and deviation of each channel over the whole image and its parts, and histograms of edge directions.
+    """
+    parts = []
+    for grid in (1, 2, 4):
+        mean = F.adaptive_avg_pool2d(images, grid)
+        square = F.adaptive_avg_pool2d(images.square(), grid)
+        parts += [mean.flatten(1), (square - mean.square()).clamp_min(0).sqrt().flatten(1)]
+    grey = images.mean(1)
+    if min(grey.shape[1:]) > 2:
+        down, right = (grey[:, 2:, 1:-1] - grey[:, :-2, 1:-1]), (grey[:, 1:-1, 2:] - grey[:, 1:-1, :-2])
+        size, angle = (down.square() + right.square()).sqrt(), torch.atan2(down, right)
+        bins = ((angle / torch.pi + 1) * 4).long().clamp(0, 7)
+        edges = torch.stack([torch.where(bins == each, size, 0.0) for each in range(8)], 1)
+        parts += [F.adaptive_avg_pool2d(edges, grid).flatten(1) for grid in (1, 2, 4)]
+    return torch.cat(parts, 1)
+
+
+def linear_accuracy(features: Tensor, targets: Tensor, others: Tensor, other_targets: Tensor) -> float:
+    """Accuracy on other samples of a linear model that is fitted to features (N, D) and classes (N,)."""
+    from sklearn.linear_model import RidgeClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about singular matrices
+        model = make_pipeline(StandardScaler(), RidgeClassifier(alpha=100.0)).fit(features.numpy(), targets.numpy())
+        return float(model.score(others.numpy(), other_targets.numpy()))
+
+
+def chance_level(targets: Tensor) -> float:
+    """Accuracy of always predicting the most frequent class."""
+    return float(torch.bincount(targets.clamp_min(0)).max()) / len(targets)
 
 
 @dataclass

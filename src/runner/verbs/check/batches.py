@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runner.verbs.check.baselines import chance_level, image_features, linear_accuracy
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.features import chance_level, image_features, linear_accuracy, most_samples, sample_images
 from runner.verbs.check.near_duplicates import unit_vectors
 from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed
 from runner.verbs.check.split_stats import is_classes, thumbnails
@@ -34,7 +34,7 @@ def first_batches(context: CheckContext) -> TrainingBatches:
     readable = not any(stats.unreadable for stats in context.stats.values())
     finite = context.train_stats.finite.all()
     need(readable and finite, "there are images that cannot be read or are not finite")
-    split, most = context.splits.train, most_samples(context)
+    split, most = context.splits.train, context.most_samples
     need(split.mix is None, "the samples of a batch are blended (transform.mix)")
     count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
     batches = [[part[:most].cpu() for part in batch] for batch in split.loader.batches(0, 0, count)]
@@ -127,8 +127,7 @@ def _jumps(values: Tensor) -> tuple[float, int]:
 
 def wrap_around(context: CheckContext) -> Result:
     """Pixel values that overflowed 255 and wrapped around to 0, as in uint8 arithmetic."""
-    samples = context.cached(sample_images)
-    sources = {f"{name} as the data set returns it": images for name, (images, _) in samples.items()}
+    sources = {f"{name} as the data set returns it": images for name, (images, _) in context.sample_images.items()}
     std, mean = (torch.tensor(each).view(1, -1, 1, 1) for each in (context.splits.std, context.splits.mean))
     try:
         found = context.cached(first_batches)

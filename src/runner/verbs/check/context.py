@@ -23,7 +23,7 @@ from runner.config.schema.check import Check
 from runner.config.targets import build
 from runner.data.build import DataModule, build_data
 from runner.data.loaders import Batch, Loader
-from runner.data.samples import SampleTransform, SeededDataset, collate
+from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
 from runner.instrument.no_trace import SavedBuffers, evaluating
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
@@ -39,6 +39,9 @@ _PIXELS = 2**21  # of this batch
 _PARAMETERS = 2**29  # of the model, times the samples
 _SHARE_OF_READING = 0.3  # of the time left, for reading images from disk
 _LAST_SHARE = 0.6  # of it, until the checks have as many images as they need
+_MOST_SAMPLES = 256  # of a split in full size
+_VALUES = 2**24  # pixels and channels of these samples together
+_SHARE = 0.05  # of the time left, for reading these samples of one split
 _ENOUGH = 128  # images of a split that a check needs to pass
 _ENOUGH_OF_CLASS = 2  # the same for each class, on average
 
@@ -218,6 +221,33 @@ class CheckContext:
             good = good[torch.randperm(len(good), generator=torch.Generator().manual_seed(0))]
         indices: list[int] = good[:count].tolist()
         return indices
+
+    @property
+    def most_samples(self) -> int:
+        """How many images in full size to look at together."""
+        return max(16, min(_MOST_SAMPLES, _VALUES // math.prod(self.splits.image_shape)))
+
+    @functools.cached_property
+    def sample_images(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Images of each split that has at least two of one shape, before augmentation and normalization, and their targets.
+
+        Images are float32 (N, C, H, W); uint8 values are divided by 255.
+        """
+        found = {}
+        for name, (dataset, _) in self.splits.parts.items():
+            seeded, until = SeededDataset(dataset, self.config.seed, self.sample_transforms), self.left * (1 - _SHARE)
+            pairs: list[tuple[Tensor, Tensor]] = []
+            for index in self.readable(name, self.most_samples):
+                if self.left < until and len(pairs) >= 2:
+                    break
+                image, target = seeded[0, index]
+                image = as_tensor(image)
+                if not pairs or (image.shape, image.dtype) == (pairs[0][0].shape, pairs[0][0].dtype):
+                    pairs.append((image, as_target(target)))
+            if len(pairs) >= 2:
+                images, targets = map(torch.stack, zip(*pairs, strict=True))
+                found[name] = images.float() / (255 if images.dtype == torch.uint8 else 1), targets
+        return found
 
     @functools.cached_property
     def batch(self) -> Batch:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
+from runner.verbs.check.loop import SHARE, overfit_samples, train_on_batch
 from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
-from runner.verbs.check.runs import SHARE, overfit_samples, train_on_batch
 from runner.verbs.check.split_stats import is_classes
 
 _COMPARED, _FREE = 12, 32  # samples that are compared with each other, and whose outputs are optimized

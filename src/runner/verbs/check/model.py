@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,21 +41,16 @@ class ObservedPass:
     gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
 
 
-class _Rectifiers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts units that no sample of the batch brings above 0, wherever a rectifier is called."""
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls a function with the name, the arguments and the output of each operation of torch."""
 
-    def __init__(self, found: list[tuple[str, int, int]], inside: list[str]) -> None:
+    def __init__(self, look: Callable[[str, Sequence[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._inside = found, inside
+        self._look = look
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        rectifier = func.overloadpacket.__name__ in _RECTIFIERS
-        if rectifier and isinstance(output, Tensor) and output.ndim >= 2:
-            # Features come last in tokens (B, N, D), and second in images (B, C, H, W).
-            values = output.detach() if output.ndim == 3 else output.detach().transpose(1, -1)
-            top = values.flatten(0, -2).amax(0)
-            self._found.append((self._inside[-1] if self._inside else "", len(top), int((top <= 0).sum())))
+        self._look(func.overloadpacket.__name__, args, output)
         return output
 
 
@@ -86,9 +81,16 @@ def observe_pass(context: CheckContext) -> ObservedPass:
                 if inputs and isinstance(inputs[0], Tensor):
                     found.input_scale = deviation(inputs[0])
 
+    def count_dead_units(name: str, arguments: Sequence[Any], output: Any) -> None:
+        if name in _RECTIFIERS and isinstance(output, Tensor) and output.ndim >= 2:
+            # Features come last in tokens (B, N, D), and second in images (B, C, H, W).
+            values = output.detach() if output.ndim == 3 else output.detach().transpose(1, -1)
+            top = values.flatten(0, -2).amax(0)
+            found.units.append((inside[-1] if inside else "", len(top), int((top <= 0).sum())))
+
     context.disable_dropout()
     with Observer(model, before, after):
-        with _Rectifiers(found.units, inside):
+        with Operations(count_dead_units):
             logits = model(batch.images)
         loss = context.training.parts.loss(logits, context.targets(batch))
     if loss.requires_grad:

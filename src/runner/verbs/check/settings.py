@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
+from runner.verbs.check.model import Operations
 from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, need, passed, warned
 
 _POINTS = 2000  # of a schedule
@@ -205,28 +205,26 @@ def norm_statistics(context: CheckContext) -> Result:
     return passed(f"{len(norms)} layers, batches of {size}")
 
 
-class _DropoutCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the share of values that each dropout call of any kind drops."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rates: dict[str, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("bernoulli_", "bernoulli", "native_dropout") and len(args) > 1 and isinstance(args[1], float):
-            rate = args[1] if name == "native_dropout" else 1 - args[1]  # others are given the share that is kept
-            self.rates[f"number {len(self.rates)} in forward"] = rate
-        return func(*args, **(kwargs or {}))
-
-
 def dropout_rate(context: CheckContext) -> Result:
     """Dropout, as a layer or a function, that drops almost everything."""
+    calls: list[float] = []
+    images = context.batch.images
+
+    def look(name: str, arguments: Sequence[Any], output: Any) -> None:
+        if (
+            name in ("bernoulli_", "bernoulli", "native_dropout")
+            and len(arguments) > 1
+            and isinstance(arguments[1], float)
+        ):
+            # Those other than native_dropout are given the share that is kept.
+            calls.append(arguments[1] if name == "native_dropout" else 1 - arguments[1])
+
     context.training.state.train()
-    with _DropoutCalls() as calls, torch.no_grad():
-        context.model(context.batch.images)
+    with Operations(look), torch.no_grad():
+        context.model(images)
     modules = context.model.named_modules()
-    rates = {name: float(each.p) for name, each in modules if isinstance(each, DROPOUT) and each.p > 0} | calls.rates
+    rates = {name: float(each.p) for name, each in modules if isinstance(each, DROPOUT) and each.p > 0}
+    rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls)}
     if not rates:
         return passed("there is none")
     name = max(rates, key=rates.__getitem__)

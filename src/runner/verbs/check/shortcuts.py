@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.features import sample_images
 from runner.verbs.check.result import NotApplicable, Result, need, passed, warned
 from runner.verbs.check.split_stats import is_classes
 
@@ -71,7 +70,7 @@ def _find_mark(images: Tensor, positive: Tensor) -> tuple[float, int, int] | Non
 def image_shortcut(context: CheckContext) -> Result:
     """A mark in the image that reveals the label: a border, a corner, a stamp, or a channel that is constant per class."""
     need(context.classes, "there are no classes")
-    images, targets = context.cached(sample_images).get("train", (torch.zeros(0), torch.zeros(0)))
+    images, targets = context.sample_images.get("train", (torch.zeros(0), torch.zeros(0)))
     need(is_classes(targets), "there are no images to look at")
     classes = _frequent_classes(targets, "images")
     fix = "remove the mark from all images, or crop it off: otherwise the model learns the mark, not the object"

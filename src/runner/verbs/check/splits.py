@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from runner.verbs.check.baselines import chance_level, image_features, linear_accuracy
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.features import chance_level, image_features, linear_accuracy, sample_images
 from runner.verbs.check.result import NotApplicable, Result, graded, join_names, need
 from runner.verbs.check.split_stats import SplitStats, is_classes
 
@@ -50,7 +50,7 @@ def split_source(context: CheckContext) -> Result:
     """Held-out images that differ from training images in color, scale, sharpness, compression or decoding."""
     from sklearn.metrics import roc_auc_score
 
-    samples = {name: images for name, (images, _) in context.cached(sample_images).items() if len(images) >= _FEWEST}
+    samples = {name: images for name, (images, _) in context.sample_images.items() if len(images) >= _FEWEST}
     need("train" in samples, f"fewer than {_FEWEST} training images could be read")
     train = samples.pop("train")
     ours, limit = _measures(train), _APART

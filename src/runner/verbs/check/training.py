@@ -18,8 +18,7 @@ from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import Result, failed, graded, need, out_of_time, passed, warned
-from runner.verbs.check.runs import (
+from runner.verbs.check.loop import (
     build_loop,
     evaluation_with_batch_statistics,
     held_out_loader,
@@ -27,6 +26,7 @@ from runner.verbs.check.runs import (
     run_callbacks,
     train_on_batch,
 )
+from runner.verbs.check.result import Result, failed, graded, need, out_of_time, passed, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
 _SHARE_OF_RAMP = 0.6  # of the time left, for these steps
