@@ -1,59 +1,16 @@
-"""What `bench` shows and writes: tables, a plot, `bench.json`, and the overrides that it recommends."""
+"""What `bench` shows and writes: tables, sentences, and the records of `bench.json`."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from runner.tracking.environment import environment
-from runner.tracking.files import write_json
 from runner.tracking.formats import number
-from runner.tracking.plots import bars
 from runner.verbs._report import Report, mib
-from runner.verbs.bench.candidates import Skipped
-from runner.verbs.bench.stats import Bottleneck, Result, Spread
+from runner.verbs.bench.stats import Bottleneck, Result, Spread, rates
 
 STEP = "a step on one batch"
-
-
-@dataclass
-class BenchResult:
-    """What is written and returned, whichever part was compared.
-
-    Attributes:
-        record: for `bench.json`.
-        speeds: samples a second by name, for the plot; the first is the reference.
-        best: samples a second of what is recommended.
-    """
-
-    record: dict[str, Any]
-    speeds: list[tuple[str, Spread]]
-    best: float
-
-
-@dataclass
-class Log:
-    """What a reader of the figures has to know.
-
-    Attributes:
-        skipped: what was not measured, and why.
-        notes: sentences.
-    """
-
-    skipped: list[Skipped] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def record(self) -> dict[str, Any]:
-        """The same for `bench.json`."""
-        return {"left_out": [{"what": what, "why": why} for what, why in self.skipped], "notes": self.notes}
-
-    def show(self, report: Report) -> None:
-        """The same for people."""
-        report.skipped(self.skipped)
-        report.lines(*(f"note: {note}" for note in self.notes))
 
 
 def _range(spread: Spread) -> str:
@@ -108,33 +65,24 @@ def toggle_record(result: Result, baseline: Result) -> dict[str, Any]:
     }
 
 
-@dataclass
-class DataPath:
-    """One way for the samples to reach the device: its training, and samples a second of reading alone."""
-
-    result: Result
-    reading: Spread
-
-
-def show_data(report: Report, paths: Sequence[DataPath], computing: Spread, repeats: int) -> None:
+def show_data(report: Report, results: Sequence[Result], computing: Spread, repeats: int) -> None:
     """The table of a comparison of data paths, the configured one first."""
     rows = [[STEP, "", number(computing.median), _range(computing), "", ""]]
-    for path in paths:
-        result, speed = path.result, path.result.samples_per_s
-        verdict = "" if path is paths[0] else result.verdict or "pays"
-        speeds = (number(path.reading.median), number(speed.median), _range(speed), f"{result.ratio.median:.2f}")
+    for result in results:
+        reading, speed = rates(result.reading), result.samples_per_s
+        verdict = "" if result is results[0] else result.verdict or "pays"
+        speeds = (number(reading.median), number(speed.median), _range(speed), f"{result.ratio.median:.2f}")
         rows.append([result.candidate.name, *speeds, verdict])
     columns = ["overrides", "reading alone", "training", "quartiles", "ratio", "verdict"]
     report.table(f"samples/s, medians of {repeats} measurements of each, made in turns", columns, rows)
 
 
-def data_record(path: DataPath) -> dict[str, Any]:
+def data_record(result: Result) -> dict[str, Any]:
     """A data path as plain containers."""
-    result = path.result
     return {
         "overrides": list(result.candidate.words),
         "settings": dict(result.candidate.settings),
-        "reading_samples_per_s": dataclasses.asdict(path.reading),
+        "reading_samples_per_s": dataclasses.asdict(rates(result.reading)),
         "samples_per_s": dataclasses.asdict(result.samples_per_s),
         "ratio": dataclasses.asdict(result.ratio),
         "ratios": result.ratios,
@@ -163,19 +111,3 @@ def advice(found: Bottleneck, pays: bool) -> str:
         "none of the data paths helps: make reading a sample cheaper "
         "(smaller files, a batch transform instead of a sample transform)"
     )
-
-
-def write(result: BenchResult, folder: Path, title: str) -> dict[str, Any]:
-    """Write `bench.png` and `bench.json`; returns the record with `environment` and `written`."""
-    picture, path = folder / "bench.png", folder / "bench.json"
-    bars(
-        [name for name, _ in result.speeds],
-        [(spread.median, spread.low, spread.high) for _, spread in result.speeds],
-        result.speeds[0][1].median,
-        "samples/s, median and quartiles",
-        picture,
-        title,
-    )
-    record = result.record | {"environment": environment(), "written": [str(path), str(picture)]}
-    write_json(path, record)
-    return record
