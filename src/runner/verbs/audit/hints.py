@@ -9,20 +9,7 @@ from torch import nn
 
 from runner.data.nondeterminism import Nondeterminism
 from runner.instrument.observer import module_label
-from runner.verbs.audit.record import (
-    ACTIVATION,
-    BATCH,
-    DRAWN,
-    FLOW,
-    GENERATOR,
-    GRADIENT,
-    LOSS,
-    OPTIMIZER,
-    START,
-    WEIGHT,
-    Difference,
-    Entry,
-)
+from runner.verbs.audit.record import Difference, Entry, Phase
 
 # Keys that change how numbers are rounded, so that a difference after the batch is no fault.
 _ROUNDING = (
@@ -52,7 +39,7 @@ def cause_of(
     varied: Mapping[str, tuple[Any, Any]],
     suspect: Nondeterminism | None,
 ) -> Cause:
-    """The likely cause.
+    """The likely cause of the first difference.
 
     Args:
         difference: the first one.
@@ -74,7 +61,7 @@ def cause_of(
         )
     phase = _special_case(entry, model) or entry.phase
     modules = dict(model.named_modules())
-    backward = [each.name for each in before if each.phase == FLOW and each.name in modules]
+    backward = [each.name for each in before if each.phase == Phase.FLOW and each.name in modules]
     leaves = [name for name in backward if not any(True for _ in modules[name].children())]
     facts = {
         "name": entry.name,
@@ -93,7 +80,7 @@ def _expected(phase: str, varied: Mapping[str, tuple[Any, Any]]) -> Cause | None
     if training:
         return Cause(f"{' or '.join(training)} changes what is learned, so this is expected", "")
     rounding = [key for key in varied if _among(key, _ROUNDING)]
-    if rounding and phase not in (BATCH, DRAWN, GENERATOR):
+    if rounding and phase not in (Phase.BATCH, Phase.DRAWN, Phase.GENERATOR):
         return Cause(f"{' or '.join(rounding)} changes how numbers are rounded, so this is expected", "")
     return None
 
@@ -120,11 +107,11 @@ def _of_suspect(suspect: Nondeterminism) -> Cause:
 
 def _special_case(entry: Entry, model: nn.Module) -> str:
     """Which of the causes of a phase that has several."""
-    if entry.phase == START and entry.name.startswith("generator"):
+    if entry.phase == Phase.START and entry.name.startswith("generator"):
         return "start generator"
-    if entry.phase == BATCH and entry.name == "indices":
+    if entry.phase == Phase.BATCH and entry.name == "indices":
         return "order"
-    if entry.phase == WEIGHT and entry.name not in dict(model.named_parameters()):
+    if entry.phase == Phase.WEIGHT and entry.name not in dict(model.named_parameters()):
         return "buffer"
     return ""
 
@@ -137,7 +124,7 @@ _REPEATING_BACKWARD = (
     "deterministic=true, which uses operations that repeat or names the one that cannot; or a hook that draws nothing"
 )
 _BY_PHASE = {
-    START: (
+    Phase.START: (
         "the model is built with other values each time: {owner} draws them from its own generator",
         "draw from {seeded}, which are seeded before the model is built",
     ),
@@ -145,7 +132,7 @@ _BY_PHASE = {
         "building the model leaves this generator in another state each time",
         "draw from {seeded}, which are seeded",
     ),
-    BATCH: (
+    Phase.BATCH: (
         "the {name} of the same samples differ, although data set and transforms repeat when they are called alone",
         "look for state that a transform or the data set keeps between samples, or for files that change",
     ),
@@ -153,30 +140,30 @@ _BY_PHASE = {
         "the samples come in another order: the order follows from seed, epoch and the number of samples of the split",
         "a data set whose samples, their number and their order are the same each time it is built",
     ),
-    DRAWN: (
+    Phase.DRAWN: (
         "making the batch drew from the global generator of {name} on one side only, so dropout will differ",
         "draw from the generator that a batch transform is passed, or from one with a fixed seed",
     ),
-    ACTIVATION: (
+    Phase.ACTIVATION: (
         "{module} returns another output, although everything before it and the generators are the same: it draws from "
         "its own generator, or an operation in its forward does not repeat",
         "draw from {seeded}, which are seeded; or deterministic=true, which refuses operations that do not repeat",
     ),
-    LOSS: (
+    Phase.LOSS: (
         "the loss differs although all outputs are the same: the loss function does not repeat",
         "deterministic=true, or another loss",
     ),
-    FLOW: (
+    Phase.FLOW: (
         "all outputs, the loss and the gradients before it are the same, so the backward of {last}, or a hook on it, does "
         "not repeat",
         _REPEATING_BACKWARD,
     ),
-    GRADIENT: (
+    Phase.GRADIENT: (
         "all outputs, the loss and the gradients before it are the same, so the backward of {owner}, or a hook on {name}, "
         "does not repeat",
         _REPEATING_BACKWARD,
     ),
-    WEIGHT: (
+    Phase.WEIGHT: (
         "the gradients are the same and the weights are not: the optimizer's step, or the clipping before it, does not repeat",
         "optimizer.fused=false and optimizer.foreach=false, or an optimizer that draws from seeded generators",
     ),
@@ -184,11 +171,11 @@ _BY_PHASE = {
         "the buffer of {owner} differs although all activations are the same: its update does not repeat",
         "an update that draws nothing and depends on the inputs alone",
     ),
-    OPTIMIZER: (
+    Phase.OPTIMIZER: (
         "gradients and weights are the same and the optimizer's state is not: its step does not repeat",
         "optimizer.fused=false and optimizer.foreach=false, or another optimizer",
     ),
-    GENERATOR: (
+    Phase.GENERATOR: (
         "the step drew from the global generator of {name} more often on one side, so later steps will differ",
         "make the number of draws depend on the batch alone",
     ),
