@@ -18,15 +18,7 @@ from runner.instrument.no_trace import evaluating
 
 @dataclass(frozen=True, order=True)
 class Mistake:
-    """A sample whose largest logit is not that of its class.
-
-    Attributes:
-        probability: softmax of that logit.
-        index: of the sample in its data set.
-        true: its class.
-        predicted: the class that it was taken for.
-        image: (C, H, W), as the model was given it, on the CPU.
-    """
+    """A sample whose largest logit is not that of its class; `image` is (C, H, W), as the model was given it, on the CPU."""
 
     probability: float
     index: int
