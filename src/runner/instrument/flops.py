@@ -20,21 +20,15 @@ class Flops:
 
     Only matrix products, convolutions and attention are counted, as everywhere: they are nearly all of the work, and
     what a device's peak refers to. Operations that torch has no formula for count as none.
-
-    Attributes:
-        samples: samples of the batch.
-        forward: of model and loss.
-        backward: of the gradients, not counting `recomputed`.
-        recomputed: of forward passes that activation checkpointing makes again in backward. They bring training no
-            further, so utilisation leaves them out.
-        by_module: forward, by dotted name of the module, its children included; the empty name is the model itself.
     """
 
-    samples: int
-    forward: int
-    backward: int
+    samples: int  # samples of the batch
+    forward: int  # of model and loss
+    backward: int  # of the gradients, not counting `recomputed`
+    # Of forward passes that activation checkpointing makes again in backward. They bring training no further, so
+    # utilisation leaves them out.
     recomputed: int
-    by_module: dict[str, int]
+    by_module: dict[str, int]  # forward, by dotted name of the module ("" is the model), its children included
 
     @property
     def of_sample(self) -> float:

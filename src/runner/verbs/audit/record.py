@@ -31,23 +31,14 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, or something else with a fingerprint, that a step computed.
+    """A tensor, or something else with a fingerprint, that a step computed."""
 
-    Attributes:
-        batch: number of the batch in its step, from 0.
-        phase: a `Phase`, or a part of a checkpoint.
-        name: of a module, a parameter or a part of the batch.
-        kind: shape and dtype for people; empty for what is no tensor.
-        digest: fingerprint; empty where the tensor was kept.
-        tensor: a copy on the CPU; None if there was no memory to keep it, or it is no tensor.
-    """
-
-    batch: int
-    phase: str
-    name: str
-    kind: str = ""
-    digest: str = ""
-    tensor: Tensor | None = None
+    batch: int  # number of the batch in its step, from 0
+    phase: str  # a `Phase`, or a part of a checkpoint
+    name: str  # of a module, a parameter or a part of the batch
+    kind: str = ""  # shape and dtype for people; empty for what is no tensor
+    digest: str = ""  # fingerprint; empty where the tensor was kept
+    tensor: Tensor | None = None  # a copy on the CPU; None if there was no memory to keep it, or it is no tensor
 
     def fingerprint(self) -> str:
         """The digest, computed if it was not."""

@@ -28,17 +28,11 @@ _DATA = ("data.placement", "data.num_workers", "data.prefetch")
 
 @dataclass(frozen=True)
 class Candidate:
-    """The user's config with some keys set.
+    """The user's config with some keys set."""
 
-    Attributes:
-        kind: why it is tried.
-        words: the overrides that a user would type for it; none for the baseline.
-        settings: dotted keys and their values, as pairs.
-    """
-
-    kind: Kind
-    words: tuple[str, ...] = ()
-    settings: tuple[tuple[str, Any], ...] = ()
+    kind: Kind  # why it is tried
+    words: tuple[str, ...] = ()  # the overrides that a user would type for it; none for the baseline
+    settings: tuple[tuple[str, Any], ...] = ()  # dotted keys and their values, as pairs
 
     @property
     def name(self) -> str:
@@ -70,31 +64,18 @@ def setting(kind: Kind, values: Mapping[str, Any]) -> Candidate:
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides which toggles apply, known once the baseline is built.
+    """What decides which toggles apply, known once the baseline is built."""
 
-    Attributes:
-        device: type of the device.
-        cores: CPU cores that this process may use.
-        threads: CPU threads that torch uses.
-        precision: `false`, `bf16` or `fp16`, as the forward pass is computed.
-        in_memory: whether the samples are in memory.
-        workers: processes that read them otherwise.
-        kernels: those of `fused` and `foreach` that the optimizer has, and whether they are on.
-        convolutions: whether the model has weights of four dimensions.
-        no_compiler: why nothing can be compiled here, or an empty string.
-        automatic: what `amp=auto` computes in on this device.
-    """
-
-    device: str
-    cores: int
-    threads: int
-    precision: bool | str
-    in_memory: bool
-    workers: int
-    kernels: Mapping[str, bool]
-    convolutions: bool
-    no_compiler: str = ""
-    automatic: bool | str = False
+    device: str  # type of the device
+    cores: int  # CPU cores that this process may use
+    threads: int  # CPU threads that torch uses
+    precision: bool | str  # `false`, `bf16` or `fp16`, as the forward pass is computed
+    in_memory: bool  # whether the samples are in memory
+    workers: int  # processes that read them otherwise
+    kernels: Mapping[str, bool]  # those of `fused` and `foreach` that the optimizer has, and whether they are on
+    convolutions: bool  # whether the model has weights of four dimensions
+    no_compiler: str = ""  # why nothing can be compiled here, or an empty string
+    automatic: bool | str = False  # what `amp=auto` computes in on this device
 
 
 Skipped = tuple[str, str]

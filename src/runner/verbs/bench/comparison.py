@@ -26,17 +26,11 @@ FEWEST_ROUNDS = 3
 
 
 class BenchResult(NamedTuple):
-    """What is written and returned, whichever part was compared.
+    """What is written and returned, whichever part was compared."""
 
-    Attributes:
-        record: for `bench.json`.
-        speeds: samples a second by name, for the plot; the first is the reference.
-        best: samples a second of what is recommended.
-    """
-
-    record: dict[str, Any]
-    speeds: list[tuple[str, Spread]]
-    best: float
+    record: dict[str, Any]  # for `bench.json`
+    speeds: list[tuple[str, Spread]]  # samples a second by name, for the plot; the first is the reference
+    best: float  # samples a second of what is recommended
 
 
 class Comparison:

@@ -51,39 +51,22 @@ def rates(seconds: Sequence[float]) -> Spread:
 
 @dataclass
 class Result:
-    """What was measured of a candidate.
+    """What was measured of a candidate."""
 
-    Attributes:
-        candidate: what was measured.
-        samples: samples of an optimizer step.
-        loss: mean training loss over the first steps.
-        digest: fingerprint of the weights after them.
-        step_s: seconds of a usual step among them.
-        start_s: seconds to build it and make the first step, less those of a usual step.
-        build_s: seconds to build it alone.
-        peak_bytes: most memory in use, beyond what was in use before it was built.
-        repeats: whether the same steps from the same start gave the same weights again; None if that was not tried.
-        saved_bytes: what the graph of a batch keeps for backward; None if that cannot be counted.
-        seconds: seconds a sample, of each measurement.
-        reading: the same of reading alone.
-        ratios: speed relative to the baseline, round by round.
-        verdict: why it is not recommended; empty if it pays.
-    """
-
-    candidate: Candidate
-    samples: float
-    loss: float = math.nan
-    digest: str = ""
-    step_s: float = 0.0
-    start_s: float = 0.0
-    build_s: float = 0.0
-    peak_bytes: int = 0
-    repeats: bool | None = None
-    saved_bytes: int | None = None
-    seconds: list[float] = field(default_factory=list)
-    reading: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    verdict: str = ""
+    candidate: Candidate  # what was measured
+    samples: float  # samples of an optimizer step
+    loss: float = math.nan  # mean training loss over the first steps
+    digest: str = ""  # fingerprint of the weights after them
+    step_s: float = 0.0  # seconds of a usual step among them
+    start_s: float = 0.0  # seconds to build it and make the first step, less those of a usual step
+    build_s: float = 0.0  # seconds to build it alone
+    peak_bytes: int = 0  # most memory in use, beyond what was in use before it was built
+    repeats: bool | None = None  # whether the same first steps gave the same weights again; None if not tried
+    saved_bytes: int | None = None  # what the graph of a batch keeps for backward; None if that cannot be counted
+    seconds: list[float] = field(default_factory=list)  # seconds a sample, of each measurement
+    reading: list[float] = field(default_factory=list)  # the same of reading alone
+    ratios: list[float] = field(default_factory=list)  # speed relative to the baseline, round by round
+    verdict: str = ""  # why it is not recommended; empty if it pays
 
     @property
     def step_ms(self) -> Spread:
@@ -179,19 +162,12 @@ def recommended(results: Iterable[Result]) -> Result | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured of each candidate.
+    """How much is measured of each candidate."""
 
-    Attributes:
-        steps: optimizer steps of one measurement.
-        warmup: steps before them that are not timed.
-        repeats: measurements.
-        compare: steps from the start after which losses and weights are compared.
-    """
-
-    steps: int
-    warmup: int
-    repeats: int
-    compare: int
+    steps: int  # optimizer steps of one measurement
+    warmup: int  # steps before them that are not timed
+    repeats: int  # measurements
+    compare: int  # steps from the start after which losses and weights are compared
 
     def seconds(self, step_s: float, build_s: float) -> float:
         """Time of a candidate as fast as the baseline: two builds, the compared steps twice, the measurements."""
@@ -242,17 +218,11 @@ def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What training waits for.
+    """What training waits for."""
 
-    Attributes:
-        kind: `input`, `compute`, or `neither` if both take about the same time.
-        factor: how many times longer it takes than the other.
-        waiting: share of the time of a step, from 0 to 1, that input adds to computing.
-    """
-
-    kind: Literal["input", "compute", "neither"]
-    factor: float
-    waiting: float
+    kind: Literal["input", "compute", "neither"]  # `input`, `compute`, or `neither` if both take about the same time
+    factor: float  # how many times longer it takes than the other
+    waiting: float  # share of the time of a step, from 0 to 1, that input adds to computing
 
 
 def bottleneck(reading: Sequence[float], computing: Sequence[float], training: Sequence[float]) -> Bottleneck:

@@ -19,29 +19,17 @@ _ENOUGH_DRAWN = 3
 
 @dataclass
 class Layer:
-    """One module.
+    """One module."""
 
-    Attributes:
-        name: dotted; empty for the model itself.
-        kind: its class.
-        inner: whether it has modules inside.
-        parameters: direct ones, without those of modules inside.
-        trainable: of these.
-        output: shape of its (last) output for one sample; None if it gives no tensor or does not run.
-        calls: how often it runs in a forward pass.
-        output_bytes: of a sample, all calls together; none where the output is its input, changed in place or viewed.
-        flops: of a forward pass with one sample, without those of modules inside.
-    """
-
-    name: str
-    kind: str
-    inner: bool
-    parameters: int
-    trainable: int
-    output: tuple[int, ...] | None = None
-    calls: int = 0
-    output_bytes: int = 0
-    flops: int = 0
+    name: str  # dotted; empty for the model itself
+    kind: str  # its class
+    inner: bool  # whether it has modules inside
+    parameters: int  # direct ones, without those of modules inside
+    trainable: int  # of these
+    output: tuple[int, ...] | None = None  # shape of its last output for one sample; None if it gives no tensor
+    calls: int = 0  # how often it runs in a forward pass
+    output_bytes: int = 0  # of a sample, all calls together; none where the output is its input, changed or viewed
+    flops: int = 0  # of a forward pass with one sample, without those of modules inside
 
     def add_call(self, inputs: Sequence[Any], output: Any) -> None:
         """Note what the module was given and what it returned."""

@@ -22,25 +22,15 @@ from runner.verbs.inspect.statistics import Summary, dead_units, summarize
 
 @dataclass
 class Passed:
-    """What a forward and a backward pass showed.
+    """What a forward and a backward pass showed."""
 
-    Attributes:
-        loss: of the batch.
-        activations: outputs of modules, or of what `tensors` names, in the order in which they are computed.
-        dead: of those that are rectified, how many units are dead, and of how many.
-        flows: gradients of the loss by these outputs, in the same order.
-        gradients: gradients of the loss by the weights.
-        without: weights that are trained and that the loss does not depend on.
-        frozen: weights that are not trained.
-    """
-
-    loss: float = 0.0
-    activations: list[Summary] = field(default_factory=list)
-    dead: dict[str, tuple[int, int]] = field(default_factory=dict)
-    flows: list[Summary] = field(default_factory=list)
-    gradients: list[Summary] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
+    loss: float = 0.0  # of the batch
+    activations: list[Summary] = field(default_factory=list)  # outputs, in the order in which they are computed
+    dead: dict[str, tuple[int, int]] = field(default_factory=dict)  # dead units of rectified outputs, and all units
+    flows: list[Summary] = field(default_factory=list)  # gradients of the loss by these outputs, in the same order
+    gradients: list[Summary] = field(default_factory=list)  # gradients of the loss by the weights
+    without: list[str] = field(default_factory=list)  # weights that are trained and that the loss does not depend on
+    frozen: list[str] = field(default_factory=list)  # weights that are not trained
 
 
 def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:

@@ -32,25 +32,15 @@ _NUMBERS = ("mean", "std", "min", "max", "norm", "zeros", "not finite")
 
 @dataclass
 class Inspection:
-    """What was found so far, and what several parts need, computed when first used.
+    """What was found so far, and what several parts need, computed when first used."""
 
-    Attributes:
-        config: what to do.
-        training: what is inspected.
-        folder: where pictures go.
-        lines: shown first.
-        parts: tables, and pictures as (file, title), in order.
-        record: for JSON.
-        skipped: what could not be shown, and why.
-    """
-
-    config: Inspect
-    training: Run
-    folder: Path
-    lines: list[str] = field(default_factory=list)
-    parts: list[Table | tuple[Path, str]] = field(default_factory=list)
-    record: dict[str, Any] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    config: Inspect  # what to do
+    training: Run  # what is inspected
+    folder: Path  # where pictures go
+    lines: list[str] = field(default_factory=list)  # shown first
+    parts: list[Table | tuple[Path, str]] = field(default_factory=list)  # tables, and pictures with titles
+    record: dict[str, Any] = field(default_factory=dict)  # for JSON
+    skipped: list[str] = field(default_factory=list)  # what could not be shown, and why
 
     @cached_property
     def flops(self) -> Flops:

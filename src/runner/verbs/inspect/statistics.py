@@ -13,31 +13,20 @@ BINS = 40
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a tensor; elements that are not finite are counted, and ignored in everything else.
+    """What is in a tensor; elements that are not finite are counted, and ignored in everything else."""
 
-    Attributes:
-        name: of the tensor.
-        shape: of the tensor.
-        mean, std, minimum, maximum: of the elements; NaN if none is finite.
-        norm: 2-norm.
-        zeros: share of elements that are exactly 0.
-        not_finite: how many are NaN or infinite.
-        low, high: ends of the histogram.
-        counts: elements in each of its bins, which are equally wide.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    mean: float
-    std: float
-    minimum: float
-    maximum: float
-    norm: float
-    zeros: float
-    not_finite: int
-    low: float
-    high: float
-    counts: list[int]
+    name: str  # of the tensor
+    shape: tuple[int, ...]  # of the tensor
+    mean: float  # of the elements; NaN if none is finite
+    std: float  # of the elements; NaN if none is finite
+    minimum: float  # of the elements; NaN if none is finite
+    maximum: float  # of the elements; NaN if none is finite
+    norm: float  # 2-norm
+    zeros: float  # share of elements that are exactly 0
+    not_finite: int  # how many are NaN or infinite
+    low: float  # ends of the histogram
+    high: float  # ends of the histogram
+    counts: list[int]  # elements in each of its bins, which are equally wide
 
 
 def summarize(name: str, tensor: Tensor) -> Summary:

@@ -34,32 +34,20 @@ _UNUSUAL = 10  # times the median
 
 @dataclass
 class Measured:
-    """What the phases found.
+    """What the phases found."""
 
-    Attributes:
-        steps: those of the timed phase, but for `unusual` ones.
-        samples: trained on in these.
-        unusual: seconds of timed steps whose computing took many times longer than that of the others, as when a batch
-            of another size is compiled or tuned for; waiting for data makes no step unusual.
-        peak: memory at most in that phase.
-        saved: what the graph kept in one step; None for a compiled model, whose graph cannot be observed.
-        traced: steps in the trace.
-        profiler: holds the trace; None if none was wanted.
-        snapshot: file with the memory history of one step, on CUDA.
-        counts: steps of each phase.
-        cut: phases that were ended early, as the time was up.
-    """
-
-    steps: list[Step] = field(default_factory=list)
-    samples: int = 0
+    steps: list[Step] = field(default_factory=list)  # those of the timed phase, but for `unusual` ones
+    samples: int = 0  # trained on in these
+    # Seconds of timed steps whose computing took many times longer than that of the others, as when a batch of another size
+    # is compiled or tuned for; waiting for data makes no step unusual.
     unusual: list[float] = field(default_factory=list)
-    peak: Peak = field(default_factory=lambda: Peak(0, ""))
-    saved: SavedTensors | None = None
-    traced: int = 0
-    profiler: Any = None
-    snapshot: Path | None = None
-    counts: dict[str, int] = field(default_factory=dict)
-    cut: list[str] = field(default_factory=list)
+    peak: Peak = field(default_factory=lambda: Peak(0, ""))  # memory at most in that phase
+    saved: SavedTensors | None = None  # of one step; None for a compiled model, whose graph cannot be observed
+    traced: int = 0  # steps in the trace
+    profiler: Any = None  # holds the trace; None if none was wanted
+    snapshot: Path | None = None  # file with the memory history of one step, on CUDA
+    counts: dict[str, int] = field(default_factory=dict)  # steps of each phase
+    cut: list[str] = field(default_factory=list)  # phases that were ended early, as the time was up
 
     @property
     def seconds(self) -> list[float]:

@@ -17,23 +17,14 @@ SMALL_OP_MS = 0.02
 
 @dataclass(frozen=True)
 class Op:
-    """All calls of one operation, or of one kernel of a GPU.
+    """All calls of one operation, or of one kernel of a GPU."""
 
-    Attributes:
-        name: as torch or the driver calls it.
-        kernel: whether it ran on a GPU.
-        calls: how many, a step.
-        self_ms: milliseconds a step, without operations that it calls.
-        total_ms: milliseconds a step, theirs included; 0 for kernels.
-        memory_bytes: allocated less freed in it, without theirs, a step.
-    """
-
-    name: str
-    kernel: bool
-    calls: float
-    self_ms: float
-    total_ms: float
-    memory_bytes: float
+    name: str  # as torch or the driver calls it
+    kernel: bool  # whether it ran on a GPU
+    calls: float  # how many, a step
+    self_ms: float  # milliseconds a step, without operations that it calls
+    total_ms: float  # milliseconds a step, theirs included; 0 for kernels
+    memory_bytes: float  # allocated less freed in it, without theirs, a step
 
 
 def ops_in(profiler: Any, steps: int) -> list[Op]:

@@ -27,39 +27,22 @@ _SMALL = 0.5  # share of the operations' time from which their calls are what ta
 
 @dataclass(frozen=True)
 class Facts:
-    """What the sentence depends on.
+    """What the sentence depends on."""
 
-    Attributes:
-        shares: share of a step by range.
-        busy: share of a step in which the GPU computes; None without one.
-        small_ops: share of the operations' time on the host that goes into very short ones; None without a trace.
-        utilization: share of the peak; None if not known.
-        device: `GPU` or `cpu`.
-        batch_size: samples of a batch.
-        accumulate: batches of a step.
-        workers: worker processes that read samples; None if images are in memory.
-        cores: CPU cores there are.
-        cached: whether decoded images are kept, or could not be.
-        in_memory_possible: whether the images could be, or are, held in memory.
-        on_device: whether they are there already.
-        fused: whether the optimizer is fused, or cannot be.
-        off: the keys for speed that are off and could help, in the order in which to try them.
-    """
-
-    shares: Mapping[str, float]
-    busy: float | None
-    small_ops: float | None
-    utilization: float | None
-    device: str
-    batch_size: int
-    accumulate: int
-    workers: int | None
-    cores: int
-    cached: bool
-    in_memory_possible: bool
-    on_device: bool
-    fused: bool
-    off: Sequence[str]
+    shares: Mapping[str, float]  # share of a step by range
+    busy: float | None  # share of a step in which the GPU computes; None without one
+    small_ops: float | None  # share of host operations' time that goes into very short ones; None without a trace
+    utilization: float | None  # share of the peak; None if not known
+    device: str  # `GPU` or `cpu`
+    batch_size: int  # samples of a batch
+    accumulate: int  # batches of a step
+    workers: int | None  # worker processes that read samples; None if images are in memory
+    cores: int  # CPU cores there are
+    cached: bool  # whether decoded images are kept, or could not be
+    in_memory_possible: bool  # whether the images could be, or are, held in memory
+    on_device: bool  # whether they are there already
+    fused: bool  # whether the optimizer is fused, or cannot be
+    off: Sequence[str]  # the keys for speed that are off and could help, in the order in which to try them
 
 
 def verdict(facts: Facts) -> str:
