@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,14 +16,15 @@ from runner.config.schema.bench import Bench
 from runner.config.sources import Sources
 from runner.runtime.device import missing_compiler
 from runner.runtime.precision import choose_precision
+from runner.tracking.formats import number
 from runner.verbs._report import Report
 from runner.verbs.bench import stats
 from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench
-from runner.verbs.bench.candidates import Candidate, Facts, Skipped, candidates
+from runner.verbs.bench.candidates import BASELINE, Candidate, Facts, Skipped, candidates
 from runner.verbs.bench.stats import Result, Round, Sizes, Spread
 from runner.verbs.bench.timing import run
 
-FEWEST_ROUNDS = 3
+_FEWEST_ROUNDS = 3
 
 
 class BenchResult(NamedTuple):
@@ -70,9 +72,9 @@ class Comparison:
 
         A candidate that fails is removed from `runners`.
         """
-        for number in range(repeats):
-            if number >= FEWEST_ROUNDS and time.perf_counter() > self.deadline:
-                self.notes.append(f"{number} measurements instead of {repeats}: the time was up")
+        for done in range(repeats):
+            if done >= _FEWEST_ROUNDS and time.perf_counter() > self.deadline:
+                self.notes.append(f"{done} measurements instead of {repeats}: the time was up")
                 break
             turn: Round = {}
             for runner in list(runners):
@@ -103,19 +105,42 @@ class Comparison:
         others.sort(key=lambda result: -result.ratio.median)
         return [reference, *others], stats.recommended(others) or reference
 
-    def finish(self, best: Result, sizes: dict[str, int], found: dict[str, Any], lines: list[str]) -> dict[str, Any]:
-        """Show sentences, what was skipped and notes; returns the record."""
+    def verdict_text(self, result: Result) -> str:
+        """The verdict for people; of the baseline there is none."""
+        return "" if result.candidate is BASELINE else result.verdict or "pays"
+
+    def finish(
+        self, lines: list[str], record: dict[str, Any], best: Result, speeds: list[tuple[str, Spread]]
+    ) -> BenchResult:
+        """Show sentences, what was skipped and notes, and add what both parts record."""
         self.report.lines(*lines)
         self.report.skipped(self.skipped)
         self.report.lines(*(f"note: {note}" for note in self.notes))
-        return {
+        common = {
             "device": str(self.baseline.device),
             "recommended": list(best.candidate.words),
-            "sizes": sizes,
-            **found,
             "left_out": [{"what": what, "why": why} for what, why in self.skipped],
             "notes": self.notes,
         }
+        return BenchResult(common | record, speeds, best.samples_per_s.median)
+
+
+def range_text(spread: Spread) -> str:
+    """The quartiles for people."""
+    return f"{number(spread.low)} to {number(spread.high)}"
+
+
+def result_record(result: Result, **more: Any) -> dict[str, Any]:
+    """A result as plain containers, with what only one part has."""
+    return {
+        "overrides": list(result.candidate.words),
+        "settings": dict(result.candidate.settings),
+        "samples_per_s": dataclasses.asdict(result.samples_per_s),
+        "ratio": dataclasses.asdict(result.ratio),
+        "ratios": result.ratios,
+        "verdict": result.verdict,
+        **more,
+    }
 
 
 def facts_of(baseline: CandidateRunner) -> Facts:

@@ -6,15 +6,16 @@ import dataclasses
 import itertools
 
 from runner.config.errors import first_line
+from runner.tracking.formats import number
 from runner.verbs.bench import stats
 from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, room_for
 from runner.verbs.bench.candidates import BASELINE, Candidate
-from runner.verbs.bench.comparison import BenchResult, Comparison
-from runner.verbs.bench.report import STEP, advice, bottleneck_sentence, data_record, show_data
-from runner.verbs.bench.stats import Result, Round
+from runner.verbs.bench.comparison import BenchResult, Comparison, range_text, result_record
+from runner.verbs.bench.stats import Result, Round, rates
 from runner.verbs.bench.timing import run
 
 _WARMUP = 2
+_STEP = "a step on one batch"
 
 
 class DataComparison(Comparison):
@@ -36,7 +37,7 @@ class DataComparison(Comparison):
             name, (steps, warmup) = runner.name, sizes.beside_readers(runner.read_ahead, step_s)
             turn = {_reading(name): runner.measure(steps, warmup, next(epochs), "reading")}
             if runner is self.baseline:
-                turn[STEP] = runner.measure(steps, warmup, part="computing")
+                turn[_STEP] = runner.measure(steps, warmup, part="computing")
             return turn | {name: runner.measure(steps, warmup, next(epochs))}
 
         self.take_turns(runners, sizes.repeats, measure)
@@ -49,20 +50,29 @@ class DataComparison(Comparison):
     def _result(self, sizes: dict[str, int]) -> BenchResult:
         results, best = self.ranked()
         reference = results[0]
-        steps = [turn[STEP] for turn in self.rounds]
-        computing = stats.rates(steps)
+        steps = [turn[_STEP] for turn in self.rounds]
+        computing = rates(steps)
+        rows = [[_STEP, "", number(computing.median), range_text(computing), "", ""]]
+        for result in results:
+            reading, speed = rates(result.reading), result.samples_per_s
+            speeds = (number(reading.median), number(speed.median), range_text(speed), f"{result.ratio.median:.2f}")
+            rows.append([result.candidate.name, *speeds, self.verdict_text(result)])
+        columns = ["overrides", "reading alone", "training", "quartiles", "ratio", "verdict"]
+        title = f"samples/s, medians of {sizes['repeats']} measurements of each, made in turns"
+        self.report.table(title, columns, rows)
         bottleneck = stats.bottleneck(reference.reading, steps, reference.seconds)
-        show_data(self.report, results, computing, sizes["repeats"])
-        found = {
-            "bottleneck": dataclasses.asdict(bottleneck),
+        ways = [
+            result_record(result, reading_samples_per_s=dataclasses.asdict(rates(result.reading))) for result in results
+        ]
+        record = {
+            "bottleneck": bottleneck._asdict(),
+            "sizes": sizes,
             "computing_samples_per_s": dataclasses.asdict(computing),
-            "ways": [data_record(result) for result in results],
+            "ways": ways,
         }
-        lines = [bottleneck_sentence(bottleneck), advice(bottleneck, best is not reference)]
-        record = self.finish(best, sizes, found, lines)
-        speeds = [(result.candidate.name, result.samples_per_s) for result in results]
-        speeds[1:1] = [("reading alone", stats.rates(reference.reading)), (STEP, computing)]
-        return BenchResult(record, speeds, best.samples_per_s.median)
+        shown = [(result.candidate.name, result.samples_per_s) for result in results]
+        shown[1:1] = [("reading alone", rates(reference.reading)), (_STEP, computing)]
+        return self.finish(_in_words(bottleneck, best is not reference), record, best, shown)
 
     def _build(self, candidate: Candidate) -> CandidateRunner | None:
         try:
@@ -77,3 +87,22 @@ class DataComparison(Comparison):
 
 def _reading(name: str) -> str:
     return f"reading, {name}"
+
+
+def _in_words(found: stats.Bottleneck, pays: bool) -> list[str]:
+    """The bottleneck, and what to do about it; `pays` if one of the data paths does."""
+    factor = f"{found.factor:.1f} times as long as"
+    sentence = {
+        "input": f"input: reading a batch takes {factor} computing on it",
+        "compute": f"compute: computing on a batch takes {factor} reading it",
+        "neither": "neither: reading a batch takes about as long as computing on it",
+    }[found.kind]
+    advice = (
+        "none of the data paths helps: make reading a sample cheaper "
+        "(smaller files, a batch transform instead of a sample transform)"
+    )
+    if pays:
+        advice = "the settings below feed the model faster"
+    elif found.kind == "compute":
+        advice = "none of the data paths helps; python -m runner bench compares what makes a step faster"
+    return [f"bottleneck: {sentence}; waiting for input is {found.waiting:.0%} of a step", advice]

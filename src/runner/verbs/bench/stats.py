@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -123,11 +123,7 @@ def allowed_difference(tolerance: float | None, baseline: float, seeds: Sequence
 def verdict(result: Result, baseline: Result, allowed: float, deterministic: bool) -> str:
     """Why a candidate is not to be recommended, or an empty string.
 
-    Args:
-        result: the candidate.
-        baseline: what it is compared with.
-        allowed: largest difference of the losses.
-        deterministic: whether it has to repeat bit for bit.
+    `allowed` is the largest difference of the losses; `deterministic` is whether it has to repeat bit for bit.
     """
     if not result.candidate.same_training:
         return "another training"
@@ -216,11 +212,10 @@ def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -
     ]
 
 
-@dataclass(frozen=True)
-class Bottleneck:
+class Bottleneck(NamedTuple):
     """What training waits for."""
 
-    kind: Literal["input", "compute", "neither"]  # `input`, `compute`, or `neither` if both take about the same time
+    kind: Literal["input", "compute", "neither"]  # neither if both take about the same time
     factor: float  # how many times longer it takes than the other
     waiting: float  # share of the time of a step, from 0 to 1, that input adds to computing
 

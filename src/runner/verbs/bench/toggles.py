@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 from runner.config.errors import first_line
-from runner.verbs._report import amount
+from runner.tracking.formats import number
+from runner.verbs._report import amount, mib
 from runner.verbs.bench import stats
 from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, TooSlow, room_for
 from runner.verbs.bench.candidates import BASELINE, Candidate
-from runner.verbs.bench.comparison import BenchResult, Comparison
-from runner.verbs.bench.report import show_toggles, toggle_record
+from runner.verbs.bench.comparison import BenchResult, Comparison, range_text, result_record
 from runner.verbs.bench.stats import Result, Round
 
 # A candidate that is slower in its first steps than this would only take time from the others.
@@ -54,18 +56,49 @@ class ToggleComparison(Comparison):
     def _result(self, seed_losses: list[float], allowed: float) -> BenchResult:
         results, best = self.ranked()
         reference, sizes = results[0], self._sizes
-        show_toggles(self.report, results, self.baseline.device.type == "cuda", sizes.repeats)
-        spread = f" (the spread over {1 + len(seed_losses)} seeds)" if seed_losses else ""
-        line = f"losses are means over the first {sizes.compare} steps; a difference up to {allowed:.2g} is accepted{spread}"
-        found = {
+        memory = "peak MiB" if self.baseline.device.type == "cuda" else "peak RSS MiB"
+        columns: dict[str, Callable[[Result], str]] = {
+            "overrides": lambda result: result.candidate.name,
+            "samples/s": lambda result: number(result.samples_per_s.median),
+            "step ms": lambda result: number(result.step_ms.median),
+            "quartiles": lambda result: range_text(result.step_ms),
+            "ratio": lambda result: f"{result.ratio.median:.2f}",
+            memory: lambda result: mib(result.peak_bytes, 1),
+            "saved MiB": lambda result: "" if result.saved_bytes is None else mib(result.saved_bytes),
+            "loss": lambda result: number(result.loss),
+            "difference": lambda result: "" if result is reference else f"{result.loss - reference.loss:+.2g}",
+            "same bits": lambda result: {True: "yes", False: "no", None: ""}[result.repeats],
+            "start s": lambda result: f"{result.start_s:.2f}",
+            "verdict": self.verdict_text,
+        }
+        rows = [[cell(result) for cell in columns.values()] for result in results]
+        self.report.table(f"medians of {sizes.repeats} measurements of each, made in turns", [*columns], rows)
+        baseline, *others = [self._record(result, reference) for result in results]
+        record = {
+            "sizes": dataclasses.asdict(sizes),
             "seed_losses": seed_losses,
             "allowed_loss_difference": allowed,
-            "baseline": toggle_record(reference, reference),
-            "candidates": [toggle_record(result, reference) for result in results[1:]],
+            "baseline": baseline,
+            "candidates": others,
         }
-        record = self.finish(best, dataclasses.asdict(sizes), found, [line])
-        speeds = [(result.candidate.name, result.samples_per_s) for result in results]
-        return BenchResult(record, speeds, best.samples_per_s.median)
+        spread = f" (the spread over {1 + len(seed_losses)} seeds)" if seed_losses else ""
+        line = f"losses are means over the first {sizes.compare} steps; a difference up to {allowed:.2g} is accepted{spread}"
+        return self.finish([line], record, best, [(result.candidate.name, result.samples_per_s) for result in results])
+
+    @staticmethod
+    def _record(result: Result, reference: Result) -> dict[str, Any]:
+        return result_record(
+            result,
+            kind=result.candidate.kind,
+            step_ms=dataclasses.asdict(result.step_ms),
+            seconds_per_sample=result.seconds,
+            peak_memory_bytes=result.peak_bytes,
+            saved_bytes=result.saved_bytes,
+            loss=result.loss,
+            loss_difference=result.loss - reference.loss,
+            same_bits=result.repeats,
+            start_s=result.start_s,
+        )
 
     def _try(self, candidate: Candidate) -> CandidateRunner | None:
         """A candidate after its first steps; None if it cannot be run, or is not worth the time."""
