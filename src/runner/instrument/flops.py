@@ -45,18 +45,11 @@ def count_flops(
     """Count the operations of a forward and a backward pass, with `torch.utils.flop_counter`.
 
     Both are carried out, uncompiled, in the modes that the modules are in. Weights, gradients, buffers and random
-    generators are left as they were.
-
-    Args:
-        model: the model; of DistributedDataParallel, the module inside it.
-        images: (B, C, H, W), as the model is given them.
-        loss: logits -> scalar.
-        autocast: gives the context that forward and loss run in.
+    generators are left as they were. `images` are (B, C, H, W), as the model is given them; `loss` is logits -> scalar;
+    `autocast` gives the context that forward and loss run in.
     """
     from torch.utils.flop_counter import FlopCounterMode  # a tenth of a second that most runs need not spend
 
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
     with no_trace(model), uncompiled(), torch.enable_grad():
         with FlopCounterMode(display=False) as forward, autocast():
             value = loss(model(images))

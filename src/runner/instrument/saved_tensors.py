@@ -157,9 +157,8 @@ def _total(counts: Counter[tuple[str, str]], kind: str) -> int:
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
     """The identity of a tensor's storage, unique while it lives, and its bytes."""
-    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the part that is here
     try:
-        storage = local.untyped_storage()
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse tensors have several
-        return id(tensor), local.element_size() * (local._nnz() if local.is_sparse else local.numel())
+        return id(tensor), tensor.element_size() * (tensor._nnz() if tensor.is_sparse else tensor.numel())
     return int(storage._cdata), int(storage.nbytes())

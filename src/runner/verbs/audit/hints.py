@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -36,7 +36,7 @@ def cause_of(
     difference: Difference,
     before: Sequence[Entry],
     model: nn.Module,
-    varied: Mapping[str, tuple[Any, Any]],
+    varied: Iterable[str],
     suspect: Nondeterminism | None,
 ) -> Cause:
     """The likely cause of the first difference.
@@ -45,85 +45,69 @@ def cause_of(
         difference: the first one.
         before: what was computed before it on the first side.
         model: of the first side.
-        varied: keys that the sides differ in, with both values.
+        varied: keys that the sides differ in.
         suspect: what returns different images or targets for the same samples, if that was found.
     """
-    entry = difference.entry
+    name, phase = difference.entry.name, difference.entry.phase
     if suspect is not None:
         return _of_suspect(suspect)
-    if expected := _expected(entry.phase, varied):
-        return expected
+    rounding = [key for key in varied if _is_among(key, _ROUNDING)]
+    training = [key for key in varied if key not in rounding and not _is_among(key, _NEUTRAL)]
+    if training:
+        return Cause(f"{' or '.join(training)} changes what is learned, so this is expected", "")
+    if rounding and phase not in (Phase.BATCH, Phase.DRAWN, Phase.GENERATOR):
+        return Cause(f"{' or '.join(rounding)} changes how numbers are rounded, so this is expected", "")
     if difference.a is None or difference.b is None:
         side = "a" if difference.b is None else "b"
         return Cause(
             f"only {side} computes it: the two sides do different work",
             "compare settings that build the same model and optimizer",
         )
-    phase = _special_case(entry, model) or entry.phase
     modules = dict(model.named_modules())
-    backward = [each.name for each in before if each.phase == Phase.FLOW and each.name in modules]
-    leaves = [name for name in backward if not any(True for _ in modules[name].children())]
+
+    def label(name: str) -> str:
+        return module_label(name, modules.get(name, model))
+
+    passed = [each.name for each in before if each.phase == Phase.FLOW and each.name in modules]
+    leaves = [each for each in passed if not any(True for _ in modules[each].children())]
     facts = {
-        "name": entry.name,
-        "module": _label(entry.name, modules, model),
-        "owner": _label(entry.name.rpartition(".")[0], modules, model),
-        "last": _label(leaves[-1], modules, model) if leaves else "the loss",
+        "name": name,
+        "module": label(name),
+        "owner": label(name.rpartition(".")[0]),
+        "last": label(leaves[-1]) if leaves else "the loss",
         "seeded": _SEEDED,
     }
+    if phase == Phase.START and name.startswith("generator"):
+        phase = "start generator"
+    elif phase == Phase.BATCH and name == "indices":
+        phase = "order"
+    elif phase == Phase.WEIGHT and name not in dict(model.named_parameters()):
+        phase = "buffer"
     text, remedy = _BY_PHASE[phase]
     return Cause(text.format_map(facts), remedy.format_map(facts))
 
 
-def _expected(phase: str, varied: Mapping[str, tuple[Any, Any]]) -> Cause | None:
-    """What a key that may change bits explains."""
-    training = [key for key in varied if not _among(key, _NEUTRAL) and not _among(key, _ROUNDING)]
-    if training:
-        return Cause(f"{' or '.join(training)} changes what is learned, so this is expected", "")
-    rounding = [key for key in varied if _among(key, _ROUNDING)]
-    if rounding and phase not in (Phase.BATCH, Phase.DRAWN, Phase.GENERATOR):
-        return Cause(f"{' or '.join(rounding)} changes how numbers are rounded, so this is expected", "")
-    return None
-
-
-def _among(key: str, keys: Sequence[str]) -> bool:
+def _is_among(key: str, keys: Sequence[str]) -> bool:
     return any(key == other or key.startswith(f"{other}.") for other in keys)
 
 
 def _of_suspect(suspect: Nondeterminism) -> Cause:
-    who = f"{suspect.name} ({suspect.key})"
+    who = f"{suspect.name} ({suspect.key}) returns another result"
     from_seeded = f"draw from {_SEEDED}, which are seeded for each sample"
     if suspect.by_worker:
-        return Cause(
-            f"{who} returns another result in another worker process",
-            f"use nothing from get_worker_info(); {from_seeded}",
-        )
+        return Cause(f"{who} in another worker process", f"use nothing from get_worker_info(); {from_seeded}")
     of_batches = suspect.key.startswith(("transform.train.", "transform.mix"))
     return Cause(
-        f"{who} returns another result each time it is called with the same sample: it draws from its own generator, or "
-        "depends on a counter or the clock",
+        f"{who} each time it is called with the same sample: it draws from its own generator, or depends on a counter or "
+        "the clock",
         "draw from the generator that is passed in" if of_batches else from_seeded,
     )
-
-
-def _special_case(entry: Entry, model: nn.Module) -> str:
-    """Which of the causes of a phase that has several."""
-    if entry.phase == Phase.START and entry.name.startswith("generator"):
-        return "start generator"
-    if entry.phase == Phase.BATCH and entry.name == "indices":
-        return "order"
-    if entry.phase == Phase.WEIGHT and entry.name not in dict(model.named_parameters()):
-        return "buffer"
-    return ""
-
-
-def _label(name: str, modules: Mapping[str, nn.Module], model: nn.Module) -> str:
-    return module_label(name, modules.get(name, model))
 
 
 _REPEATING_BACKWARD = (
     "deterministic=true, which uses operations that repeat or names the one that cannot; or a hook that draws nothing"
 )
-_BY_PHASE = {
+_BY_PHASE: dict[str, tuple[str, str]] = {
     Phase.START: (
         "the model is built with other values each time: {owner} draws them from its own generator",
         "draw from {seeded}, which are seeded before the model is built",

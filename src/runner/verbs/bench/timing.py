@@ -64,15 +64,9 @@ def run(
     epoch: int = 0,
     step: StepFunction = train_step,
 ) -> Clock:
-    """Train for some optimizer steps from the beginning of an epoch, without evaluation, checkpoints or logging.
+    """Do some optimizer steps from the beginning of an epoch, without evaluation, checkpoints or logging.
 
-    Args:
-        training: what is trained.
-        source: the batches.
-        steps: how many.
-        marks: see `Clock`.
-        epoch: number of the epoch.
-        step: what to do with a batch.
+    `source` gives the batches, `marks` are those of `Clock`, and `step` is what is done with a batch.
     """
     training.state.position = Position(epoch=epoch)
     # Only batches that are used: workers would make others while another candidate is measured.

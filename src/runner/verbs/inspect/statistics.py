@@ -15,17 +15,17 @@ BINS = 40
 class Summary:
     """What is in a tensor; elements that are not finite are counted, and ignored in everything else."""
 
-    name: str  # of the tensor
-    shape: tuple[int, ...]  # of the tensor
-    mean: float  # of the elements; NaN if none is finite
-    std: float  # of the elements; NaN if none is finite
-    minimum: float  # of the elements; NaN if none is finite
-    maximum: float  # of the elements; NaN if none is finite
+    name: str
+    shape: tuple[int, ...]
+    mean: float  # NaN if no element is finite, and so below
+    std: float
+    minimum: float
+    maximum: float
     norm: float  # 2-norm
     zeros: float  # share of elements that are exactly 0
     not_finite: int  # how many are NaN or infinite
-    low: float  # ends of the histogram
-    high: float  # ends of the histogram
+    low: float  # of the histogram
+    high: float
     counts: list[int]  # elements in each of its bins, which are equally wide
 
 
