@@ -12,6 +12,7 @@ from torch import Tensor
 from runner.checkpoint import find
 from runner.config import stored
 from runner.config.errors import UserError
+from runner.config.reading import read_regular
 from runner.tracking.formats import HARDWARE_METRICS
 from runner.verbs.audit.record import Difference, Entry, Recorder, difference_record, differences
 
@@ -99,9 +100,7 @@ def _log_of(asked: str, checkpoint: Path) -> Path | None:
 def _lines(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """What was logged, by step and split, without what the clock says."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{path}: is larger than {_LARGEST_FILE >> 20} MiB, which is more than a log")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     found: dict[tuple[int, str], dict[str, Any]] = {}

@@ -115,51 +115,47 @@ def varied(config: Bench) -> list[Candidate]:
 
 def _toggles(config: Bench, facts: Facts) -> dict[str, str | list[dict[str, Any]]]:
     """The settings to try for each toggle, other than the present one, or why it does not apply."""
-    optimizer, device, cores = config.optimizer, facts.device, facts.cores
-    cuda_only = "" if device == "cuda" else f"has no effect on {device}: it is a setting of CUDA's"
+    device, cores, both = facts.device, facts.cores, (True, False)
     counts = sorted({*(2**power for power in range(cores.bit_length())), cores})
     compiled = True if config.compile == "model" else config.compile
-
-    def others(key: str, values: Sequence[Any], now: Any) -> list[dict[str, Any]]:
-        return [{key: value} for value in values if value != now]
-
-    def kernel(name: str, other: str) -> str | list[dict[str, Any]]:
-        if name not in facts.kernels:
-            return f"{optimizer['_target_']} does not have it"
-        switched = not facts.kernels[name]
-        # Of two kernels only one can be on.
-        instead = {f"optimizer.{other}": False} if switched and optimizer.get(other) else {}
-        return [{f"optimizer.{name}": switched, **instead}]
-
-    return {
-        "amp": others("amp", (False, "bf16", "fp16"), facts.precision),
-        "channels_last": others("channels_last", (True, False), config.channels_last)
-        if facts.convolutions
-        else "the model has no convolution",
-        "optimizer.fused": kernel("fused", "foreach"),
-        "optimizer.foreach": kernel("foreach", "fused"),
-        "activation_checkpointing": [{"activation_checkpointing": config.activation_checkpointing is False}],
-        "compile": (
-            "" if compiled else _why_not_compiled(config, facts, "takes a minute to compile on the CPU", "compile")
-        )
-        or others("compile", (False, True, "step"), compiled),
-        "cudnn_benchmark": cuda_only or others("cudnn_benchmark", (True, False), bool(config.cudnn_benchmark)),
-        "tf32": cuda_only or others("tf32", (True, False), bool(config.tf32)),
+    not_compiled = _why_not_compiled(config, facts, "takes a minute to compile on the CPU", "compile")
+    not_cuda = "" if device == "cuda" else f"has no effect on {device}: it is a setting of CUDA's"
+    one_core = "there is one core" if counts == [facts.threads] else ""
+    rows: dict[str, tuple[Sequence[Any], Any, str]] = {  # values, the present one, why it does not apply
+        "amp": ((False, "bf16", "fp16"), facts.precision, ""),
+        "channels_last": (both, config.channels_last, "" if facts.convolutions else "the model has no convolution"),
+        "activation_checkpointing": (both, config.activation_checkpointing is not False, ""),
+        "compile": ((False, True, "step"), compiled, "" if compiled else not_compiled),
+        "cudnn_benchmark": (both, bool(config.cudnn_benchmark), not_cuda),
+        "tf32": (both, bool(config.tf32), not_cuda),
         # On CUDA tf32 is what sets high.
-        "matmul_precision": others("matmul_precision", ("medium", None), config.matmul_precision)
-        if device in ("cuda", "cpu")
-        else f"has no effect on {device}",
-        "threads": f"the {device} computes"
-        if device != "cpu"
-        else others("threads", counts, facts.threads) or "there is one core",
-        "data.placement": _placement(config, facts),
-        "data.num_workers": "the samples are in memory"
-        if facts.in_memory
-        else others("data.num_workers", [0, *counts], facts.workers),
-        "data.prefetch": others("data.prefetch", (1, 2, 4, 8), config.data.prefetch)
-        if facts.workers and not facts.in_memory
-        else "no worker reads ahead",
+        "matmul_precision": (
+            ("medium", None),
+            config.matmul_precision,
+            "" if device != "mps" else "has no effect on mps",
+        ),
+        "threads": (counts, facts.threads, one_core if device == "cpu" else f"the {device} computes"),
+        "data.num_workers": ([0, *counts], facts.workers, "the samples are in memory" if facts.in_memory else ""),
+        "data.prefetch": ((1, 2, 4, 8), config.data.prefetch, "" if facts.workers else "no worker reads ahead"),
     }
+    return {
+        "optimizer.fused": _kernel(config, facts, "fused", "foreach"),
+        "optimizer.foreach": _kernel(config, facts, "foreach", "fused"),
+        "data.placement": _placement(config, facts),
+        **{
+            name: why or [{name: value} for value in values if value != now]
+            for name, (values, now, why) in rows.items()
+        },
+    }
+
+
+def _kernel(config: Bench, facts: Facts, name: str, other: str) -> str | list[dict[str, Any]]:
+    """The toggle of one of the ways in which an optimizer updates many tensors, of which only one can be on."""
+    if name not in facts.kernels:
+        return f"{config.optimizer['_target_']} does not have it"
+    switched = not facts.kernels[name]
+    instead = {f"optimizer.{other}": False} if switched and config.optimizer.get(other) else {}
+    return [{f"optimizer.{name}": switched, **instead}]
 
 
 def _why_not_compiled(config: Bench, facts: Facts, reason: str, toggles: str) -> str:
