@@ -45,13 +45,6 @@ class SavedTensors:
     A view counts as its whole storage, which it keeps alive. Nothing is added to the graph, no result changes and no
     device is waited for; it works on any device, `meta` too.
 
-    Attributes are read after the block, or inside it:
-        activations: bytes kept that would be free otherwise, copies of weights that autocast makes among them.
-        parameters: bytes of the model's parameters and buffers that the graph refers to; they stay in memory anyway.
-        inputs: bytes of the model's inputs, as it saves them, and of those given.
-        by_module: activations by the dotted name of the module that was running, not counting its children; the empty
-            name is the model itself.
-
     Args:
         model: whose parameters, inputs and modules are counted separately; without one, all but `inputs` are activations.
         inputs: further tensors that are in memory anyway; kept until the block ends.
@@ -89,22 +82,22 @@ class SavedTensors:
 
     @property
     def activations(self) -> int:
-        """Bytes kept that would be free otherwise."""
+        """Bytes kept that would be free otherwise, copies of weights that autocast makes among them."""
         return _total(self._at_most(), "activations")
 
     @property
     def parameters(self) -> int:
-        """Bytes of parameters and buffers that the graph refers to."""
+        """Bytes of the model's parameters and buffers that the graph refers to; they stay in memory anyway."""
         return _total(self._at_most(), "parameters")
 
     @property
     def inputs(self) -> int:
-        """Bytes of inputs that the graph refers to."""
+        """Bytes of the model's inputs, as it saves them, and of those given, that the graph refers to."""
         return _total(self._at_most(), "inputs")
 
     @property
     def by_module(self) -> dict[str, int]:
-        """Activations by module, in the order in which the modules first saved something."""
+        """Activations by the dotted name of the module that was running, without its children, in the order of saving."""
         return {name: count for (kind, name), count in self._at_most().items() if kind == "activations" and count}
 
     def _at_most(self) -> Counter[tuple[str, str]]:

@@ -154,7 +154,7 @@ def layers(found: Inspection) -> None:
             f"{layer.output_bytes / 1024:,.2f}" if layer.output_bytes else "",
         ]
         for layer in found.layers
-        # The model is the sum of its rows; those without anything of their own are left out.
+        # A row does not count the modules inside, so rows without anything else are empty.
         if not layer.inner or layer.parameters or layer.flops
     ]
     counts = [f"{totals['parameters']:,}", f"{totals['trainable']:,}", compact(totals["flops_forward"])]
