@@ -12,11 +12,11 @@ from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
-from runner.config.allowed_targets import section_of
+from runner.config.allowed_targets import refusal, remedy, section_of
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.schema.train import Train
-from runner.config.targets import refusal, remedy, targets_in
+from runner.config.targets import targets_in
 from runner.config.validate import shown
 
 # Arguments that the program adds where a component's signature names them.

@@ -46,10 +46,10 @@ def new_target(path: str) -> str:
     return f"{MODULES[module]}.{name}" if module in MODULES else path
 
 
-def renamed_problem(key: str, origin: str = "") -> Problem | None:
+def renamed_problem(key: str) -> Problem | None:
     """The problem of a key that was renamed; None if it was not."""
     new = new_key(key)
-    return None if new is None else Problem(key, f"was renamed to {new}", new, origin=origin)
+    return None if new is None else Problem(key, f"was renamed to {new}", new)
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from runner.config import keys
-from runner.config.schema.bench import Bench, Toggle
+from runner.config.schema.verbs import Bench, Toggle
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 from runner.config.errors import first_line
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.verbs._report import Report
 from runner.verbs.bench import stats
 from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, Workbench, room_for

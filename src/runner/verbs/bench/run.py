@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.config.app import Composition
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.config.secrets import mask_words
 from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs._report import Report

@@ -19,7 +19,7 @@ from runner.build.hardware import set_switches
 from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
-from runner.config.schema.check import Check as Settings
+from runner.config.schema.verbs import Check as Settings
 from runner.config.signals import raising_after
 from runner.data.build import DataModule, build_data
 from runner.engine.errors import Diverged

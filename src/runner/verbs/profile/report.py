@@ -10,7 +10,7 @@ import torch
 
 from runner.build.run import Run, training_flops
 from runner.config.cores import cores
-from runner.config.schema.profile import Profile
+from runner.config.schema.verbs import Profile
 from runner.instrument.flops import Flops
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import PeakFlops, kind_of, peak

@@ -19,7 +19,7 @@ from runner.verbs.profile.ops import SMALL_OP_MS
 
 if TYPE_CHECKING:
     from runner.build.run import Run
-    from runner.config.schema.profile import Profile
+    from runner.config.schema.verbs import Profile
 
 _MUCH = 0.2  # share of a step that is worth doing something about, beside computing
 _LAUNCHES = 0.6  # share of a step below which a GPU that computes waits for its next kernel
