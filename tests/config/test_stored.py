@@ -42,7 +42,7 @@ def overlaid(original, compose):
     def call(*words: str) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
         before = copy.deepcopy(original)
         line = compose(*words)
-        values = stored.overlay(original, line.values, line.overrides, line.group_choices, line.sources)
+        values = stored.overlay(original, line)
         assert original == before
         return values, {key: (old, new) for key, old, new in stored.differences(original, values)}
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from runner.config.errors import UserError
-from runner.config.targets import resolve, within
+from runner.config.keys import within
+from runner.config.targets import resolve
 
 _TRANSFORMS = (
     "torchvision.transforms",

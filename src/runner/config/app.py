@@ -307,7 +307,7 @@ def _status(run: Callable[[], Any]) -> int:
 
 @contextlib.contextmanager
 def _results_without_configs() -> Iterator[None]:
-    """Hydra's launcher keeps the results of all jobs until a sweep ends; leave out the two configs of 0.5 MiB in each."""
+    """Hydra's launcher keeps the results of all jobs until a sweep ends, with two configs of 0.5 MiB in each: drop those."""
     launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
     run_job = launcher.run_job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from runner.config.errors import nearest
@@ -73,6 +73,16 @@ def all_keys(section: type, prefix: str = "") -> list[str]:
     return keys
 
 
+def within(path: str, prefixes: Iterable[str]) -> bool:
+    """Whether a dotted path is one of the prefixes, or inside one."""
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+
+
+def key_of(word: str) -> str:
+    """The key or group that an override is about."""
+    return word.partition("=")[0].lstrip("+~")
+
+
 def closest(key: str, pool: Sequence[str]) -> str:
     """The key of `pool` that is meant by a wrong one: one with the same last part, or spelled much like it; else empty."""
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(pool)}
@@ -89,6 +99,27 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
             leaves |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
         return leaves
     return {prefix: values}
+
+
+def at(values: Any, key: str) -> Any:
+    """The value under a dotted key of nested mappings and lists; `...` if there is none."""
+    for part in key.split("."):
+        if isinstance(values, list) and part.isdigit() and int(part) < len(values):
+            values = values[int(part)]
+        elif isinstance(values, dict) and part in values:
+            values = values[part]
+        else:
+            return ...
+    return values
+
+
+def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, value) of nested mappings and lists, outer ones first; items of lists by number."""
+    yield prefix, value
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from walk(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
 def describe(annotation: Any) -> str:

@@ -7,14 +7,14 @@ object, so that neither a tag nor an interpolation in it does anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
+from runner.config.composition import Composition
 from runner.config.errors import UserError, first_line
 from runner.config.frozen import to_plain
-from runner.config.keys import flatten
+from runner.config.keys import at, flatten
 from runner.config.overrides import parsed
 from runner.config.renamed import migrate
 from runner.config.schema.train import Train
@@ -22,7 +22,6 @@ from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 
-_MISSING = object()
 _DEEPEST = 64  # levels of nesting; configs have about six
 _LONGEST = 2**18  # characters; configs have about six thousand, and reading takes a second for each such length
 _MOST_VALUES = 2**15  # keys and values; configs have about five hundred
@@ -98,9 +97,7 @@ def load(text: str, where: str) -> dict[str, Any]:
     return migrate(values)
 
 
-def overlay(
-    stored: dict[str, Any], composed: dict[str, Any], words: Sequence[str], choices: dict[str, str], sources: Sources
-) -> dict[str, Any]:
+def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
     """A stored config with the command line laid on top.
 
     A selected group replaces the stored section as a whole; a preset sets the keys in its file; any other override sets
@@ -108,14 +105,12 @@ def overlay(
 
     Args:
         stored: the config from the file.
-        composed: the config that the same command line gives without the file.
-        words: overrides of the command line, without those of `hydra.*`.
-        choices: options chosen for each group in `composed`.
-        sources: where options are found.
+        composition: what the same command line gives without the file.
     """
+    composed, choices, sources = composition.values, composition.group_choices, composition.sources
     groups = set(sources.groups())
     chosen, given = list[str](), list[str]()
-    for override in parsed(words):
+    for override in parsed(composition.overrides):
         key, value = override.key_or_group, override.value()
         if isinstance(value, dict) and value:
             given += [f"{key}.{inner}" for inner in flatten(value)]
@@ -125,7 +120,7 @@ def overlay(
             chosen += _keys_of_choice(key, choices.get(key), sources)
     merged = copy.deepcopy(stored)
     for key in (*chosen, *given):
-        _set(merged, key, _get(composed, key))
+        _set(merged, key, copy.deepcopy(at(composed, key)))
     restored: dict[str, Any] = unmasked(merged, composed)
     return restored
 
@@ -146,24 +141,14 @@ def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]
     return found + list(flatten(content)) if content else found
 
 
-def _get(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(values, list) and part.isdigit() and int(part) < len(values):
-            values = values[int(part)]
-        elif isinstance(values, dict) and part in values:
-            values = values[part]
-        else:
-            return _MISSING
-    return copy.deepcopy(values)
-
-
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, or delete it if the value is `...`."""
     *parents, last = key.split(".")
     for part in parents:
         if not isinstance(values.get(part), dict):
             values[part] = {}
         values = values[part]
-    if value is _MISSING:
+    if value is ...:
         values.pop(last, None)
     else:
         values[last] = value
@@ -174,7 +159,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     old, new = flatten(mask_values(before)), flatten(mask_values(after))
     changed = []
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key, _MISSING) != new.get(key, _MISSING):
+        if old.get(key, ...) != new.get(key, ...):
             before_text, after_text = (shown(side[key]) if key in side else "-" for side in (old, new))
             changed.append((key, before_text, after_text))
     return changed

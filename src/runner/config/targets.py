@@ -27,11 +27,6 @@ _TOO_LARGE = re.compile(r"can't allocate memory|not enough memory|overflow")
 _DOWNLOADS = ("download", "pretrained", "pretrained_backbone", "fetch_weights")
 
 
-def within(path: str, prefixes: Iterable[str]) -> bool:
-    """Whether a dotted path is one of the prefixes, or inside one."""
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
-
-
 def resolve(path: str) -> Any:
     """The object that a dotted path names; modules on the way are imported.
 
@@ -49,7 +44,7 @@ def resolve(path: str) -> Any:
                 found = importlib.import_module(name)
                 continue
             except ModuleNotFoundError as error:
-                if error.name is None or not within(name, [error.name]):
+                if error.name is None or not keys.within(name, [error.name]):
                     raise UserError(f"importing {name} failed: {error}") from error
                 if count == 1:
                     hint = "installed, or on PYTHONPATH, or in the folder that python -m runner starts in"
@@ -99,14 +94,11 @@ class Component:
         return name in (self.parameters or {})
 
 
-def targets_in(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def targets_in(value: Any) -> Iterator[tuple[str, str]]:
     """Every (dotted key, `_target_`) at any depth of a mapping or list."""
-    if isinstance(value, dict) and "_target_" in value:
-        yield prefix, str(value["_target_"])
-    for name, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
-        yield from targets_in(inner, f"{prefix}.{name}" if prefix else str(name))
+    return (
+        (key, str(node["_target_"])) for key, node in keys.walk(value) if isinstance(node, dict) and "_target_" in node
+    )
 
 
 def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0) -> list[Problem]:
@@ -291,7 +283,9 @@ def _fetch_nothing(component: Component) -> None:
     given |= {name: False for name in _DOWNLOADS if given.get(name)}
     if component.takes("fetch_weights"):
         given["fetch_weights"] = False
-    if not within(str(getattr(target, "__module__", "")), ["torchvision.models"]) or not inspect.isfunction(target):
+    if not keys.within(str(getattr(target, "__module__", "")), ["torchvision.models"]) or not inspect.isfunction(
+        target
+    ):
         return
     # These builders take arguments by position too, the weights first, and load some where none are named.
     given |= dict(zip(component.parameters or (), component.positional, strict=False))
