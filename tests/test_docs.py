@@ -144,10 +144,11 @@ def call(*words: str) -> tuple[int, str, str]:
 def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
     schema = VERBS[verb]
-    request = app.parse(table.VERBS[verb].expand_shorthand(words), verb)
-    sources = Sources(app._folders(request))
-    known = overrides.check_overrides(request.words, schema, sources, multirun=True)
-    composition, _ = app._compose(request, known, schema, sources, lambda _: [])
+    flags = app.parse(table.VERBS[verb].expand_shorthand(words))
+    sources = app.sources_of(flags)
+    known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
+    with app.application(problems_of, sources) as application:
+        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, lambda _: [])
     return problems_in(composition.values, composition, schema)[1]
 
 

@@ -170,12 +170,12 @@ def test_every_flag_and_example_of_the_help_is_understood(capsys, workdir):
     for verb, words in examples:
         assert verb in VERBS
         if verb in SCHEMAS:
-            parse(words.split(), verb)
+            parse(words.split())
     [(those, flags)] = re.findall(r"^flags of (.*): (--.*)$", text, re.MULTILINE)
     assert sorted(re.split(", | and ", those)) == sorted(SCHEMAS)
     for flag in re.findall(r"--[\w-]+", flags):
         value = {"--cfg": ["job"], "--config-dir": ["x"], "--config-name": ["x"]}.get(flag, [])
-        parse([flag, *value], "train")
+        parse([flag, *value])
 
 
 def test_version_is_shown(capsys):

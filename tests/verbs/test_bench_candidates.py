@@ -11,7 +11,7 @@ import pytest
 
 from runner.config.app import Composition, current, launch
 from runner.config.resolve import resolve_config
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.verbs.bench.candidates import Candidate, Facts, candidates, setting
 
 CPU = Facts(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.build.run import Run
 from runner.config.resolve import resolve_config
-from runner.config.schema.inspect import Inspect
+from runner.config.schema.verbs import Inspect
 from runner.train import build_run
 from runner.verbs._table import VERBS
 from runner.verbs.inspect.observed_pass import pass_through

@@ -15,7 +15,7 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain
 from runner.config.resolve import resolve_changes, resolve_config
-from runner.config.schema.audit import Audit
+from runner.config.schema.verbs import Audit
 from runner.config.validate import shown
 from runner.data.nondeterminism import Nondeterminism, find_nondeterminism
 from runner.verbs._checkpoint import config_and_checkpoint

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from runner.build.hardware import set_switches
 from runner.checkpoint import resume, rng
 from runner.checkpoint.find import LoadedCheckpoint
-from runner.config.schema.audit import Audit
+from runner.config.schema.verbs import Audit
 from runner.data.loaders import Batch
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits

@@ -20,7 +20,7 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.resolve import resolve_changes
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.data.build import DataModule
 from runner.data.loaders import Loader
 from runner.data.workers import WorkerLoader

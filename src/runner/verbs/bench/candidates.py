@@ -10,7 +10,7 @@ import yaml
 
 from runner.config import keys
 from runner.config.frozen import to_plain
-from runner.config.schema.bench import Bench, Toggle
+from runner.config.schema.verbs import Bench, Toggle
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 

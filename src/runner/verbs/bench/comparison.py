@@ -12,7 +12,7 @@ import torch
 from runner.build.describe import describe
 from runner.config.cores import cores
 from runner.config.errors import first_line
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.config.sources import Sources
 from runner.runtime.device import missing_compiler
 from runner.runtime.precision import choose_precision

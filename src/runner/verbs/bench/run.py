@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.config.app import Composition
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.config.secrets import mask_words
 from runner.tracking.environment import environment
 from runner.tracking.files import write_json

@@ -12,7 +12,7 @@ from typing import Any
 from runner.build.model import example_input
 from runner.build.run import Run, training_flops
 from runner.config.errors import UserError
-from runner.config.schema.inspect import Inspect
+from runner.config.schema.verbs import Inspect
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
 from runner.instrument.flops import Flops

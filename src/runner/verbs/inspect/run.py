@@ -17,7 +17,7 @@ from runner.build.run import Run
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
 from runner.config.resolve import resolve_config
-from runner.config.schema.inspect import FEATURE_FILES, Inspect
+from runner.config.schema.verbs import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating

@@ -10,7 +10,7 @@ import torch
 
 from runner.build.run import Run, training_flops
 from runner.config.errors import first_line
-from runner.config.schema.profile import Profile
+from runner.config.schema.verbs import Profile
 from runner.instrument.nested import tensors_in
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import kind_of, peak

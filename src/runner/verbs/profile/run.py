@@ -10,7 +10,7 @@ from typing import Any
 from runner.build.describe import describe
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.schema.profile import Profile
+from runner.config.schema.verbs import Profile
 from runner.config.secrets import mask_words
 from runner.tracking.environment import environment
 from runner.tracking.files import write_atomically, write_json

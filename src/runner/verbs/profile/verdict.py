@@ -10,7 +10,7 @@ import torch
 
 from runner.build.run import Run
 from runner.config.cores import cores
-from runner.config.schema.profile import Profile
+from runner.config.schema.verbs import Profile
 from runner.data.profiler_ranges import reading
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import kind_of
