@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
 from runner.runtime.blocks import Recomputed, checkpoint_activations
-from runner.runtime.compilation import Compilation, Options, compile_learner, compile_optimizer
+from runner.runtime.compilation import Compilation, compile_learner, compile_optimizer
 from runner.runtime.precision import Precision
 
 
@@ -63,13 +62,12 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
     toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, image, precision.autocast)
     if toggled.recomputed is not None:
         toggled.warnings += toggled.recomputed.warnings
-    options = Options(**dataclasses.asdict(config.compiler))
     if config.compile is False:
         if config.compiler != Compiler():
             toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
         return toggled
     what: Literal["model", "step"] = "step" if config.compile == "step" else "model"
     deterministic, mixed = bool(config.deterministic), precision.dtype is not None
-    toggled.compilation = compile_learner(model, loss, precision.device, what, options, deterministic, mixed)
+    toggled.compilation = compile_learner(model, loss, precision.device, what, config.compiler, deterministic, mixed)
     toggled.warnings += toggled.compilation.warnings
     return toggled
