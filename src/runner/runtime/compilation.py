@@ -160,10 +160,10 @@ def _configure(deterministic: bool, mixed: bool) -> None:
     """Set the compiler's own switches, which are the process's."""
     from torch._inductor import config
 
-    config.deterministic = deterministic  # type: ignore[attr-defined]
+    config.deterministic = deterministic
     # Round to 16 bits where autocast does. Left to itself the compiler computes again in 32 bits what it had rounded,
     # does not find the largest value among the results, and gives NaN for the gradient of `amax`.
-    config.emulate_precision_casts = mixed  # type: ignore[attr-defined]
+    config.emulate_precision_casts = mixed
 
 
 def forget_compiled() -> None:

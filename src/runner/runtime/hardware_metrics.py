@@ -58,8 +58,8 @@ class HardwareMetrics:
 
 
 def _in_words(flops: float) -> str:
-    scale, unit = next(
-        ((scale, unit) for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops >= scale), (1e3, "k")
+    unit, scale = next(
+        ((unit, scale) for unit, scale in zip("TGM", (1e12, 1e9, 1e6), strict=True) if flops >= scale), ("k", 1e3)
     )
     return f"{flops / scale:.3g} {unit}FLOP"
 

@@ -53,9 +53,8 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
         UserError: if a setting is not supported.
     """
     toggled = Toggled(warnings=list(precision.warnings))
-    if config.channels_last and not any(
-        isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules()
-    ):
+    has_convolution = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+    if config.channels_last and not has_convolution:
         toggled.warnings.append(
             f"channels_last=true has no effect: {type(model).__name__} has no 2-d convolution, whose layout it is"
         )

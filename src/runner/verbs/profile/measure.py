@@ -183,9 +183,8 @@ class Phases:
 
     def _begin_memory(self) -> None:
         if self._training.device.type == "cuda":
-            path = self._folder / "memory.pickle"
-            recording = self._context.enter_context(memory_history(path))
-            self.found.snapshot = path if recording else None
+            self.found.snapshot = self._folder / "memory.pickle"
+            self._context.enter_context(memory_history(self.found.snapshot))
         if not self._config.compile:
             self.found.saved = self._context.enter_context(SavedTensors(self._training.model))
 
