@@ -100,9 +100,7 @@ class Focal(_ClassLoss):
 
     Args:
         gamma: strength of the scaling; not negative.
-        class_weights: see `CrossEntropy`.
-        num_classes: see `CrossEntropy`.
-        class_counts: see `CrossEntropy`.
+        class_weights, num_classes, class_counts: see `CrossEntropy`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -161,21 +159,13 @@ class _DenseLoss(nn.Module):
 
 
 class BinaryCrossEntropy(_DenseLoss):
-    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities.
-
-    Args:
-        num_classes: number of outputs, checked against the logits if given.
-    """
+    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities."""
 
     loss = staticmethod(F.binary_cross_entropy_with_logits)
 
 
 class MeanSquaredError(_DenseLoss):
-    """Squared difference, averaged over the outputs: for regression, or for classes made one-hot.
-
-    Args:
-        num_classes: number of outputs, checked against the logits if given.
-    """
+    """Squared difference, averaged over the outputs: for regression, or for classes made one-hot."""
 
     loss = staticmethod(F.mse_loss)
 
@@ -218,24 +208,19 @@ def _class_weights(
     if given is None:
         return None
     if isinstance(given, str):
-        weights = _balanced(given, class_counts)
+        if given != "balanced":
+            raise ValueError(f"class_weights must be a list of numbers, 'balanced' or null, got '{given}'")
+        if class_counts is None:
+            raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
+        if empty := (class_counts == 0).nonzero().flatten().tolist():
+            raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
+        weights = 1.0 / class_counts.double()
     else:
         weights = torch.tensor(given, dtype=torch.float64)
-        if weights.ndim != 1 or not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+        if weights.ndim != 1 or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
             raise ValueError(f"class_weights must be a list of numbers that are not negative, got {list(given)}")
-        if float(weights.sum()) <= 0:
+        if not weights.any():
             raise ValueError("class_weights must not all be 0")
     if num_classes is not None and len(weights) != num_classes:
         raise ValueError(f"class_weights must have one weight for each of {num_classes} classes, got {len(weights)}")
     return (weights / weights.mean()).float()
-
-
-def _balanced(given: str, class_counts: Tensor | None) -> Tensor:
-    if given != "balanced":
-        raise ValueError(f"class_weights must be a list of numbers, 'balanced' or null, got '{given}'")
-    if class_counts is None:
-        raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
-    empty = (class_counts == 0).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
-    return 1.0 / class_counts.double()
