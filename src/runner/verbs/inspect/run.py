@@ -22,7 +22,7 @@ from runner.config.schema.inspect import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
-from runner.models.features import Extractor, ExtractorPerImage
+from runner.models.features import Extractor
 from runner.tracking.console import Console
 from runner.tracking.files import finite, write_atomically, write_json
 from runner.tracking.formats import compact
@@ -152,7 +152,7 @@ def _written_features(
 ) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)
-    features = ExtractorPerImage(Extractor(training.model, config.features))
+    features = Extractor(training.model, config.features).rows
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
         path = output_folder(str(output.parent), None, "", "") / output.name

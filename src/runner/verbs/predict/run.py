@@ -25,7 +25,7 @@ from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.models.features import Extractor, ExtractorPerImage
+from runner.models.features import Extractor
 from runner.runtime.precision import Precision
 from runner.tracking.files import write_atomically, writing
 from runner.tracking.formats import clean, compact, number
@@ -103,7 +103,7 @@ def run(composition: Composition) -> float:
         if config.tta:
             predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
         names = as_list(config.features)
-        layers = ExtractorPerImage(Extractor(model, names)) if names else None
+        layers = Extractor(model, names) if names else None
         path = _output_file(config)
         began = time.perf_counter()
         written = Written()
@@ -203,7 +203,7 @@ def _write_rows(
 
 
 def _outputs(
-    model: nn.Module, layers: ExtractorPerImage | None, source: Source, precision: Precision, config: Predict
+    model: nn.Module, layers: Extractor | None, source: Source, precision: Precision, config: Predict
 ) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
     """Outputs of the readable images of each batch, float32 on the CPU, the first cells of their rows, and features."""
     loader = source.loader
@@ -211,7 +211,7 @@ def _outputs(
         for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()
-                features = layers(batch.images) if layers is not None else {}
+                features = layers.rows(batch.images) if layers is not None else {}
             indices, targets = batch.indices.tolist(), batch.targets.tolist()
             unreadable = source.unreadable()
             if config.strict and unreadable:
