@@ -41,11 +41,10 @@ from runner.verbs._checkpoint import (
 from runner.verbs._report import Report, amount
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.predict.inputs import INPUTS, SPLITS, files_in, split_in
-from runner.verbs.predict.rows import RowBuilder
-from runner.verbs.predict.tables import Row, Write, check_ending, open_table
+from runner.verbs.predict.rows import SHOWN, RowBuilder
+from runner.verbs.predict.tables import Row, check_ending, open_table
 
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
-_SHOWN = 10  # rows, and unreadable images, that are shown
 
 
 @dataclass
@@ -63,14 +62,6 @@ class Source:
     first_cells: Callable[[int, Any], Row]
     unreadable: Callable[[], dict[int, str]]
     close: Callable[[], None]
-
-
-@dataclass
-class Written:
-    """The first rows that were written, to be shown, and the number of all."""
-
-    first: list[Row] = dataclasses.field(default_factory=list)
-    count: int = 0
 
 
 def run(composition: Composition) -> float:
@@ -106,10 +97,13 @@ def run(composition: Composition) -> float:
         layers = Extractor(model, names) if names else None
         path = _output_file(config)
         began = time.perf_counter()
-        written = Written()
-        features_file = path.with_name(f"{path.stem}_features.npz") if layers is not None else None
-        with open_table(path, rows.lists) as write:
-            batches = _write_rows(_outputs(predictor, layers, source, precision, config), rows, write, written)
+        features_file = path.with_name(f"{path.stem}_features.npz") if names else None
+        with open_table(path, rows.lists) as table:
+
+            def write(outputs: Tensor, first_cells: list[Row]) -> None:
+                table(rows.rows(outputs, first_cells))
+
+            batches = _predict(predictor, layers, source, precision, config.strict, write)
             if features_file is None:
                 deque(batches, maxlen=0)
             else:
@@ -120,16 +114,16 @@ def run(composition: Composition) -> float:
     if unreadable:
         write_atomically(unreadable_list, "".join(f"{_one_line(reason)}\n" for reason in unreadable).encode())
     record = resolved.record() | {
-        "predicted": written.count,
+        "predicted": rows.count,
         "unreadable": unreadable,
         "unreadable_list": str(unreadable_list) if unreadable else None,
         "seconds": round(seconds, 3),
-        "images_per_s": round(written.count / seconds, 3),
+        "images_per_s": round(rows.count / seconds, 3),
         "output": str(path),
         "features": str(features_file) if features_file is not None else None,
     }
     report.json(record)
-    _show(record, written, report)
+    _show(record, rows.first, report)
     return float(record["images_per_s"])
 
 
@@ -190,22 +184,15 @@ def _class_names(resolved: ResolvedCheckpoint[Predict], task: Task) -> tuple[str
     return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
 
 
-def _write_rows(
-    batches: Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]], builder: RowBuilder, write: Write, written: Written
+def _predict(
+    model: nn.Module,
+    layers: Extractor | None,
+    source: Source,
+    precision: Precision,
+    strict: bool,
+    write: Callable[[Tensor, list[Row]], None],
 ) -> Iterator[dict[str, Tensor]]:
-    """Write the rows of each batch; yields its features."""
-    for outputs, first_cells, features in batches:
-        rows = builder.rows(outputs, first_cells)
-        write(rows)
-        written.count += len(rows)
-        written.first += rows[: _SHOWN - len(written.first)]
-        yield features
-
-
-def _outputs(
-    model: nn.Module, layers: Extractor | None, source: Source, precision: Precision, config: Predict
-) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
-    """Outputs of the readable images of each batch, float32 on the CPU, the first cells of their rows, and features."""
+    """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`."""
     loader = source.loader
     with evaluating(model):
         for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
@@ -214,13 +201,13 @@ def _outputs(
                 features = layers.rows(batch.images) if layers is not None else {}
             indices, targets = batch.indices.tolist(), batch.targets.tolist()
             unreadable = source.unreadable()
-            if config.strict and unreadable:
+            if strict and unreadable:
                 allowed = "strict=false, which lists such images and continues"
                 raise UserError("input", unreadable[min(unreadable)], allowed)
             kept = [place for place, index in enumerate(indices) if index not in unreadable]
             if kept:
-                first_cells = [source.first_cells(indices[place], targets[place]) for place in kept]
-                yield outputs[kept], first_cells, {name: tensor[kept] for name, tensor in features.items()}
+                write(outputs[kept], [source.first_cells(indices[place], targets[place]) for place in kept])
+                yield {name: tensor[kept] for name, tensor in features.items()}
 
 
 def _output_file(config: Predict) -> Path:
@@ -232,21 +219,22 @@ def _output_file(config: Predict) -> Path:
     return path
 
 
-def _show(record: dict[str, Any], written: Written, report: Report) -> None:
-    if written.first and not report.as_json:
-        columns = [name for name, value in written.first[0].items() if not isinstance(value, list)]
-        rows = [[_cell(row[name]) for name in columns] for row in written.first]
-        more = f", the first {len(rows)}" if written.count > len(rows) else ""
-        report.table(f"{written.count:,} predicted{more}", columns, rows)
-    if unreadable := record["unreadable"]:
-        count = len(unreadable)
-        were = "was" if count == 1 else "were"
-        report.warn(f"{amount(count, 'image')} {were} not predicted, as they could not be read:")
-        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:_SHOWN]))
-        if count > _SHOWN:
-            report.line(f"  and {count - _SHOWN:,} more: {record['unreadable_list']}")
+def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
+    predicted, unreadable = record["predicted"], record["unreadable"]
+    if first and not report.as_json:
+        columns = [name for name, value in first[0].items() if not isinstance(value, list)]
+        cells = ([row[name] for name in columns] for row in first)
+        rows = [[number(value) if isinstance(value, float) else str(value) for value in row] for row in cells]
+        more = f", the first {len(rows)}" if predicted > len(rows) else ""
+        report.table(f"{predicted:,} predicted{more}", columns, rows)
+    if unreadable:
+        were = "was" if len(unreadable) == 1 else "were"
+        report.warn(f"{amount(len(unreadable), 'image')} {were} not predicted, as they could not be read:")
+        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:SHOWN]))
+        if len(unreadable) > SHOWN:
+            report.line(f"  and {len(unreadable) - SHOWN:,} more: {record['unreadable_list']}")
     rate = compact(record["images_per_s"])
-    report.line(f"{written.count:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
+    report.line(f"{predicted:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
     if not report.as_json:
         report.lines(*filter(None, (record["output"], record["features"])))
 
@@ -254,7 +242,3 @@ def _show(record: dict[str, Any], written: Written, report: Report) -> None:
 def _one_line(reason: str) -> str:
     """A reason without the line ends and other controls that a file's name may hold."""
     return " ".join(clean(reason).encode("utf-8", "backslashreplace").decode().split())
-
-
-def _cell(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
