@@ -49,9 +49,7 @@ def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
     It must be a Linear or a 1x1 convolution that is used once, and its outputs alone must decide the logits: with its outputs
     set to zero, all logits are equal.
 
-    Args:
-        model: the model, in evaluation mode.
-        forward: sends one image through the model, and returns the logits (1, C).
+    `forward` sends one image through the model, in evaluation mode, and returns the logits (1, C).
 
     Raises:
         HeadNotFound: if there is no such layer.
@@ -98,8 +96,7 @@ def replace_head(model: nn.Module, head: Head, hidden: Sequence[int] | None, out
     Hidden layers are initialised after He et al. (arXiv:1502.01852), each followed by a ReLU; the last one starts small, see
     `draw_small_head`.
 
-    Args:
-        hidden: widths of the hidden layers, empty for a single layer; None removes the head.
+    `hidden` are the widths of the hidden layers, empty for a single layer; None removes the head.
     """
     old = model.get_submodule(head.path)
     fresh = NoHead() if hidden is None else new_layers(old, [*hidden, outputs])

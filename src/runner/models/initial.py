@@ -74,11 +74,8 @@ def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
     """Let every residual block start as its shortcut: set the scale of the norm that ends its branch to zero.
 
     After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 5.1. The branches are found in a forward
-    pass: a norm whose output is added to features that have passed fewer layers.
-
-    Args:
-        model: the model, in evaluation mode.
-        forward: sends one image through the model.
+    pass: a norm whose output is added to features that have passed fewer layers. `forward` sends one image through the
+    model, in evaluation mode.
 
     Returns:
         Dotted names of the norms.
@@ -141,9 +138,7 @@ class _Trace(TorchFunctionMode):
 def set_prior(layer: nn.Module, counts: Tensor) -> None:
     """Set a head's bias to the logarithm of each class's share, so that the first loss is the entropy of the classes.
 
-    Args:
-        layer: the layer that returns the logits (B, C).
-        counts: training samples per class, int64 (C,); a class without samples counts as one.
+    `counts` are the training samples per class, int64 (C,); a class without samples counts as one.
 
     Raises:
         ValueError: if the layer has no bias per class.

@@ -37,8 +37,6 @@ def classifier(
 
     Args:
         name: one of `torchvision.models.list_models(module=torchvision.models)`.
-        num_classes: number of outputs.
-        in_channels: channels of the images.
         weights: None (random), "DEFAULT" (the best ones) or a name such as "IMAGENET1K_V1".
         image_size: (height, width) of the images, in pixels. If given, it is checked, and the `vit_*` models are built for
             it if they start from random weights.

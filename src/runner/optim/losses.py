@@ -27,27 +27,23 @@ class _ClassLoss(nn.Module):
         class_counts: Tensor | None,
     ) -> None:
         super().__init__()
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"num_classes must be at least 1, got {num_classes}")
-        if num_classes == 1:
+        if num_classes is not None and num_classes < 2:
             # The softmax of a single output is always 1, so nothing would be learned.
-            raise ValueError("num_classes must be at least 2 to choose between, got 1; for one number use loss=mse")
+            raise ValueError(
+                f"num_classes must be at least 2 to choose between, got {num_classes}; for one number use loss=mse"
+            )
         self.num_classes = num_classes
         # Not persistent: it follows from config and data, and a checkpoint only contains the model's tensors.
         self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)
 
     def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) in at least float32, and the class weights (C,) of their type."""
-        shape, of_targets = logits.shape, targets.shape
-        if len(shape) != 2 or shape[0] == 0 or shape[1] != (self.num_classes or shape[1]):
-            _check_matrix(logits, self.num_classes)
-        # The usual case first, because this runs at every step: one class per sample.
-        is_classes = len(of_targets) == 1 and of_targets[0] == shape[0] and targets.dtype is torch.int64
-        if not is_classes and not (targets.is_floating_point() and of_targets == shape):
+        _check_matrix(logits, self.num_classes)
+        is_classes = targets.shape == logits.shape[:1] and targets.dtype is torch.int64
+        if not is_classes and not (targets.is_floating_point() and targets.shape == logits.shape):
             raise ValueError(_mismatch(logits, targets, "classes int64 (B,) or probabilities float (B, C)"))
-        weight = self.weight
         full = _at_least_float32(logits)
-        return full, None if weight is None else weight.to(full.dtype)
+        return full, None if self.weight is None else self.weight.to(full.dtype)
 
 
 class CrossEntropy(_ClassLoss):
@@ -59,7 +55,7 @@ class CrossEntropy(_ClassLoss):
         label_smoothing: share of each target that is spread evenly over all classes, from 0 to 1.
         class_weights: one weight per class, or "balanced" (inverse to the class's count in the training data);
             scaled to a mean of 1 over the classes.
-        num_classes: number of classes, checked against the logits if given.
+        num_classes: checked against the logits if given.
         class_counts: training samples per class, int64 (C,); required for "balanced".
 
     Raises:

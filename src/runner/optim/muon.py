@@ -27,17 +27,9 @@ class Muon(Optimizer):
     Args:
         params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
             in the same proportion. A group's "weight_decay" applies to both.
-        lr: learning rate of Muon.
-        adamw_lr: learning rate of AdamW.
-        momentum: momentum of Muon.
-        nesterov: whether Muon's momentum is Nesterov's.
-        ns_steps: Newton-Schulz iterations of Muon.
-        adjust_lr_fn: how Muon's rate depends on a matrix's shape, see `torch.optim.Muon`; None is "original".
+        lr, momentum, nesterov, ns_steps, adjust_lr_fn: of Muon; None for `adjust_lr_fn` is "original".
+        adamw_lr, betas, eps, foreach, fused: of AdamW; None for `foreach` and `fused` lets torch choose.
         weight_decay: decoupled weight decay of both.
-        betas: decay rates of AdamW's two averages.
-        eps: term added to AdamW's denominator.
-        foreach: whether AdamW updates many tensors per kernel; None lets torch choose.
-        fused: whether AdamW runs as one kernel; None lets torch choose.
 
     Raises:
         ValueError: an argument is out of range.

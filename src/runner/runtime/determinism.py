@@ -43,9 +43,7 @@ def operation(message: str) -> str:
 def refusal(error: BaseException, caller: str = "") -> UserError | None:
     """The error that users see for an operation that `deterministic=true` refused; None for any other error.
 
-    Args:
-        error: what torch raised.
-        caller: who called the operation; empty to find out by the stack of the error.
+    `caller` is who called the operation; empty to find out by the stack of the error.
     """
     op = operation(str(error)) if isinstance(error, RuntimeError) else ""
     if not op:
@@ -109,9 +107,7 @@ def _caller(frames: list[FrameType]) -> str:
 def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     """Which module's backward raises, found by computing a loss once more and watching the nodes of its graph.
 
-    Args:
-        model: what is trained; its hooks are left as they were, its gradients not.
-        forward: gives the loss, with a fresh graph.
+    `forward` gives the loss, with a fresh graph. The model's hooks are left as they were, its gradients not.
 
     Returns:
         `the backward of layers.2 (Type)`, or an empty string if nothing was raised this time.

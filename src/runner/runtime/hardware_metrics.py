@@ -69,12 +69,8 @@ def choose_hardware_metrics(
 ) -> HardwareMetrics:
     """The metrics that `log.utilization` asks for.
 
-    Args:
-        wanted: whether utilisation is; `auto` where the device's peak is known.
-        device: where training runs.
-        kind: what it computes in.
-        count: counts the operations of a batch; called only if needed.
-        warnings: gets a line where `auto` is not supported.
+    `count` counts the operations of a batch, and is called only if needed; `warnings` gets a line where `auto` is not
+    supported.
 
     Raises:
         UserError: if utilisation is asked for and the operations cannot be counted.

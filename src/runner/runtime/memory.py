@@ -85,9 +85,7 @@ def reset_peak_memory(device: torch.device) -> bool:
 def memory_history(path: Path, most: int = 200_000) -> Iterator[None]:
     """Record what CUDA's allocator does in the block, with stacks, into a snapshot for https://pytorch.org/memory_viz.
 
-    Args:
-        path: file that is written when the block has ended well; a pickle, as torch makes it.
-        most: allocations to remember.
+    The file, a pickle, is written when the block has ended well; `most` allocations are remembered.
     """
     torch.cuda.memory._record_memory_history(max_entries=most)
     try:

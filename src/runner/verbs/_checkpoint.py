@@ -154,10 +154,7 @@ class ResolvedCheckpoint(Generic[T]):
         Raises:
             UserError: if they do not fit, or the checkpoint does not have them.
         """
-        try:
-            load_weights(model, self.weights[0])
-        except ValueError as error:
-            raise UserError(f"{self.found.path}: {error}") from error
+        load_weights_of(self.found, model, self.weights[0])
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and the model with the selected weights on the device, in evaluation mode.
@@ -174,13 +171,10 @@ class ResolvedCheckpoint(Generic[T]):
         return task, model.eval()
 
 
-def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = "best") -> ResolvedCheckpoint[T]:
-    """Find the checkpoint that `ckpt_path` names, and apply the command line to its config.
+def resolve_checkpoint(composition: Composition, schema: type[T]) -> ResolvedCheckpoint[T]:
+    """Find the checkpoint that `ckpt_path` names, of a run directory the best one, and apply the command line to its config.
 
-    Args:
-        composition: what the command line amounts to.
-        schema: of the verb; keys that `train` does not have come from the command line alone.
-        prefer: `last` or `best`: the checkpoint to use of a run directory.
+    Keys of the verb's schema that `train` does not have come from the command line alone.
 
     Raises:
         UserError: with everything that is wrong.
@@ -189,7 +183,7 @@ def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = 
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
     # Of the checkpoint's tensors, only the selected weights are read.
     parts = part_with(composition.values["weights"])
-    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer, parts=parts)
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=parts)
     # Other data has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
     config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema, statistics)
@@ -201,7 +195,7 @@ def config_and_checkpoint(
 ) -> tuple[T, find.LoadedCheckpoint | None]:
     """The config of a verb that works with and without `ckpt_path`, and the checkpoint, if there is one.
 
-    Arguments are those of `resolve_checkpoint`.
+    `prefer` is `last` or `best`: the checkpoint to use of a run directory.
 
     Raises:
         UserError: with everything that is wrong.
@@ -213,6 +207,14 @@ def config_and_checkpoint(
     return config, found
 
 
+def load_weights_of(found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any]) -> None:
+    """Load weights of a checkpoint into a model; raises `UserError` if they do not fit."""
+    try:
+        load_weights(model, weights)
+    except ValueError as error:
+        raise UserError(f"{found.path}: {error}") from error
+
+
 def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
     """The section `data` of the stored config; empty if it has none."""
     data = stored.load(found.contents["config"], str(found.path)).get("data")
@@ -220,11 +222,7 @@ def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
 
 
 def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse data whose classes, or their order, are not those that a model was trained on.
-
-    Raises:
-        UserError: if they are not.
-    """
+    """Raise a `UserError` for data whose classes, or their order, are not those that a model was trained on."""
     names = ", ".join(trained[:20])
     if len(trained) != len(given):
         problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"

@@ -16,11 +16,7 @@ def split_words(
 ) -> tuple[list[str], list[tuple[str, str]]]:
     """Split the words after a verb into those that are no flags, and (flag, value).
 
-    Args:
-        verb: name of the verb, for messages.
-        argv: the words after the verb.
-        flags: the flags and what their values are, `DIR` or `NAME`.
-        other_flags: whether other flags are allowed, and ignored.
+    `flags` gives the flags and what their values are, `DIR` or `NAME`; with `other_flags`, others are ignored.
 
     Raises:
         UserError: for any other flag, or one without a value.

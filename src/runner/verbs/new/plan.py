@@ -48,7 +48,7 @@ def scaffold_plan(
         kind: one of `KINDS`.
         name: of the class, in either spelling (`MyNet`, `my_net`), or of the project.
         folder: where the program was started.
-        package: package for the code; None for the one in `folder`, or `my_package`.
+        package: for the code; None for the one in `folder`, or `my_package`.
         conf: folder for the option; None for `conf` in `folder` if it exists, or `my_conf`.
 
     Raises:

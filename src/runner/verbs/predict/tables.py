@@ -26,11 +26,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_ending(path: Path) -> None:
-    """Refuse a file whose ending names no format, or one that cannot be written here.
-
-    Raises:
-        UserError: with what is allowed.
-    """
+    """Raise a `UserError` for a file whose ending names no format, or one that cannot be written here."""
     ending = path.suffix.lower()
     if ending not in _FORMATS:
         allowed = f"a file that ends in {', '.join(_FORMATS)}"
@@ -44,9 +40,8 @@ def check_ending(path: Path) -> None:
 def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write]:
     """A table that is written to a temporary name and renamed when it is complete; after an error nothing is left.
 
-    Args:
-        path: the file; its ending selects the format.
-        lists: columns that hold lists, each with a name for every item; CSV gives each item a column.
+    The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
+    gives each item a column.
 
     Raises:
         UserError: if it cannot be written.
