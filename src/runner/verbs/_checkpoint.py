@@ -23,7 +23,7 @@ from runner.config.errors import UserError
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.build import DataModule, build_data, callables
+from runner.data.build import DataModule, SplitData, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
@@ -33,6 +33,8 @@ from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._report import Report
 
 T = TypeVar("T", bound=Train)
+
+SPLITS = ("train", "val", "test")
 
 _CPU = torch.device("cpu")
 _TRAINING_ONLY = {
@@ -230,6 +232,15 @@ def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
     if list(trained) != list(given) and sorted(trained) == sorted(given):
         problem = "has the checkpoint's classes in another order, so class numbers mean something else"
         raise UserError("data", problem, f"the order {names}")
+
+
+def split_of(data: DataModule, name: str, key: str = "split") -> SplitData:
+    """A split as it is evaluated; raises a `UserError` about `key` if the data has none."""
+    split = data.eval_split(name)
+    if split is None:
+        names = [other for other in SPLITS if data.eval_split(other) is not None]
+        raise UserError(key, f"this data has no '{name}' split", ", ".join(names))
+    return split
 
 
 def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:

@@ -56,26 +56,20 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
     )
-    no_job_started = outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir()
-    if no_job_started or outcome.sweep is None or not verb.keeps_runs:
+    if outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir() or not verb.keeps_runs:
         return outcome.status
-    return max(outcome.status, _show_sweep(outcome.sweep))
+    from runner.tracking.console import Console
+    from runner.tracking.sweep import print_table, summarise
+
+    failed = print_table(summarise(outcome.sweep), Console(None))
+    print(outcome.sweep)
+    return max(outcome.status, int(failed))
 
 
 def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
     from runner.tracking.run_directory import claim, timestamp
 
     return claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), timestamp())
-
-
-def _show_sweep(sweep: Path) -> int:
-    """Print the table of a sweep's runs; returns 1 if one of them failed."""
-    from runner.tracking.console import Console
-    from runner.tracking.sweep import print_table, summarise
-
-    failed = print_table(summarise(sweep), Console(None))
-    print(sweep)
-    return int(failed)
 
 
 class Job:

@@ -16,7 +16,6 @@ from runner.build.model import build_task_model_loss, place
 from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
-from runner.config.errors import UserError
 from runner.config.schema.eval import Eval
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
@@ -27,6 +26,7 @@ from runner.verbs._checkpoint import (
     output_folder,
     resolve_checkpoint,
     run_directory_of,
+    split_of,
     stored_data,
     unique_names,
     with_tta,
@@ -47,10 +47,7 @@ def run(composition: Composition) -> float:
     splits = resolved.data(device)
     splits.bad_samples.open(None, report.warn)
     with contextlib.closing(splits):
-        split = splits.eval_split(config.split)
-        if split is None:
-            names = [name for name in ("train", "val", "test") if splits.eval_split(name) is not None]
-            raise UserError("split", f"this data has no '{config.split}' split", ", ".join(names))
+        split = split_of(splits, config.split)
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)

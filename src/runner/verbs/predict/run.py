@@ -20,7 +20,7 @@ from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.predict import Predict
 from runner.data.bad_samples import BadSample
-from runner.data.build import callables
+from runner.data.build import DataModule, callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
 from runner.engine.tasks import Task
@@ -35,12 +35,13 @@ from runner.verbs._checkpoint import (
     as_list,
     num_classes_of,
     resolve_checkpoint,
+    split_of,
     unique_names,
     with_tta,
 )
 from runner.verbs._report import Report, amount
 from runner.verbs.inspect.features_file import write_features
-from runner.verbs.predict.inputs import INPUTS, SPLITS, files_in, split_in
+from runner.verbs.predict.inputs import INPUTS, files_in, split_in
 from runner.verbs.predict.rows import SHOWN, RowBuilder
 from runner.verbs.predict.tables import Row, check_ending, open_table
 
@@ -55,13 +56,11 @@ class Source:
         loader: gives them in batches.
         first_cells: the first cells of an image's row, from its number and its target.
         unreadable: the images that could not be read so far, by number, with the reason.
-        close: ends worker processes.
     """
 
     loader: Loader
     first_cells: Callable[[int, Any], Row]
     unreadable: Callable[[], dict[int, str]]
-    close: Callable[[], None]
 
 
 def run(composition: Composition) -> float:
@@ -80,15 +79,21 @@ def run(composition: Composition) -> float:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
     split = split_in(words)
-    if split is None:
-        data: KnownData = resolved.data_facts()
-        source = _files(resolved, files_in(words), (data.channels, *data.image_size), device)
+    with contextlib.ExitStack() as stack:
+        data: KnownData
+        if split is None:
+            data = resolved.data_facts()
+            source = _files(resolved, files_in(words), (data.channels, *data.image_size), device)
+            stack.callback(source.loader.close)
+        else:
+            if Path(split).is_dir():
+                report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
+            # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
+            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip")
+            listing = dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
+            data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
+            source = _split(resolved, splits, split)
         task, model = resolved.restore_model(data, device)
-    else:
-        if Path(split).is_dir():
-            report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
-        source, task, model, data = _split(resolved, split, device)
-    with contextlib.closing(source):
         rows = RowBuilder(_class_names(resolved, task), config.top_k, config.probabilities, config.logits)
         predictor: nn.Module = model
         if config.tta:
@@ -148,32 +153,18 @@ def _files(
         config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
         note,
     )
-    return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable, loader.close)
+    return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
 
 
-def _split(
-    resolved: ResolvedCheckpoint[Predict], name: str, device: torch.device
-) -> tuple[Source, Task, nn.Module, KnownData]:
-    # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
-    data = dataclasses.replace(resolved.config.data, on_error="raise" if resolved.config.strict else "skip")
-    splits = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, data=data)).data(device)
-    try:
-        split = splits.eval_split(name)
-        if split is None:
-            names = ", ".join(other for other in SPLITS if splits.eval_split(other) is not None)
-            raise UserError("input", f"this data has no '{name}' split", f"{names}, or images")
-        task, model = resolved.restore_model(splits, device)
-    except BaseException:
-        splits.close()
-        raise
+def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
     classes = unique_names(resolved.classes)
 
     def first_cells(index: int, target: Any) -> Row:
         is_class = isinstance(target, int) and 0 <= target < len(classes)
         return {"sample": index, "target": classes[target] if is_class else target}
 
-    source = Source(split.loader, first_cells, lambda: splits.bad_samples.reasons(name), splits.close)
-    return source, task, model, splits
+    loader = split_of(splits, name, "input").loader
+    return Source(loader, first_cells, lambda: splits.bad_samples.reasons(name))
 
 
 def _class_names(resolved: ResolvedCheckpoint[Predict], task: Task) -> tuple[str, ...]:
