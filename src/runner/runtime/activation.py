@@ -31,20 +31,18 @@ _PLAIN = "_forward_without_checkpointing"
 _NAME = "_name_for_checkpointing"
 
 
-class _Switch:
-    """Whether functions marked with `checkpointed` are: one answer for the process, set by each run."""
-
-    on = False
+_switched_on = False  # one answer for the process, set by each run
 
 
 def switch(on: bool) -> None:
     """Turn the functions marked with `checkpointed` on or off, for a run and whatever it trains."""
-    _Switch.on = on
+    global _switched_on
+    _switched_on = on
 
 
 def is_switched_on() -> bool:
     """Whether the functions marked with `checkpointed` are."""
-    return _Switch.on
+    return _switched_on
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,7 +58,7 @@ def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def either(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _Switch.on or not torch.is_grad_enabled():
+        if not _switched_on or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         return _twice(function, args, kwargs, modules, function.__qualname__)  # type: ignore[no-any-return]
