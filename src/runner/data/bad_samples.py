@@ -15,8 +15,8 @@ from torch import Tensor
 
 from runner.config.errors import UserError
 from runner.config.reading import read_regular
-from runner.data.indices import AllSamples, Indices
 from runner.data.sample_rng import hash_ints
+from runner.data.sampler import AllSamples, Indices
 
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""

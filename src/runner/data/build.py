@@ -18,11 +18,11 @@ from runner.data.bad_samples import BadSample, BadSampleLog, ReplacementSampler,
 from runner.data.cache_file import NOT_READ
 from runner.data.consistency import Examples, check_classes, check_images, known_targets
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.indices import Indices
 from runner.data.leakage import find_leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
+from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import make_splits, targets_of

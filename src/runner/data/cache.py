@@ -30,7 +30,7 @@ from runner.config.errors import UserError
 from runner.config.signals import STOPPING
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, Unwritable, temporary_prefix, write
-from runner.data.indices import AllSamples
+from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader

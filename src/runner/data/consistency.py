@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Normalize
-from runner.data.indices import Indices
+from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor
 from runner.data.splits import targets_of
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.data.groups import groups_of
-from runner.data.indices import Indices
+from runner.data.sampler import Indices
 from runner.data.sources.arrays import ImageArrays
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from runner.config.cores import cores
 from runner.data.bad_samples import ReplacementSampler
-from runner.data.indices import Indices
+from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset
 
 _MOST = 16

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
 from runner.data.groups import group_folds, groups_of, numbered, split_groups, stratified_folds
-from runner.data.indices import AllSamples, Indices
+from runner.data.sampler import AllSamples, Indices
 
 _MOST_SAMPLES = 10**9  # their order takes 8 GB
 _HELD_OUT = ("val", "test")

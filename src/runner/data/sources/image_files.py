@@ -14,8 +14,8 @@ from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
-from runner.data.indices import AllSamples, Indices
 from runner.data.num_workers import workers_with_room
+from runner.data.sampler import AllSamples, Indices
 from runner.data.samples import SampleTransform, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder

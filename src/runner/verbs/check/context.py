@@ -312,7 +312,7 @@ class CheckContext:
         rng.restore(self._start["rng"])
 
 
-class _ShortBatches:
+class _ShortBatches(Loader):
     """The first samples of each batch of a loader."""
 
     def __init__(self, loader: Loader, most: int) -> None:
@@ -321,6 +321,3 @@ class _ShortBatches:
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         for images, targets, indices in self._loader.batches(epoch, start, stop):
             yield Batch(images[: self.batch_size], targets[: self.batch_size], indices[: self.batch_size])
-
-    def close(self) -> None:
-        """Nothing: the owner closes the loader."""

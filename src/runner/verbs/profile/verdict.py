@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runner.data.profiler_ranges import reading
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import has_matrix_units
@@ -156,7 +155,7 @@ def facts_of(
     cores: int,
 ) -> Facts:
     """Gather what the sentence depends on."""
-    device, read = training.device, reading(training.data.train.loader)
+    device, loader = training.device, training.data.train.loader
     convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in training.model.modules())
     takes_fused = "fused" in inspect.signature(type(training.state.optimizer)).parameters
     return Facts(
@@ -166,11 +165,11 @@ def facts_of(
         small_ops=small_ops,
         utilization=utilization,
         batch_size=config.data.samples_a_batch,
-        workers=read.workers,
+        workers=loader.workers,
         cores=cores,
         cached=config.data.cache is not None,
-        in_memory_possible=read.could_be_resident or read.resident is not None,
-        on_device=read.resident == device,
+        in_memory_possible=loader.could_be_resident or loader.resident is not None,
+        on_device=loader.resident == device,
         amp=config.amp is not False or not has_matrix_units(device),
         tf32=kind_of(None, device) == "tf32" or device.type != "cuda" or bool(config.deterministic),
         channels_last=config.channels_last or not convolutions,
