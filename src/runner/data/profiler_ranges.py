@@ -23,7 +23,7 @@ def loader_in_ranges(loader: Loader, mark: Mark, at_once: int) -> Loader:
     """
     inner = copy.copy(loader)
     inner._chunk = min(loader._chunk, at_once)
-    if isinstance(loader, WorkerLoader):
+    if isinstance(inner, WorkerLoader) and isinstance(loader, WorkerLoader):
         read = loader._read
         inner._read = lambda: items_in_range(read, mark, WAIT)  # type: ignore[method-assign]
     outer = copy.copy(inner)

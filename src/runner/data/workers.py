@@ -124,7 +124,7 @@ class WorkerLoader(Loader):
         with _without_advice():
             self._loader: DataLoader[Any] = DataLoader(
                 SeededDataset(dataset, seed, transforms, replacements, split),
-                batch_sampler=self._requests,  # type: ignore[arg-type]
+                batch_sampler=self._requests,
                 num_workers=workers,
                 collate_fn=collate,
                 pin_memory=pin,

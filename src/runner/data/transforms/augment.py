@@ -60,7 +60,8 @@ class RandomShift:
         place = rng.integers((2 * up + 1) * places)
         # Pixels of the padded image before the first one of the crop: row * (width + 2 * left) + column.
         first = place + place.div(places, rounding_mode="floor") * (width - 1)
-        return _windows(_padded(images, up, left, self.padding), first, height, width)
+        windows = _rows_copied if images.device.type == "cpu" else _pixels_gathered
+        return windows(_padded(images, up, left, self.padding), first, height, width)
 
 
 def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
@@ -81,12 +82,8 @@ def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
     return padded
 
 
-def _windows(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
-    """From each image of contiguous (B, C, H, W) the window (C, height, width) that starts at pixel `first` (B,)."""
-    return (_rows_copied if padded.device.type == "cpu" else _pixels_gathered)(padded, first, height, width)
-
-
 def _rows_copied(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    """From each image of contiguous (B, C, H, W) the window (C, height, width) that starts at pixel `first` (B,)."""
     # The windows at all places are a view; selecting one for each image copies whole rows.
     _, channels, rows, columns = padded.shape
     length = (channels - 1) * rows * columns + (height - 1) * columns + width
@@ -97,6 +94,7 @@ def _rows_copied(padded: Tensor, first: Tensor, height: int, width: int) -> Tens
 
 
 def _pixels_gathered(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    """The same for devices on which a gather is fast."""
     batch, channels, _, columns = padded.shape
     down = torch.arange(height, device=padded.device)[:, None] * columns
     pixels = (down + torch.arange(width, device=padded.device)).view(1, 1, -1) + first[:, None, None]
