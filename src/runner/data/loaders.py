@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from runner.data.cache_file import StoredImages
 from runner.data.sampler import EpochOrder, Indices
-from runner.data.sources.stored_images import StoredImages
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}

@@ -17,12 +17,11 @@ from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache
-from runner.data.cache_file import CachedImages
+from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, crops_while_decoding
 from runner.data.sources.arrays import ImageArrays
-from runner.data.sources.stored_images import StoredImages
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
