@@ -79,7 +79,7 @@ class Header:
 
     def dump(self) -> bytes:
         """The first bytes of the file."""
-        text = json.dumps(dataclasses.asdict(self)).encode()  # type: ignore[call-overload]
+        text = json.dumps(dataclasses.asdict(self)).encode()
         return f"{_MARK}{zlib.crc32(text):08x} ".encode() + text.ljust(HEADER_BYTES - len(_MARK) - 10) + b"\n"
 
 
