@@ -134,13 +134,6 @@ def test_fractions_that_cannot_be_are_an_error_with_the_key(fractions, n, messag
         split_indices(None, n, fractions, 0, False)
 
 
-def test_other_splits_or_target_counts_are_refused():
-    with pytest.raises(ValueError, match="extra"):
-        split_indices(None, 10, {"extra": 0.1}, 0, False)
-    with pytest.raises(ValueError, match="9 targets for 10 samples"):
-        split_indices(torch.zeros(9), 10, {"val": 0.1}, 0, False)
-
-
 def test_missing_splits_are_carved_from_train():
     train = Plain(100, torch.arange(100) % 5)
     found = make_splits({"train": train}, Split(val=0.2, test=0.1, seed=0, stratified=True))

@@ -16,9 +16,8 @@ from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
 from runner.data.bad_samples import BadSample, BadSampleLog, ReplacementSampler, missing
 from runner.data.cache_file import NOT_READ
-from runner.data.consistency import Examples, check_classes, check_images, known_targets
+from runner.data.consistency import Examples, check_classes, check_images, find_leaks, known_targets
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.leakage import find_leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
