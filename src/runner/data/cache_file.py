@@ -33,10 +33,10 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import DataFailed, UserError
 from runner.config.reading import open_regular
+from runner.data.bad_samples import NOT_READ
 from runner.data.samples import SeededDataset, as_tensor
 
 HEADER_BYTES = 4096
-NOT_READ = "it could not be read when the cache was made"
 _MARK = "runner images 2 "
 _COPIED_BYTES = 2**26
 

@@ -73,7 +73,7 @@ def _length(name: str, dataset: Dataset[Any]) -> int:
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except Exception as error:  # user code can raise anything
-        problem = f"its '{name}' split has no length: {type(error).__name__}: {error}"
+        problem = f"the length of its '{name}' split is not known: {type(error).__name__}: {error}"
         raise UserError("data.dataset", problem, "a map-style data set with __len__ and __getitem__") from error
     if size > _MOST_SAMPLES:
         raise UserError("data.dataset", f"its '{name}' split has {size:,} samples", f"at most {_MOST_SAMPLES:,}")
