@@ -23,7 +23,7 @@ from runner.data.sample_rng import preserved_rng
 from runner.data.sampler import AllSamples, Indices
 from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
-from runner.data.splits import make_splits, targets_of
+from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import WorkerLoader
@@ -44,48 +44,33 @@ class SplitData:
 
 @dataclass
 class DataModule:
-    """A data set, ready for training and evaluation.
-
-    Attributes:
-        train, val, test: the splits; val and test are None if there is none.
-        train_for_eval: the training split in order, without augmentation.
-        classes: names of the classes; empty for regression.
-        class_counts: training samples of each class, int64 of shape (C,), or None.
-        channels: colour channels of an image.
-        image_size: height and width.
-        mean, std: statistics that images are normalised with.
-        example: the first training sample, image (1, C, H, W) and target (1, ...), on the device.
-        choices: rows of (label, value, reason) to show.
-        warnings: settings without effect.
-        bad_samples: the samples that could not be read so far.
-        fingerprint: computes a fingerprint of the data, for checkpoints.
-        parts: for each split the data set that it is read from, and its samples in it.
-        examples: for each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
-        targets: the targets of the whole data set, (N, ...), of each split where they are known without reading samples.
-        incompatibilities: why the splits cannot be used together; `check` examines such data, all else refuses them.
-        searched_for_nonfinite: splits that were searched for samples that are not finite.
-    """
+    """A data set, ready for training and evaluation."""
 
     train: SplitData
     val: SplitData | None
     test: SplitData | None
-    train_for_eval: SplitData
-    classes: tuple[str, ...]
-    class_counts: Tensor | None
+    train_for_eval: SplitData  # the training split in order, without augmentation
+    classes: tuple[str, ...]  # names; empty for regression
+    class_counts: Tensor | None  # training samples of each class, int64 (C,)
     channels: int
-    image_size: tuple[int, int]
+    image_size: tuple[int, int]  # height and width
     mean: list[float]
     std: list[float]
-    example: tuple[Tensor, Tensor]
-    choices: list[tuple[str, str, str]] = field(default_factory=list)
+    example: tuple[Tensor, Tensor]  # the first training sample, image (1, C, H, W) and target (1, ...), on the device
+    choices: list[tuple[str, str, str]] = field(default_factory=list)  # rows of (label, value, reason) to show
     warnings: list[str] = field(default_factory=list)
     bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
-    fingerprint: Callable[[], dict[str, Any]] = dict
-    parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
+    fingerprint: Callable[[], dict[str, Any]] = dict  # computes a fingerprint of the data, for checkpoints
+    parts: Parts = field(default_factory=dict)
+    # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
     examples: Examples = field(default_factory=dict)
+    # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
     targets: Mapping[str, Tensor] = field(default_factory=dict)
+    # Why the splits cannot be used together; `check` examines such data, all else refuses them.
     incompatibilities: list[UserError] = field(default_factory=list)
-    searched_for_nonfinite: set[str] = field(default_factory=set)
+    searched_for_nonfinite: set[str] = field(
+        default_factory=set
+    )  # splits that were searched for samples that are not finite
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -114,13 +99,8 @@ def build_data(
 ) -> DataModule:
     """Read the data set and prepare its splits.
 
-    Args:
-        data, transform: sections of the config.
-        seed: seed of the run, for sample order and augmentation.
-        device: where batches are wanted.
-        eval_batch_size: samples of a batch of an evaluation.
-        channels_last: memory layout of the batches.
-        make_cache: False uses an existing cache of `data.cache` and makes none, for images that are read once.
+    `seed` is for sample order and augmentation. `make_cache=False` uses an existing cache of `data.cache` and makes none, for
+    images that are read once.
 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
@@ -147,8 +127,8 @@ def build_data(
     classes = _classes(train_set)
     incompatibilities = []
     for check in (
-        lambda: check_images(parts, examples, sample_eval, data.normalize),
-        lambda: check_classes(parts, classes, known),
+        functools.partial(check_images, parts, examples, sample_eval, data.normalize),
+        functools.partial(check_classes, parts, classes, known),
     ):
         try:
             doubts += check()
@@ -204,7 +184,8 @@ def build_data(
             if replacing is not None and len(unreadable):
                 note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
                 source_of = functools.partial(replacing.sources, unreadable=unreadable)
-            loader = MemoryLoader(*placement.stored(dataset), *order, prepare, mix, source_of)
+            images, numbers = placement.stored(dataset)
+            loader = MemoryLoader(images, numbers, *order, prepare, mix, source_of)
         return SplitData(loader, prepare, len(indices), mix)
 
     train, train_for_eval = split_data("train", training=True), split_data("train")

@@ -85,13 +85,8 @@ class Cache:
     def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
         """Open the images of a data set; they are decoded first if they are missing, damaged or of other data.
 
-        Args:
-            dataset: map-style data set of uint8 images of one size; reading it draws no random numbers.
-            split: its name.
-            workers: gives the number of processes that decode; called only if needed. None opens an existing file only.
-
-        Raises:
-            UserError: if the images cannot be kept, or there is no space for them.
+        `workers` gives the number of processes that decode, and is called only if needed; None opens an existing file only.
+        Raises `UserError` if the images cannot be kept, or there is no space for them.
         """
         path, key = self.path(split), cache_key(dataset, self.recipe)
         found = self._existing(path, key, dataset)

@@ -20,15 +20,13 @@ from runner.data.num_workers import spread_places
 from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor
 from runner.data.sources.arrays import ImageArrays
-from runner.data.splits import groups_of, targets_of
+from runner.data.splits import Parts, groups_of, targets_of
 
 _SHOWN = 5  # names of classes in a message
 _READ = 8  # float images of a split that are read for their range of values
 _OTHER_SCALE = 10  # times the largest value of another split
 _COLOURS = (1, 3, 4)  # sizes of the last dimension if channels come last
 
-Parts = Mapping[str, tuple[Dataset[Any], Indices]]
-"""For each split the data set that it is read from, and its samples in it."""
 Examples = Mapping[str, tuple[Tensor, Tensor]]
 """For each split the image and the target of its first sample."""
 
@@ -75,10 +73,10 @@ def check_classes(parts: Parts, classes: Sequence[str], known: Mapping[str, Tens
                 raise UserError("data.dataset", problem, "the same classes in the same order in every split")
     first = {name: number for number, name in reversed(list(enumerate(classes)))}
     if twins := [(first[name], number, name) for number, name in enumerate(classes) if first[name] != number]:
-        one, other, name = twins[0]
+        number, twin, name = twins[0]
         more = f", and {len(twins) - 1} more share their name with another" if len(twins) > 1 else ""
         warnings.append(
-            f"data.dataset: classes {one} and {other} are both called '{name}'{more}: give them different names"
+            f"data.dataset: classes {number} and {twin} are both called '{name}'{more}: give them different names"
         )
     for name, targets in known.items():
         dataset, indices = parts[name]
@@ -174,53 +172,40 @@ def _range(
     return (min(ends), max(ends)) if ends else (0.0, 1.0)
 
 
-def find_leaks(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str | None) -> list[str]:
+def find_leaks(parts: Parts, group: str | None) -> list[str]:
     """Warnings about groups (see `groups_of`; None for none), and images in memory, that are in two splits."""
-    found = _shared_groups(parts, group) if group is not None else []
-    arrays = {name: part for name, part in parts.items() if isinstance(part[0], ImageArrays)}
-    return found + _shared_images(arrays)
-
-
-def _shared_groups(parts: Mapping[str, tuple[Dataset[Any], Indices]], group: str) -> list[str]:
+    found: list[str] = []
     known: dict[int, list[str]] = {}
-    of_split: dict[str, dict[str, None]] = {}
-    for name, (dataset, indices) in parts.items():
+    groups: dict[str, dict[str, None]] = {}
+    for name, (dataset, indices) in parts.items() if group is not None else ():
         if id(dataset) not in known:
             try:
-                known[id(dataset)] = groups_of(dataset, group)
+                known[id(dataset)] = groups_of(dataset, group or "")
             except UserError as error:  # a test set that comes with the data need not name groups
                 problem = error.args[0].splitlines()[0]
-                return [f"whether groups are in '{name}' and in another split is not known: {problem}"]
-        of_split[name] = dict.fromkeys(known[id(dataset)][index] for index in indices[:].tolist())
-    found = []
-    for one, other in itertools.combinations(of_split, 2):
-        if shared := [label for label in of_split[one] if label in of_split[other]]:
+                found.append(f"whether groups are in '{name}' and in another split is not known: {problem}")
+                groups.clear()
+                break
+        groups[name] = dict.fromkeys(known[id(dataset)][index] for index in indices[:].tolist())
+    for one, other in itertools.combinations(groups, 2):
+        if shared := [label for label in groups[one] if label in groups[other]]:
             count = "1 group is" if len(shared) == 1 else f"{len(shared):,} groups are"
             found.append(f"data.split.group: {count} in '{one}' and in '{other}', such as {shared[0]}")
-    return found
-
-
-def _shared_images(arrays: Mapping[str, tuple[Any, Indices]]) -> list[str]:
-    digests: dict[int, np.ndarray] = {}
-    for dataset, _ in arrays.values():
-        if id(dataset) not in digests:
-            digests[id(dataset)] = dataset.digests
-    of_split = {name: digests[id(dataset)][indices[:].numpy()] for name, (dataset, indices) in arrays.items()}
-    found = []
-    for one, other in itertools.combinations(of_split, 2):
-        again = np.flatnonzero(np.isin(of_split[other], of_split[one]))
+    arrays = {name: (data, indices[:]) for name, (data, indices) in parts.items() if isinstance(data, ImageArrays)}
+    digests = {name: dataset.digests[indices.numpy()] for name, (dataset, indices) in arrays.items()}
+    for one, other in itertools.combinations(arrays, 2):
+        again = np.flatnonzero(np.isin(digests[other], digests[one]))
         if len(again) == 0:
             continue
         (first, firsts), (second, seconds) = arrays[one], arrays[other]
-        place = int(np.flatnonzero(of_split[one] == of_split[other][again[0]])[0])
+        place = int(np.flatnonzero(digests[one] == digests[other][again[0]])[0])
         twins = int(firsts[place]), int(seconds[int(again[0])])
-        if not torch.equal(first.images[twins[0]], second.images[twins[1]]):
-            continue  # two images with the same digest, which happens once in 10^19 pairs
-        count = "1 image is" if len(again) == 1 else f"{len(again):,} images are"
-        found.append(
-            f"{count} in '{other}' and, pixel for pixel, in '{one}', such as sample {twins[1]} as sample {twins[0]}: what "
-            f"is measured on '{other}' is a little too good"
-        )
+        if torch.equal(first.images[twins[0]], second.images[twins[1]]):  # not the same digest of two images by chance
+            count = "1 image is" if len(again) == 1 else f"{len(again):,} images are"
+            found.append(
+                f"{count} in '{other}' and, pixel for pixel, in '{one}', such as sample {twins[1]} as sample {twins[0]}: "
+                f"what is measured on '{other}' is a little too good"
+            )
     return found
 
 

@@ -15,7 +15,7 @@ from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
-from runner.data.splits import targets_of
+from runner.data.splits import Parts, targets_of
 
 _LOOKED_AT = 16
 _PLACES = 0xDA7A  # separates these random numbers from all others
@@ -23,9 +23,7 @@ _DIFFERENCES = {"targets": "has other targets", "files": "has other files, or fi
 _DIFFERENCES |= dict.fromkeys(("content", "images", "bytes"), "has other images or targets")
 
 
-def fingerprint_data(
-    parts: Mapping[str, tuple[Dataset[Any], Indices]], sources: Mapping[str, Dataset[Any]], full: bool = False
-) -> dict[str, Any]:
+def fingerprint_data(parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
     Returns:

@@ -57,7 +57,8 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
             whole.index_select(0, chosen).to(loader._device) for whole in (loader._images, loader._targets)
         )
     places = torch.tensor(list(indices), device=images.device)
-    steps, prepare, mix = [], loader._prepare, loader._mix
+    prepare, mix = loader._prepare, loader._mix
+    steps: list[_Step] = []
     if isinstance(prepare, Pipeline):
         for stream, transform in enumerate(prepare.transforms):
             rng = functools.partial(SampleRNG, seed, epoch, places, stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,38 +19,27 @@ from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache
 from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
-from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, crops_while_decoding
 from runner.data.sources.arrays import ImageArrays
+from runner.data.splits import Parts
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
 
-Parts = Mapping[str, tuple[Dataset[Any], Indices]]
-"""For each split the data set that it is read from, and its samples in it."""
-
 
 @dataclass
 class DataPlacement:
-    """How the splits are read.
+    """How the splits are read; `choices` are rows of (label, value, reason) to show."""
 
-    Attributes:
-        in_memory: where images are gathered from; None to read them one by one.
-        workers: processes that read them one by one.
-        pin: whether batches that are read one by one go through page-locked memory.
-        choices: rows of (label, value, reason) to show.
-        warnings: settings without effect, and other advice.
-    """
-
-    in_memory: torch.device | None = None
-    workers: int = 0
-    pin: bool = False
+    in_memory: torch.device | None = None  # where images are gathered from; None to read them one by one
+    workers: int = 0  # processes that read them one by one
+    pin: bool = False  # whether batches that are read one by one go through page-locked memory
     choices: list[tuple[str, str, str]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
+    cache_missing: bool = False
     _caches: dict[int, CachedImages] = field(default_factory=dict)
     _stored: dict[int, tuple[Tensor | StoredImages, Tensor]] = field(default_factory=dict)
     _copies: bool = False  # whether images of a cache file are copied into memory
-    _cache_missing: bool = False
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """What is read instead of a data set: its cache, or the data set itself."""
@@ -146,7 +135,7 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
         if opened.images is None:
-            plan._cache_missing = True
+            plan.cache_missing = True
             plan._caches.clear()
             plan.choices.clear()
             if workers is not None:
@@ -166,7 +155,7 @@ def _place(
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
     if wanted in ("device", "ram") and not possible:
-        if not plan._cache_missing:
+        if not plan.cache_missing:
             problem = f"'{wanted}' needs a data set of image tensors in memory"
             raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
         plan.warnings.append(f"data.placement={wanted} has no effect: data.cache was not made")

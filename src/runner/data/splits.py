@@ -27,6 +27,9 @@ _HELD_OUT = ("val", "test")
 # Keeps the split apart from every other permutation that is drawn from the same seed.
 _SALT = 0x5B117
 
+Parts = Mapping[str, tuple[Dataset[Any], Indices]]
+"""For each split the data set that it is read from, and its samples in it."""
+
 
 def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
     """Complete the splits of a data set: those that it does not have are taken from 'train'.
@@ -144,18 +147,9 @@ def split_indices(
     one of `fraction` times the size of the class (largest remainders). Changing the fraction of 'test' alone keeps 'val',
     unless classes are so small that both compete for the last sample.
 
-    Args:
-        targets: (n,) integer classes to stratify by; None, floats or more dimensions mean a plain random split.
-        n: number of samples.
-        fractions: share of 'val' and of 'test', from 0 on, together below 1.
-        seed: seed of the private generator; the global random state is neither read nor changed.
-        stratified: whether classes keep their proportions.
-
-    Returns:
-        int64 indices in ascending order for 'train' and each key of `fractions`.
-
-    Raises:
-        UserError: if a fraction is out of range or no training sample would be left.
+    `targets` are integer classes (n,) to stratify by; None, floats or more dimensions mean a plain random split. The global
+    random state is neither read nor changed. Returns int64 indices in ascending order for 'train' and each key of
+    `fractions`. Raises `UserError` if a fraction is out of range or no training sample would be left.
     """
     sizes = _checked_sizes(fractions, n)
     order, classes = _order(n, seed), _strata(targets if stratified else None, n)
@@ -277,13 +271,8 @@ def split_groups(classes: Tensor, groups: Tensor, shares: Sequence[float], order
     Large groups go first, those of one size in random order; each to the split that lacks most of what the group has. So no
     split is further from its share than the groups are large.
 
-    Args:
-        classes, groups: of each sample, int64 (N,) from 0 on; classes all 0 for none.
-        shares: share of each split, together 1.
-        order: a random permutation of the samples, int64 (N,).
-
-    Returns:
-        The number of the split of each sample, int64 (N,).
+    `classes` and `groups` are those of each sample, int64 (N,) from 0 on, classes all 0 for none; `shares` are together 1;
+    `order` is a random permutation of the samples. Returns the number of the split of each sample, int64 (N,).
     """
     count, kinds = int(groups.max()) + 1, int(classes.max()) + 1
     table = np.zeros((count, kinds))

@@ -52,38 +52,28 @@ def _start_worker(_: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Block signals while workers start: they inherit the mask, so none dies before it can ignore one."""
+def _starting() -> Iterator[None]:
+    """Block signals while workers start: they inherit the mask, so none dies before it can ignore one.
+
+    And silence torch's warning about the number of workers, which `num_workers` reports already.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence torch's warning about the number of workers, which `num_workers` reports already."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        yield
 
 
 class WorkerLoader(Loader):
     """Batches read sample by sample by worker processes, or by this one; the other arguments are those of `Loader`.
 
     Args:
-        dataset: map-style data set giving (image, target).
-        transforms: callables on one image.
-        workers: processes; 0 reads in this one.
-        prefetch: batches each worker reads ahead.
-        persistent: keep workers between epochs.
-        pin: page-locked memory.
+        dataset, transforms, replacements, split: of the `SeededDataset` that is read.
+        workers, prefetch, persistent, pin, timeout_s: of the `DataLoader`; without workers, this process reads.
         non_blocking: copies overlap with computing.
-        replacements: replaces samples that cannot be read; None raises the error.
         on_skipped: called with samples that could not be read, when their batch is taken.
-        timeout_s: seconds to wait for a batch of the workers; None waits forever.
-        split: name of the split, for messages.
 
     Attributes:
         check: called with the targets and the samples of every batch, on the CPU, before it is used; may raise.
@@ -121,7 +111,7 @@ class WorkerLoader(Loader):
         self._persistent, self._on_skipped, self._timeout_s = persistent, on_skipped, timeout_s
         self._iterator: Any = None
         _LOADERS.add(self)
-        with _without_advice():
+        with _starting():
             self._loader: DataLoader[Any] = DataLoader(
                 SeededDataset(dataset, seed, transforms, replacements, split),
                 batch_sampler=self._requests,
@@ -156,11 +146,7 @@ class WorkerLoader(Loader):
     def _read(self) -> Iterator[Read]:
         iterator, pending = None, self._requests.pending
         try:
-            with (
-                self._watched(pending, None if self._iterator is None else self._timeout_s),
-                _without_advice(),
-                _signals_wait(),
-            ):
+            with self._watched(pending, None if self._iterator is None else self._timeout_s), _starting():
                 iterator = self._iterator = iter(self._loader)
             while True:
                 with self._watched(pending, self._timeout_s):
@@ -186,7 +172,7 @@ class WorkerLoader(Loader):
             yield
             return
         try:
-            with worker_failures.wait_for_batch(), worker_failures.time_limit(timeout_s):
+            with worker_failures.wait_for_batch(timeout_s):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)

@@ -138,10 +138,10 @@ def files_loader(
         files = ImageFiles(paths, shape, size, channels, share, transforms, max_pixels)
     except ValueError as error:
         raise UserError("data.dataset", str(error)) from error
-    everything, blank, workers = AllSamples(len(paths)), files.blank(), data.num_workers
-    if workers == "auto":
-        room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
-        workers = min(cores(), _MOST_WORKERS, room) if len(paths) >= _FEW else 0
+    everything, blank = AllSamples(len(paths)), files.blank()
+    few = min(cores(), _MOST_WORKERS) if len(paths) >= _FEW else 0
+    room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
+    workers = min(few, room) if data.num_workers == "auto" else data.num_workers
     return WorkerLoader(
         files,
         everything,

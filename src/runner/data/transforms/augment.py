@@ -219,15 +219,8 @@ class RandomErasing:
 class Pipeline:
     """Batch transforms in order, each with its own stream of random numbers, then normalisation.
 
-    Args:
-        transforms: batch transforms.
-        mean, std: statistics for pixels in [0, 1], one value for all channels or one for each.
-        seed: seed of the run.
-        device: device that batches are on.
-        channels_last: NHWC memory layout.
-
-    Attributes:
-        of_bytes: factor and subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
+    `mean` and `std` are statistics for pixels in [0, 1], one value for all channels or one for each. The attribute `of_bytes`
+    is the factor and the subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
     """
 
     def __init__(
@@ -252,15 +245,10 @@ class Pipeline:
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise a batch; the result is float32.
+        """Transform and normalise images (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1, to float32.
 
-        Args:
-            images: (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1.
-            indices: identity of each sample in its data set, int64 of shape (B,), on the device of `images`.
-            epoch: number of the epoch.
-
-        Raises:
-            UserError: if the statistics do not fit the channels.
+        `indices` identify the samples in their data set, int64 of shape (B,), on the device of `images`. Raises `UserError` if
+        the statistics do not fit the channels.
         """
         for stream, transform in enumerate(self.transforms):
             images = transform(images, SampleRNG(self.seed, epoch, indices, stream))
