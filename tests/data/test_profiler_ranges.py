@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 
 from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import Loader, MemoryLoader
-from runner.data.profiler_ranges import loader_in_ranges
 from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, loader_in_ranges
 from runner.instrument.profiler_ranges import PREPARE, WAIT
 
 CPU = torch.device("cpu")

@@ -44,17 +44,11 @@ _GIB = 2**30
 
 
 class Opened(NamedTuple):
-    """A cache ready to be read.
+    """A cache ready to be read."""
 
-    Attributes:
-        images: None if there are none and none are to be made, or a signal asked the run to stop.
-        done: 'opened', or 'made' and in what time.
-        complaint: why an existing file could not be used; empty if there was none.
-    """
-
-    images: CachedImages | None
-    done: str = ""
-    complaint: str = ""
+    images: CachedImages | None  # None if there are none and none are to be made, or a signal asked the run to stop
+    done: str = ""  # 'opened', or 'made' and in what time
+    complaint: str = ""  # why an existing file could not be used
 
 
 class _Stopped(Exception):
@@ -63,19 +57,12 @@ class _Stopped(Exception):
 
 @dataclass(frozen=True)
 class Cache:
-    """Where the images of a data set are kept.
-
-    Attributes:
-        folder: holds one file per split.
-        name: short name of the data set, for the names of the files.
-        recipe: what the data set is built from, as plain containers; another recipe gets other files.
-        skips: whether images that cannot be read are marked as such; otherwise the first one is an error.
-    """
+    """Where the images of a data set are kept: one file per split."""
 
     folder: Path
-    name: str
-    recipe: dict[str, Any]
-    skips: bool = False
+    name: str  # of the data set, for the names of the files
+    recipe: dict[str, Any]  # what the data set is built from, as plain containers; another recipe gets other files
+    skips: bool = False  # whether images that cannot be read are marked as such; otherwise the first one is an error
 
     def path(self, split: str) -> Path:
         """The file of a split."""

@@ -47,22 +47,14 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class Header:
-    """The description of a file.
+    """The description of a file; `images` and `targets` are shapes."""
 
-    Attributes:
-        key: digest of all that its images depend on.
-        images, targets: their shapes, (N, C, H, W) and (N, ...).
-        targets_dtype: name of a torch dtype.
-        rest_crc32: checksum of all that follows the images.
-        unreadable: how many images could not be read.
-    """
-
-    key: str
+    key: str  # digest of all that its images depend on
     images: tuple[PositiveInt, PositiveInt, PositiveInt, PositiveInt]
     targets: tuple[PositiveInt, ...]
     targets_dtype: Literal["int64", "float32", "bool", "uint8", "int8", "int16", "int32"]
-    rest_crc32: int
-    unreadable: NonNegativeInt = 0
+    rest_crc32: int  # of all that follows the images
+    unreadable: NonNegativeInt = 0  # how many images could not be read
 
     @property
     def ends(self) -> list[int]:

@@ -56,26 +56,14 @@ Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
 
 class Loader:
-    """The batches of a split.
+    """The batches of a split, whose samples are `indices`; `seed` is that of their order, which `shuffle=False` keeps.
 
-    Args:
-        indices: samples of the split.
-        batch_size: samples of a batch; the last one of an epoch may be smaller.
-        seed: seed of the sample order.
-        shuffle: False keeps the order of `indices`.
-        device: where batches are wanted.
-        prepare: prepares images on the device; None keeps them as in the data set.
-        mix_batch: blends the samples of a batch; None for nothing.
-
-    Attributes:
-        workers: processes that read the samples, 0 where this one does; None if they are in memory.
-        resident: where the images are in memory; None if they are read.
-        could_be_resident: whether images are read although they are tensors, in memory or in a cache file, and stay as they are.
+    The last batch of an epoch may be smaller. Without `prepare` and `mix_batch`, images and targets are those of the data set.
     """
 
-    workers: int | None = None
-    resident: torch.device | None = None
-    could_be_resident = False
+    workers: int | None = None  # processes that read the samples, 0 where this one does; None if they are in memory
+    resident: torch.device | None = None  # where the images are in memory; None if they are read
+    could_be_resident = False  # whether tensors, in memory or in a cache file, are read one by one and stay as they are
 
     def __init__(
         self,

@@ -34,14 +34,9 @@ Parts = Mapping[str, tuple[Dataset[Any], Indices]]
 def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str, tuple[Dataset[Any], Indices]]:
     """Complete the splits of a data set: those that it does not have are taken from 'train'.
 
-    Returns:
-        For each of 'train', 'val', 'test' that exists, in this order, the data set that it is read from and its indices,
-        ascending. A split of the data set is used whole, whatever the fractions; it has no list of indices, so it may have any
-        size.
-
-    Raises:
-        UserError: if 'train' is missing, a split is empty or has an unknown name, a fraction is out of range, a
-            fraction above 0 gives no sample, or folds or groups cannot be made.
+    Returns 'train', 'val' and 'test', if they exist, in this order, with ascending indices. A split of the data set is used
+    whole, whatever the fractions; it has no list of indices, so it may have any size. Raises `UserError` if 'train' is missing,
+    a split is empty or has an unknown name, a fraction is out of range or gives no sample, or folds or groups cannot be made.
     """
     for name in datasets:
         if name not in ("train", *_HELD_OUT):

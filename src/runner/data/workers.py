@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import signal
 import warnings
 import weakref
@@ -25,6 +26,7 @@ from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
+from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
 
 class _Requests:
@@ -195,6 +197,29 @@ class WorkerLoader(Loader):
         """End the worker processes."""
         worker_failures.shut_down(self._iterator)
         self._iterator = self._loader._iterator = None
+
+
+def loader_in_ranges(loader: Loader, mark: Mark, at_once: int) -> Loader:
+    """The same batches, made in ranges.
+
+    `data wait` is the time until samples that are read one by one have come: from worker processes, or read in this one
+    where there are none. `copy and augment` is everything else about a batch: gathering it from memory, moving it to the
+    device, transforming and normalising it.
+
+    Args:
+        loader: stays as it is; closing either closes both.
+        mark: gives the ranges; those inside another count by themselves.
+        at_once: most batches that are gathered together from memory, so that a few steps show what many cost on average.
+    """
+    inner = copy.copy(loader)
+    inner._chunk = min(loader._chunk, at_once)
+    if isinstance(inner, WorkerLoader) and isinstance(loader, WorkerLoader):
+        read = loader._read
+        inner._read = lambda: items_in_range(read, mark, WAIT)  # type: ignore[method-assign]
+    outer = copy.copy(inner)
+    outer.batches = lambda *part: items_in_range(lambda: inner.batches(*part), mark, PREPARE)  # type: ignore[method-assign]
+    outer.close = loader.close  # type: ignore[method-assign]  # a copy does not know of the workers that it started
+    return outer
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()

@@ -123,12 +123,8 @@ def image_folder(
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
 
-    Returns:
-        'train', and 'val' and 'test' where they exist.
-
-    Raises:
-        UserError: if a folder is missing or empty, or the splits have different classes.
-        ValueError: if `image_size`, `channels` or `crop_share` is out of range.
+    Raises `UserError` if a folder is missing or empty, or the splits have different classes, and `ValueError` if `image_size`,
+    `channels` or `crop_share` is out of range.
     """
     base = Path(root).expanduser()
     if not base.is_dir():

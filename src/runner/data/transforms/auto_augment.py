@@ -119,11 +119,8 @@ def changed(operation: str, images: Tensor, amount: Tensor) -> Tensor:
 class _Policy:
     """Operations on each image, with a table of the strength of each operation at each magnitude.
 
-    Args:
-        bins: magnitudes, from none to the largest.
-        shear, shift, degrees, blend, bits: strengths at the largest magnitude: shear, translation (in pixels, or as a share
-            of the side), rotation, factor of the blends, bits that are lost.
-        of_side: whether the translation is a share.
+    `bins` are the magnitudes, from none to the largest; the numbers after it are the strengths at the largest: shear,
+    translation (in pixels, or a share of the side if `of_side`), rotation, factor of the blends, and bits that are lost.
     """
 
     per_sample = True
