@@ -44,7 +44,7 @@ from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
-from runner.engine.state import FiniteMean, RunningMean, TrainState
+from runner.engine.state import RunningMean, TrainState
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.determinism import operations_named
 from runner.runtime.hardware_metrics import choose_hardware_metrics
@@ -156,7 +156,7 @@ def build_run(
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=precision.scaler,
-        meter=FiniteMean(device) if config.on_nonfinite == "skip" else RunningMean(device),
+        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip"),
         averaged=build_averaged(config, model, optimizer, length),
     )
     state.freezing = freezing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runner.build.run import Run
 from runner.config.schema.sections import Watch
-from runner.engine.finite import FiniteWatch
+from runner.engine.diagnosis import FiniteWatch
 from runner.runtime.shapes import ShapeWatch
 from runner.tracking.console import Console
 

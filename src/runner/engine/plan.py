@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,31 +43,18 @@ class EpochPlan:
         """Samples in batch number `batch`."""
         return min(self.batch_size, self.samples - batch * self.batch_size)
 
-    def weight(self, batch: int) -> float:
-        """This batch's share of the samples in its accumulation window, the factor of its mean loss.
-
-        The gradient of a window is then that of the mean over all its samples, even if the last window has fewer batches
-        or a smaller batch.
-        """
-        first = batch - batch % self.accumulate
-        last = min(first + self.accumulate, self.batches) - 1
-        total = (last - first) * self.batch_size + self.size(last)
-        return self.size(batch) / total
-
-    def ends_window(self, batch: int) -> bool:
-        """Whether the optimizer steps after this batch."""
-        return (batch + 1) % self.accumulate == 0 or batch + 1 == self.batches
-
     def parts(self, start: int) -> Iterator[tuple[int, float, bool]]:
-        """(size, weight, ends_window) of each batch of an epoch from number `start` on."""
-        if self.accumulate > 1:
-            for batch in range(start, self.batches):
-                yield self.size(batch), self.weight(batch), self.ends_window(batch)
-            return
-        # Without accumulation there is nothing to compute per batch.
-        yield from itertools.repeat((self.batch_size, 1.0, True), max(0, self.batches - 1 - start))
-        if start < self.batches:
-            yield self.size(self.batches - 1), 1.0, True
+        """(size, weight, ends_window) of each batch of an epoch from number `start`, which begins an accumulation window.
+
+        The weight is the batch's share of the samples in its window, the factor of its mean loss. The gradient of a window is
+        then that of the mean over all its samples, even if the last window has fewer batches or a smaller batch.
+        """
+        for first in range(start, self.batches, self.accumulate):
+            last = min(first + self.accumulate, self.batches) - 1
+            total = (last - first) * self.batch_size + self.size(last)
+            for batch in range(first, last + 1):
+                size = self.size(batch)
+                yield size, size / total, batch == last
 
 
 @dataclass(frozen=True)
@@ -134,20 +120,10 @@ class Limits:
         return self.epochs is not None and (self.max_steps is None or timeline.step(self.epochs) <= self.max_steps)
 
     def total_steps(self, plan: EpochPlan, start: Position | None = None) -> int:
-        """Optimizer steps of the whole run.
-
-        Args:
-            plan: how the remaining epochs divide into steps.
-            start: where training starts; completed epochs count with the steps that they had.
-
-        Raises:
-            ValueError: if neither epochs nor steps are limited.
-        """
+        """Optimizer steps of the whole run; epochs completed at `start` count with the steps that they had."""
         start = start or Position()
         limits = [] if self.max_steps is None else [self.max_steps]
         if self.epochs is not None:
             before_epoch = start.global_step - math.ceil(start.batch / plan.accumulate)
             limits.append(before_epoch + (self.epochs - start.epoch) * plan.steps)
-        if not limits:
-            raise ValueError("epochs or max_steps must be given")
         return min(limits)

@@ -6,7 +6,7 @@ Views are made from normalised images on the device and draw nothing at random.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +55,13 @@ def shifted(images: Tensor, down: int, right: int) -> Tensor:
     return padded[..., top : top + height, left : left + width]
 
 
-def cropped(images: Tensor, down: float, right: float) -> Tensor:
+def cropped(images: Tensor, down: float, right: float, mirror: bool = False) -> Tensor:
     """A crop of seven eighths of each edge, resized to full size (bilinear); 0, 0 is the top left, 1, 1 the bottom right."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(_CROP * size)) for size in (height, width))
     top, left = round(down * (height - rows)), round(right * (width - columns))
-    return _resized(images[..., top : top + rows, left : left + columns], height, width)
+    crop = _resized(images[..., top : top + rows, left : left + columns], height, width)
+    return mirrored(crop) if mirror else crop
 
 
 def scaled(images: Tensor, scale: float) -> Tensor:
@@ -79,10 +80,6 @@ def _resized(images: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
 
 
-def _mirrored_crop(images: Tensor, down: float, right: float) -> Tensor:
-    return mirrored(cropped(images, down, right))
-
-
 _CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5))
 _FIVE = tuple(partial(cropped, down=down, right=right) for down, right in _CORNERS)
 VIEWS: dict[str, tuple[View, ...]] = {
@@ -93,7 +90,7 @@ VIEWS: dict[str, tuple[View, ...]] = {
     "shifts": tuple(partial(shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))),
     "scales": tuple(partial(scaled, scale=scale) for scale in _SCALES),
     "five_crop": _FIVE,
-    "ten_crop": (*_FIVE, *(partial(_mirrored_crop, down=down, right=right) for down, right in _CORNERS)),
+    "ten_crop": (*_FIVE, *(partial(view, mirror=True) for view in _FIVE)),
 }
 """The views that each name selects, in addition to the original image."""
 
@@ -120,15 +117,13 @@ class TTAModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Float32 outputs (B, C) of images (B, C, H, W)."""
-        total: Tensor | None = None
-        for view in self.views:
-            seen = view(images)
-            if images.is_contiguous(memory_format=torch.channels_last):
-                seen = seen.contiguous(memory_format=torch.channels_last)
-            outputs = self.model(seen).float()
-            outputs = outputs.softmax(1) if self.probabilities else outputs
-            total = outputs if total is None else total + outputs
-        assert total is not None, "there is at least one view"
-        mean = total / len(self.views)
+        mean = reduce(torch.add, (self._outputs(images, view) for view in self.views)) / len(self.views)
         # The smallest normal number replaces a probability of 0, whose logarithm is not finite.
         return mean.clamp_min(torch.finfo(mean.dtype).tiny).log() if self.probabilities else mean
+
+    def _outputs(self, images: Tensor, view: View) -> Tensor:
+        seen = view(images)
+        if images.is_contiguous(memory_format=torch.channels_last):
+            seen = seen.contiguous(memory_format=torch.channels_last)
+        outputs: Tensor = self.model(seen).float()
+        return outputs.softmax(1) if self.probabilities else outputs
