@@ -156,6 +156,11 @@ def example_input(data: DataModule, copies: int = 1) -> Tensor:
     return data.train_for_eval.prepare(image, indices_for(image), 0)
 
 
+def example_targets(data: DataModule, copies: int = 1) -> Tensor:
+    """The target of the first training sample: (copies, ...)."""
+    return data.example[1].expand(copies, *data.example[1].shape[1:])
+
+
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
     """Images after `transform.eval` and normalisation.
 

@@ -68,10 +68,11 @@ class EarlyStopping:
     def _stop_if_due(self, loop: Loop) -> None:
         if self._waited < self.patience:
             return
-        if self._best is None:
-            loop.request_stop(f"{self.monitor} was not finite in any of {self._waited} evaluations")
-        else:
-            loop.request_stop(f"{self.monitor} has not improved on {self._best} for {self._waited} evaluations")
+        never, since = (
+            f"was not finite in any of {self._waited}",
+            f"has not improved on {self._best} for {self._waited}",
+        )
+        loop.request_stop(f"{self.monitor} {never if self._best is None else since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         """Best value, evaluations waited, metric and mode."""
@@ -93,11 +94,7 @@ class LearningRateMonitor:
 
 
 class UnfreezeCallback:
-    """Trains frozen weights as soon as their time has come.
-
-    Args:
-        report: called with a line of text.
-    """
+    """Trains frozen weights as soon as their time has come, and reports it."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -108,8 +105,7 @@ class UnfreezeCallback:
         for part in loop.state.freezing.follow(position):
             if loop.finished:
                 return
-            count = sum(parameter.numel() for parameter in part.parameters)
-            self._report(f"step {position.global_step}: {part.name} is trained from here on, {count:,} parameters")
+            self._report(f"step {position.global_step}: {part.name} is trained from here on, {part.size:,} parameters")
 
 
 class Progress:
@@ -147,8 +143,7 @@ class Log:
         hardware_metrics: Callable[[float], dict[str, float]] = lambda rate: {},
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.every_steps, self.sinks = every_steps, list(sinks)
-        self.hardware_metrics, self._warn = hardware_metrics, warn
+        self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
         self._since = time.perf_counter()
         self._samples = 0
@@ -188,12 +183,9 @@ class Log:
         self._restart_clock(loop)
 
     def _warn_of_spike(self, loss: float, step: int) -> None:
-        if len(self._losses) == _SPIKE_WINDOW:
-            usual = statistics.median(self._losses)
-            if loss > _SPIKE * usual > 0:
-                self._warn(
-                    f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before"
-                )
+        usual = statistics.median(self._losses) if len(self._losses) == _SPIKE_WINDOW else 0.0
+        if loss > _SPIKE * usual > 0:
+            self._warn(f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before")
         self._losses.append(loss)
 
     def _restart_clock(self, loop: Loop, now: float | None = None) -> None:

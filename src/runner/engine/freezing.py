@@ -13,26 +13,30 @@ from runner.engine.position import Position
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """A part of a model that is not trained, for a while or permanently.
-
-    Attributes:
-        name: for messages.
-        parameters: its weights.
-        modules: modules kept in evaluation mode meanwhile, such as BatchNorm, whose statistics then do not change.
-        steps: optimizer steps until it is trained.
-        epochs: the same in epochs; with neither, it is frozen permanently.
-    """
+    """A part of a model that is not trained: for so many steps, for so many epochs, or permanently."""
 
     name: str
     parameters: tuple[nn.Parameter, ...]
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # kept in evaluation mode meanwhile, so that BatchNorm's statistics do not change
     steps: int | None = None
     epochs: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of its weights."""
+        return sum(parameter.numel() for parameter in self.parameters)
 
     @property
     def permanent(self) -> bool:
         """Whether it is never trained."""
         return self.steps is None and self.epochs is None
+
+    @property
+    def until(self) -> str:
+        """For how long, for people."""
+        if self.permanent:
+            return "permanently"
+        return f"until after epoch {self.epochs:,}" if self.steps is None else f"until after step {self.steps:,}"
 
     def holds(self, position: Position) -> bool:
         """Whether the part is frozen in the step after this position."""
