@@ -443,7 +443,7 @@ def test_an_evaluation_that_is_due_after_going_back_comes_before_the_next_step(b
             order.append(("evaluation", loop.state.position.global_step))
 
     loop = loop_of(bench, "rollback", FUSED, Diary(), Look(1))
-    loop._evaluate = lambda interrupted: {"val/loss": 1.0}
+    loop._evaluate = lambda: {"val/loss": 1.0}
     start = copied(loop.state.state_dict())
     start["position"] |= {"evaluation_due": True}
     loop._roll_back = lambda loop: loop.state.load_state_dict(copied(start))

@@ -34,25 +34,15 @@ class Misfit(NamedTuple):
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where the weights of a new run come from; empty where a checkpoint brings them.
+    """Where the weights of a new run come from; empty where a checkpoint brings them."""
 
-    Attributes:
-        schemes: what `init` names.
-        path: the file of `init_from`.
-        sha256: of all its tensors, see `weights_sha256`.
-        kind: what they are: `raw`, or an average, `ema` or `swa`.
-        loaded: number of tensors that were loaded.
-        misfits: tensors that were not loaded.
-        warnings: files that were skipped while searching.
-    """
-
-    schemes: Sequence[str] = ()
-    path: Path | None = None
-    sha256: str = ""
-    kind: str = "raw"
-    loaded: int = 0
-    misfits: Sequence[Misfit] = ()
-    warnings: Sequence[str] = ()
+    schemes: Sequence[str] = ()  # what `init` names
+    path: Path | None = None  # the file of `init_from`
+    sha256: str = ""  # of all its tensors, see `weights_sha256`
+    kind: str = "raw"  # what they are: `raw`, or an average, `ema` or `swa`
+    loaded: int = 0  # number of tensors that were loaded
+    misfits: Sequence[Misfit] = ()  # tensors that were not loaded
+    warnings: Sequence[str] = ()  # files that were skipped while searching
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""

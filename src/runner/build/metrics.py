@@ -17,15 +17,10 @@ _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric
 
 
 class Monitor(NamedTuple):
-    """The metric that decides which evaluation is best.
+    """The metric that decides which evaluation is best."""
 
-    Attributes:
-        metric: its full name, such as `val/loss`.
-        mode: whether the `min` or the `max` of it is best.
-    """
-
-    metric: str
-    mode: str
+    metric: str  # its full name, such as `val/loss`
+    mode: str  # whether the `min` or the `max` of it is best
 
 
 def choose_monitor(config: Train, task: Task) -> Monitor:

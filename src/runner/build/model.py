@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runner.build.finetune import give_head
+from runner.build.finetune import explaining, give_head
 from runner.build.targets import check_targets
-from runner.config.errors import UserError, first_line
+from runner.config.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
@@ -19,7 +18,6 @@ from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.engine.tasks import Task
-from runner.runtime.determinism import refusal
 
 
 class KnownData(Protocol):
@@ -83,9 +81,6 @@ def build_model(
         data: a description of the data.
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
-
-    Raises:
-        UserError: if the config does not fit the data.
     """
     facts = _model_facts(task, data)
     head = extras_of("model", config.model).head
@@ -98,16 +93,12 @@ def build_model(
 
 
 def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
-    """Build the loss.
-
-    Raises:
-        UserError: if it is no module.
-    """
+    """Build the loss, which must be a module."""
     facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
-    loss: nn.Module = build("loss", config.loss, facts=facts)
-    if not isinstance(loss, nn.Module):
-        raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
-    return loss
+    loss = build("loss", config.loss, facts=facts)
+    if isinstance(loss, nn.Module):
+        return loss
+    raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
 
 
 def with_facts(config: Train, task: Task, data: DataModule) -> Train:
@@ -175,15 +166,6 @@ def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
 def indices_for(images: Tensor) -> Tensor:
     """Sample numbers to draw random numbers by, for images of which nobody knows the number: zeros, int64 (B,)."""
     return torch.zeros(len(images), dtype=torch.int64, device=images.device)
-
-
-@contextlib.contextmanager
-def explaining(key: str, problem: str, allowed: str) -> Iterator[None]:
-    """Turn what custom components raise into a `UserError`: `problem` followed by the first line of the error."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise refusal(error) or UserError(key, f"{problem}{first_line(error)}", allowed) from error
 
 
 def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:

@@ -19,23 +19,14 @@ from runner.tracking.run_directory import RunDirectory, unfinished
 
 @dataclass
 class Setup:
-    """What a run is asked to do.
+    """What a run is asked to do."""
 
-    Attributes:
-        config: the validated config.
-        found: the checkpoint to resume from.
-        differences: (key, before, after) of what the command line changed in the checkpoint's config.
-        again: the directory of the run that `resume=auto` resumes, or starts again.
-        finished: the same if that run has finished.
-        warnings: runs and checkpoints that were skipped.
-    """
-
-    config: Train
-    found: find.LoadedCheckpoint | None = None
-    differences: list[tuple[str, str, str]] = field(default_factory=list)
-    again: RunDirectory | None = None
-    finished: RunDirectory | None = None
-    warnings: list[str] = field(default_factory=list)
+    config: Train  # the validated config
+    found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
+    differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
+    again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
+    finished: RunDirectory | None = None  # the same if that run has finished
+    warnings: list[str] = field(default_factory=list)  # runs and checkpoints that were skipped
 
 
 def resolve(composition: Composition) -> Setup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from runner.build.finetune import never_unfrozen
 from runner.build.metrics import stops_early
 from runner.build.run import Run
 from runner.build.weight_average import swa_start
@@ -17,7 +16,12 @@ def validate_limits(run: Run) -> list[str]:
     """
     _validate_evaluations(run)
     _validate_average(run)
-    return never_unfrozen(run.state.freezing, run.total_steps, run.length.timeline)
+    timeline, warnings = run.length.timeline, []
+    for part in run.state.freezing.parts:
+        end = timeline.step(part.epochs or 0) if part.steps is None else part.steps
+        if not part.permanent and end >= run.total_steps:
+            warnings.append(f"freeze: {part.name} is never trained: the run ends after {run.total_steps:,} steps")
+    return warnings
 
 
 def _validate_evaluations(run: Run) -> None:

@@ -12,21 +12,13 @@ from runner.engine.position import Position
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The batches of an epoch.
+    """The batches of an epoch."""
 
-    Attributes:
-        samples: samples per epoch.
-        batch_size: samples per batch.
-        accumulate: batches per optimizer step.
-        drop_last: skip the last batch if it is smaller.
-        limit: batches per epoch; None for all.
-    """
-
-    samples: int
-    batch_size: int
-    accumulate: int = 1
-    drop_last: bool = False
-    limit: int | None = None
+    samples: int  # samples per epoch
+    batch_size: int  # samples per batch
+    accumulate: int = 1  # batches per optimizer step
+    drop_last: bool = False  # skip the last batch if it is smaller
+    limit: int | None = None  # batches per epoch; None for all
 
     @cached_property
     def batches(self) -> int:
@@ -59,15 +51,10 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Converts between optimizer steps and epochs in a run whose number of steps per epoch may have changed.
+    """Converts between optimizer steps and epochs in a run whose number of steps per epoch may have changed."""
 
-    Attributes:
-        steps: optimizer steps per epoch since the last change.
-        turns: (step, epoch) pairs at which the number of steps per epoch changed, in order.
-    """
-
-    steps: int
-    turns: tuple[tuple[int, int], ...] = ()
+    steps: int  # optimizer steps per epoch since the last change
+    turns: tuple[tuple[int, int], ...] = ()  # (step, epoch) at which the number of steps per epoch changed, in order
 
     @classmethod
     def of(cls, start: Position, plan: EpochPlan) -> Timeline:
@@ -101,19 +88,12 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Limits:
-    """When training ends and when the validation split is evaluated; None means never.
+    """When training ends and when the validation split is evaluated; None means never."""
 
-    Attributes:
-        epochs: epochs in total.
-        max_steps: optimizer steps in total.
-        evaluate_every_epochs: epochs between evaluations.
-        evaluate_every_steps: optimizer steps between evaluations.
-    """
-
-    epochs: int | None
-    max_steps: int | None
-    evaluate_every_epochs: int | None = 1
-    evaluate_every_steps: int | None = None
+    epochs: int | None  # epochs in total
+    max_steps: int | None  # optimizer steps in total
+    evaluate_every_epochs: int | None = 1  # epochs between evaluations
+    evaluate_every_steps: int | None = None  # optimizer steps between evaluations
 
     def epochs_decide(self, timeline: Timeline) -> bool:
         """Whether the number of epochs ends the run, so that shares of the run are shares of its epochs."""
