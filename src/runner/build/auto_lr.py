@@ -56,8 +56,8 @@ class FoundRate:
             "a fifth of the edge (recommended)": self.suggestions.fifth,
             "edge: the loss begins to rise": self.suggestions.edge,
         }
-        curve = self.curve
-        rate_curve(curve.rates, curve.losses, curve.smoothed, marks=marks, target=target, title=title)
+        rates, losses, smoothed = self.curve.rates, self.curve.losses, self.curve.smoothed
+        rate_curve(rates, losses, smoothed, marks=marks, target=target, title=title)
 
 
 def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:
@@ -114,14 +114,8 @@ def auto_lr(
 ) -> tuple[Train, DataModule]:
     """The config with the learning rate that a range test finds, and the data, to be trained on.
 
-    What the test trained is discarded: the run is built again from its seed, so it equals a run with this rate.
-
-    Args:
-        config: the config.
-        build: builds a run from it.
-        folder: the run directory, which gets `lr_range.json` and a picture.
-        tell: shows a line of text.
-        interrupted: the name of the signal that asks to stop, or an empty string.
+    What the test trained is discarded: `build` builds the run again from its seed, so it equals a run with this rate.
+    `folder` is the run directory, which gets `lr_range.json` and a picture.
     """
     run = build(config)
     try:

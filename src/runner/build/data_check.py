@@ -22,10 +22,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 def source_digests(config: Train) -> dict[str, str]:
     """SHA-256 of the source file of every imported module of the packages that custom components of the config come from.
 
-    Installed packages are not read: their versions are recorded.
-
-    Args:
-        config: the config, whose components have been built.
+    Installed packages are not read: their versions are recorded. The components must have been built.
     """
     packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))} - _KNOWN
     found = {}
@@ -46,17 +43,10 @@ def source_digests(config: Train) -> dict[str, str]:
 def compare_data(
     checkpoint: dict[str, Any], splits: DataModule, identity: dict[str, Any], sources: dict[str, str], ignore: bool
 ) -> list[str]:
-    """Compare data and sources with those that a checkpoint was trained on; returns warnings.
-
-    Args:
-        checkpoint: its contents.
-        splits: the data.
-        identity: their fingerprint, from `splits.fingerprint`.
-        sources: see `source_digests`.
-        ignore: whether to continue with other data.
+    """Compare data, their fingerprint and `source_digests` with the contents of a checkpoint; returns warnings.
 
     Raises:
-        UserError: if the data are others, unless that is ignored at the end of an epoch.
+        UserError: if the data are others, unless `ignore` says to continue with them at the end of an epoch.
     """
     before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
     stored: dict[str, str] = checkpoint["metrics"].get("sources") or {}  # older versions stored none
@@ -72,11 +62,9 @@ def compare_data(
         before, identity, splits.fingerprint
     )
     if not others:
-        unknown = any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items())
-        return [
-            *warnings,
-            *["data.identity=full: the checkpoint has no digest of every sample to compare with"] * unknown,
-        ]
+        if any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items()):
+            warnings.append("data.identity=full: the checkpoint has no digest of every sample to compare with")
+        return warnings
     problem = f"these are not what the checkpoint was trained on: {'; '.join(others)}"
     if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
         # Inside an epoch, the position counts batches of an order that depends on the number of samples.

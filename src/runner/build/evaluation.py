@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from runner.build.batch_size import explaining_memory
 from runner.build.metrics import fresh_metrics
@@ -117,29 +116,19 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     BatchNorm's statistics depend on that size, and must not depend on the batch size of evaluations.
     """
     loader, size, limit = run.data.train_for_eval.loader, run.plan.batch_size, run.config.averaging.recalibrate_batches
-    samples = loader.samples if limit is None else min(loader.samples, limit * size)
-    if samples > size and samples % size == 1:
-        samples -= 1  # a single sample has no variance
-    read = loader.batches(0, 0, math.ceil(samples / loader.batch_size))
-    with preserved_rng(), torch.no_grad():
-        for images in _in_batches_of(size, (batch.images for batch in read), samples):
-            if interrupted():
-                raise Interrupted
-            with run.precision.autocast():
-                run.model(images)
-
-
-def _in_batches_of(size: int, batches: Iterable[Tensor], samples: int) -> Iterator[Tensor]:
-    """The first `samples` samples of batches (B, ...), in batches of `size`; only the last may be smaller."""
-    rest: Tensor | None = None
-    for batch in batches:
-        left = batch[:samples]
-        samples -= len(left)
-        left = left if rest is None else torch.cat([rest, left])
-        while len(left) >= size or (len(left) and not samples):
-            yield left[:size].clone()  # kernels may round differently if memory begins elsewhere
-            left = left[size:]
-        rest = left
+    batches = math.ceil(loader.samples / size)
+    if batches > 1 and loader.samples % size == 1:
+        batches -= 1  # a single sample has no variance
+    of_evaluations, loader.batch_size = loader.batch_size, size
+    try:
+        with preserved_rng(), torch.no_grad():
+            for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+                if interrupted():
+                    raise Interrupted
+                with run.precision.autocast():
+                    run.model(batch.images)
+    finally:
+        loader.batch_size = of_evaluations
 
 
 def load_best(run: Run, contents: dict[str, Any]) -> str:

@@ -22,11 +22,7 @@ class RunLength:
 
 
 def plan_length(config: Train, data: DataModule, start: Position | None) -> RunLength:
-    """Plan the epochs and steps of a run that starts at `start`, or at its beginning.
-
-    Raises:
-        UserError: if the data have no batch, or not the batches of the epoch in which the run starts.
-    """
+    """Plan the epochs and steps of a run that starts at `start`, or at its beginning."""
     size = config.data.samples_a_batch
     plan = EpochPlan(
         samples=data.train.samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.finetune import explaining, give_head
-from runner.build.targets import check_targets
 from runner.config.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
@@ -17,7 +17,8 @@ from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
-from runner.engine.tasks import Task
+from runner.data.workers import WorkerLoader
+from runner.engine.tasks import Classification, Task
 
 
 class KnownData(Protocol):
@@ -48,7 +49,7 @@ def build_task_model_loss(
         raise data.incompatibilities[0]
     task = build_task(config, data)
     model = build_model(config, task, data, lambda: example_input(data).cpu(), fetch_weights)
-    check_targets(task, data)
+    _check_targets(task, data)
     return task, model, build_loss(config, task, data)
 
 
@@ -90,6 +91,35 @@ def build_model(
     if head is not None:
         give_head(model, head, facts["num_classes"], image())
     return model
+
+
+def _check_targets(task: Task, splits: DataModule) -> None:
+    """Check all targets that are known without reading samples; others are checked in each batch, before it is used.
+
+    Raises:
+        UserError: if the task cannot take one; it names sample and split.
+    """
+    # One that a task inherits says nothing of targets of its own kind.
+    kind = next(kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
+    if "wrong_target" not in vars(kind):
+        return
+    wrong: Callable[[Tensor, bool], tuple[int, str] | None] = task.wrong_target  # type: ignore[attr-defined]
+    allowed = "class numbers from 0 on" if isinstance(task, Classification) else "finite numbers"
+
+    def check(split: str, targets: Tensor, samples: Tensor) -> None:
+        if found := wrong(targets, split == "train"):
+            problem = f"the target of sample {int(samples[found[0]])} of '{split}' {found[1]}"
+            raise UserError("data.dataset", problem, f"{allowed}, or another task")
+
+    for name, (_, indices) in splits.parts.items():
+        if name in splits.targets:
+            samples = indices[:]
+            check(name, splits.targets[name][samples], samples)
+            continue
+        check(name, splits.examples[name][1][None], indices[:1])
+        for split in (splits.eval_split(name), splits.train if name == "train" else None):
+            if split is not None and isinstance(split.loader, WorkerLoader):
+                split.loader.check = functools.partial(check, name)
 
 
 def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:

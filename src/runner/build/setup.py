@@ -30,17 +30,12 @@ class Setup:
 
 
 def resolve(composition: Composition) -> Setup:
-    """Decide on the config: that of the command line, or of a checkpoint with the command line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
+    """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
     if composition.resumes:
         if ckpt_path is not None:
-            raise UserError(
-                "resume", "is auto, which finds the checkpoint by itself, and ckpt_path names one", "one of them"
-            )
+            problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
+            raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
         if again is not None and (again.read_summary() or {}).get("status") == "finished":
             return Setup(resolve_config(composition, Train), finished=again)
@@ -51,11 +46,9 @@ def resolve(composition: Composition) -> Setup:
     found = find.load(str(ckpt_path), composition.runs, prefer="last")
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
-        found.warnings.append(
-            f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={config.optimizer.get('lr')}"
-        )
-    refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
-    if refused:
+        rate = config.optimizer.get("lr")
+        found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
+    if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
 

@@ -64,19 +64,8 @@ def range_test(
     The steps are those of training, with accumulation, clipping and loss scaling, over as many epochs as needed. The loss is
     read at every step, so each one waits for the device.
 
-    Args:
-        state: what training changes.
-        source: the training split.
-        plan: how its epochs divide into steps.
-        parts: how a step is computed.
-        rates: the rate of each step, for a parameter group whose `initial_lr` is `reference`; the other groups keep
-            their ratios to it.
-        reference: see `rates`.
-        step: trains on a batch as `train_step` does.
-        interrupted: returns the name of the signal that asks to stop, or an empty string.
-
-    Raises:
-        Preempted: when asked to stop.
+    `rates` are those of a parameter group whose `initial_lr` is `reference`; the other groups keep their ratios to it.
+    `interrupted` returns the name of the signal that asks to stop, or an empty string.
     """
     losses: list[float] = []
     smoothed: list[float] = []

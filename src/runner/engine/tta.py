@@ -19,34 +19,14 @@ _SHIFT = 1 / 16
 _SCALES = (1.1, 0.9)
 
 
-def as_it_is(images: Tensor) -> Tensor:
-    """The images themselves."""
-    return images
-
-
-def mirrored(images: Tensor) -> Tensor:
-    """Flipped left to right."""
-    return images.flip(-1)
-
-
-def upside_down(images: Tensor) -> Tensor:
-    """Flipped top to bottom."""
-    return images.flip(-2)
-
-
-def rotated(images: Tensor, quarters: int) -> Tensor:
-    """Rotated anticlockwise by multiples of 90 degrees.
-
-    Raises:
-        ValueError: for images that are not square, whose shape would change.
-    """
+def _rotated(images: Tensor, quarters: int) -> Tensor:
     height, width = images.shape[-2:]
-    if height != width:
+    if height != width:  # the shape would change
         raise ValueError(f"rotations require square images, and these have {height}x{width} pixels")
     return torch.rot90(images, quarters, (-2, -1))
 
 
-def shifted(images: Tensor, down: int, right: int) -> Tensor:
+def _shifted(images: Tensor, down: int, right: int) -> Tensor:
     """Moved by a sixteenth of the size, at least a pixel, in each direction that is not 0; the edge is repeated."""
     height, width = images.shape[-2:]
     rows, columns = down * max(1, round(_SHIFT * height)), right * max(1, round(_SHIFT * width))
@@ -55,16 +35,16 @@ def shifted(images: Tensor, down: int, right: int) -> Tensor:
     return padded[..., top : top + height, left : left + width]
 
 
-def cropped(images: Tensor, down: float, right: float, mirror: bool = False) -> Tensor:
+def _cropped(images: Tensor, down: float, right: float, mirror: bool = False) -> Tensor:
     """A crop of seven eighths of each edge, resized to full size (bilinear); 0, 0 is the top left, 1, 1 the bottom right."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(_CROP * size)) for size in (height, width))
     top, left = round(down * (height - rows)), round(right * (width - columns))
     crop = _resized(images[..., top : top + rows, left : left + columns], height, width)
-    return mirrored(crop) if mirror else crop
+    return crop.flip(-1) if mirror else crop
 
 
-def scaled(images: Tensor, scale: float) -> Tensor:
+def _scaled(images: Tensor, scale: float) -> Tensor:
     """Scaled by a factor about the centre (bilinear); the edge of a smaller image is repeated around it."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(scale * size)) for size in (height, width))
@@ -80,15 +60,17 @@ def _resized(images: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
 
 
+_SAME: View = nn.Identity()
+_FLIP = partial(torch.flip, dims=(-1,))
 _CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5))
-_FIVE = tuple(partial(cropped, down=down, right=right) for down, right in _CORNERS)
+_FIVE = tuple(partial(_cropped, down=down, right=right) for down, right in _CORNERS)
 VIEWS: dict[str, tuple[View, ...]] = {
-    "flip": (mirrored,),
-    "hflip": (mirrored,),
-    "vflip": (upside_down,),
-    "rotations": tuple(partial(rotated, quarters=quarters) for quarters in (1, 2, 3)),
-    "shifts": tuple(partial(shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))),
-    "scales": tuple(partial(scaled, scale=scale) for scale in _SCALES),
+    "flip": (_FLIP,),
+    "hflip": (_FLIP,),
+    "vflip": (partial(torch.flip, dims=(-2,)),),
+    "rotations": tuple(partial(_rotated, quarters=quarters) for quarters in (1, 2, 3)),
+    "shifts": tuple(partial(_shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))),
+    "scales": tuple(partial(_scaled, scale=scale) for scale in _SCALES),
     "five_crop": _FIVE,
     "ten_crop": (*_FIVE, *(partial(view, mirror=True) for view in _FIVE)),
 }
@@ -97,7 +79,7 @@ VIEWS: dict[str, tuple[View, ...]] = {
 
 def views_named(names: Sequence[str]) -> list[View]:
     """The original image and the views of each name, without duplicates."""
-    return list(dict.fromkeys([as_it_is, *(view for name in names for view in VIEWS[name])]))
+    return list(dict.fromkeys([_SAME, *(view for name in names for view in VIEWS[name])]))
 
 
 class TTAModel(nn.Module):
