@@ -126,14 +126,19 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
 
 def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     """The weights and modules that a pattern matches, with everything inside matched modules."""
+    own = [name for name, _ in model.named_modules() if name]
+    own += [name for name, _ in model.named_parameters()]
     if entry.pattern == ALL_BUT_HEAD:
-        names = set(_all_but(model, head_of(model, image, "freeze").path))
+        head = head_of(model, image, "freeze")
+        # Not what is around the head, and only modules with weights: a dropout beside the head goes on.
+        apart = [name for name in own if not head.covers(name) and not head.path.startswith(f"{name}.")]
+        weightless = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
+        names = set(apart) - weightless
     else:
-        own = [*(name for name, _ in model.named_modules() if name), *(name for name, _ in model.named_parameters())]
         names = matching("freeze", entry.pattern, own, "module or parameter", [ALL_BUT_HEAD])
     modules = [module for name, module in model.named_modules() if name in names]
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
-    parameters = dict.fromkeys(parameter for module in inside for parameter in module.parameters(recurse=False))
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
     trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
     if not trained:
@@ -141,18 +146,3 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     weights = [(module, set(module.parameters(recurse=False))) for module in model.modules()]
     whole = [module for module, own_weights in weights if own_weights and own_weights <= set(trained)]
     return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)
-
-
-def _all_but(model: nn.Module, head: str) -> Iterator[str]:
-    """Names of the modules and parameters around a head that have weights; a dropout beside the head goes on."""
-    around = {head.rpartition(".")[0]}
-    while around and "" not in around:
-        around |= {name.rpartition(".")[0] for name in around}
-    for name in around:
-        module = model.get_submodule(name)
-        prefix = f"{name}." if name else ""
-        yield from (prefix + own for own in module._parameters)
-        for child, inner in module.named_children():
-            path = prefix + child
-            if path != head and path not in around and any(True for _ in inner.parameters()):
-                yield path

@@ -103,7 +103,12 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         others = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         raise UserError("init_from", problem, f"{others.get(policy, '')}weights of this model")
     for name, tensor in fitting.items():
-        _check_kind(name, tensor, own[name], given.path)
+        wanted = _kind(own[name])
+        # In a state dict converted to half precision, counters are floats too.
+        is_counter = name.endswith("num_batches_tracked") and tensor.is_floating_point()
+        if _kind(tensor) != wanted and not is_counter:
+            problem = f"the tensor {name} of {given.path} is {tensor.dtype}, and the model's is {own[name].dtype}"
+            raise UserError("init_from", problem, f"{wanted} values of any precision")
     with torch.no_grad():
         for name, tensor in fitting.items():
             own[name].copy_(tensor)
@@ -115,14 +120,6 @@ def start_from(config: Train, model: nn.Module, head: Head | None, classes: Sequ
         misfits=misfits,
         warnings=given.warnings,
     )
-
-
-def _check_kind(name: str, given: Tensor, wanted: Tensor, path: Path) -> None:
-    # In a state dict converted to half precision, counters are floats too.
-    is_counter = name.endswith("num_batches_tracked") and given.is_floating_point()
-    if _kind(given) != _kind(wanted) and not is_counter:
-        problem = f"the tensor {name} of {path} is {given.dtype}, and the model's is {wanted.dtype}"
-        raise UserError("init_from", problem, f"{_kind(wanted)} values of any precision")
 
 
 def _kind(tensor: Tensor) -> str:

@@ -109,11 +109,7 @@ class UnfreezeCallback:
 
 
 class Progress:
-    """Reports the position after every step.
-
-    Args:
-        advance: called with (global_step, epoch), the epoch counted from 1; must be fast.
-    """
+    """Reports the position after every step: `advance(global_step, epoch)`, the epoch counted from 1, must be fast."""
 
     def __init__(self, advance: Callable[[int, int], None]) -> None:
         self._advance = advance
@@ -145,13 +141,11 @@ class Log:
     ) -> None:
         self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
-        self._since = time.perf_counter()
-        self._samples = 0
-        self._waited_s = self._paused_s = 0.0
+        self._began = (time.perf_counter(), 0, 0.0, 0.0)
 
     def on_start(self, loop: Loop) -> None:
         """Start the clock."""
-        self._restart_clock(loop)
+        self._began = _clock(loop)
 
     def on_step(self, loop: Loop) -> None:
         """Log every few steps, and after the last step."""
@@ -163,11 +157,11 @@ class Log:
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
         self._warn_of_spike(loss, step)
-        now = time.perf_counter()
-        seconds = max(now - self._since - (loop.paused_s - self._paused_s), 1e-9)
-        rate = (loop.samples_seen - self._samples) / seconds
-        speed = {"samples_per_s": rate, "data_wait": (loop.waited_s - self._waited_s) / seconds}
-        self._restart_clock(loop, now)
+        now = _clock(loop)
+        passed, samples, waited, paused = (after - before for after, before in zip(now, self._began, strict=True))
+        self._began, seconds = now, max(passed - paused, 1e-9)
+        rate = samples / seconds
+        speed = {"samples_per_s": rate, "data_wait": waited / seconds}
         metrics = {"loss": loss}
         loop.collect("on_log", metrics)
         self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))
@@ -176,11 +170,11 @@ class Log:
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
-        self._restart_clock(loop)
+        self._began = _clock(loop)
 
     def on_rollback(self, loop: Loop, found: NotFinite) -> None:
         """Restart the clock."""
-        self._restart_clock(loop)
+        self._began = _clock(loop)
 
     def _warn_of_spike(self, loss: float, step: int) -> None:
         usual = statistics.median(self._losses) if len(self._losses) == _SPIKE_WINDOW else 0.0
@@ -188,14 +182,15 @@ class Log:
             self._warn(f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before")
         self._losses.append(loss)
 
-    def _restart_clock(self, loop: Loop, now: float | None = None) -> None:
-        self._since = time.perf_counter() if now is None else now
-        self._samples, self._waited_s, self._paused_s = loop.samples_seen, loop.waited_s, loop.paused_s
-
     def _send(self, loop: Loop, split: str, metrics: dict[str, float]) -> None:
         position = loop.state.position
         for sink in self.sinks:
             sink(split, metrics, position.global_step, position.epoch + (position.batch > 0))
+
+
+def _clock(loop: Loop) -> tuple[float, int, float, float]:
+    """The time in seconds, samples seen, and seconds waited for batches and not spent on training."""
+    return time.perf_counter(), loop.samples_seen, loop.waited_s, loop.paused_s
 
 
 class Checkpointing:
