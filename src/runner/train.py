@@ -104,9 +104,6 @@ def build_run(
         data: the data, if they were built before from the same settings.
         make_cache: whether to make a cache of `data.cache` that does not exist yet.
         fresh: whether weights begin here; if a checkpoint brings them, no others are read or drawn.
-
-    Raises:
-        UserError: if settings, data, model, loss and optimizer do not fit together.
     """
     choices = []
     if config.data.batch_size == "auto":

@@ -18,14 +18,7 @@ Row = tuple[str, str, str]  # label, value and reason
 
 
 def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) -> None:
-    """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming.
-
-    Args:
-        run: the run.
-        record: its directory and console; the summary gets `init_from`.
-        more: rows of label, value and reason to show below the others.
-        warnings: what to warn of.
-    """
+    """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming."""
     config, console, initial = run.config, record.console, run.initial
     found, differences = record.setup.found, record.setup.differences
     title = f"{config.name}  seed {config.seed}  {record.directory.path}"

@@ -26,13 +26,7 @@ _LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
 
 
 class Evaluator:
-    """Evaluates the splits of a run.
-
-    Args:
-        run: the run.
-        warn: shows a warning.
-        interrupted: asked before every batch; True ends the evaluation with `Interrupted`.
-    """
+    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`."""
 
     def __init__(self, run: Run, warn: Callable[[str], None], interrupted: Callable[[], bool]) -> None:
         self._run, self._warn, self._interrupted = run, warn, interrupted
@@ -89,12 +83,8 @@ def evaluate_both(
 ) -> dict[str, float]:
     """Evaluate the weights, and their average if there is one: `val/loss` and `val/ema_loss`, and so on.
 
-    Before SWA begins, its average is the weights themselves, so their metrics stand for both.
-
-    Args:
-        run: the run.
-        evaluate: evaluates the model as it is; returns metrics as {"val/loss": 0.1, ...}.
-        interrupted: asked before every batch that BatchNorm's statistics are computed from; True raises `Interrupted`.
+    Before SWA begins, its average is the weights themselves, so their metrics stand for both. `interrupted` is asked before
+    every batch that BatchNorm's statistics are computed from, and True raises `Interrupted`.
     """
     found, averaged = evaluate(), run.state.averaged
     if averaged is None:

@@ -24,9 +24,6 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
 
     Returns:
         Names of the BatchNorm layers that get a single value per channel, which has no variance.
-
-    Raises:
-        UserError: if the model cannot take the images of every split, or the loss its outputs and the targets.
     """
     target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
 

@@ -24,12 +24,6 @@ class NonFiniteGuard:
     somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before
     the step. Where the loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the
     guard then watches the loss.
-
-    Attributes:
-        policy: what is to happen.
-        scaled: whether the loss is scaled.
-        by_kernel: whether the optimizer's kernel obeys the flag.
-        steps: steps since `found` was asked.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:
@@ -43,8 +37,8 @@ class NonFiniteGuard:
         self._parameters = list(kinds.values())  # a kernel takes gradients of one kind
         device = self._parameters[0][0].device
         self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
-        self.by_kernel = not scaled and _obeys_flag(optimizer)
-        undoes = not scaled and not self.by_kernel and _reading_waits(device) and _can_be_undone(optimizer)
+        self._by_kernel = not scaled and _obeys_flag(optimizer)
+        undoes = not scaled and not self._by_kernel and _reading_waits(device) and _can_be_undone(optimizer)
         self._undone = [p for group in optimizer.param_groups if not group.get("fused") for p in group["params"]]
         self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
         self._found = torch.zeros((), device=device)
@@ -66,7 +60,7 @@ class NonFiniteGuard:
         """Whether every step waits for the device."""
         if self.scaled:  # torch's GradScaler asks, unless the optimizer's kernel does
             return not getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return not self.by_kernel and self._before is None
+        return not self._by_kernel and self._before is None
 
     @property
     def skipped(self) -> Tensor | None:
@@ -98,7 +92,7 @@ class NonFiniteGuard:
         self._look()
         if self._before is not None:
             self._before = {key: tensor.clone() for key, tensor in self._changed_by_a_step()}
-        elif not self.by_kernel:
+        elif not self._by_kernel:
             return not bool(self._found)
         self._optimizer.found_inf = self._found  # type: ignore[attr-defined]
         return True

@@ -44,9 +44,7 @@ def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float
         state: what training changes.
         parts: how a step is computed.
         batch: samples on the device.
-        weight: share of this batch in its window, see `EpochPlan.weight`.
-        samples: size of the batch.
-        update: whether the window ends here.
+        weight, samples, update: see `EpochPlan.parts`.
     """
     loss = forward(state, parts, batch, samples)
     backward(state, loss, weight)

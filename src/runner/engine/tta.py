@@ -85,10 +85,7 @@ def views_named(names: Sequence[str]) -> list[View]:
 class TTAModel(nn.Module):
     """A model whose outputs are the mean over views of the images.
 
-    Args:
-        model: returns outputs (B, C) for images (B, C, H, W).
-        views: each returns images of the same shape.
-        probabilities: average softmax probabilities instead of outputs, and return their logarithms, whose softmax they are.
+    With `probabilities`, softmax probabilities are averaged, and their logarithms returned, whose softmax they are.
     """
 
     def __init__(self, model: nn.Module, views: Sequence[View], probabilities: bool = False) -> None:
