@@ -154,10 +154,10 @@ def build_run(
         schedule=build_schedule(config, length, monitor),
         scaler=precision.scaler,
         meter=RunningMean(device, finite_only=config.on_nonfinite == "skip"),
+        position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, optimizer, length),
     )
     state.freezing = freezing
-    state.position.turns = [list(turn) for turn in length.timeline.turns]
 
     # Step
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)

@@ -178,11 +178,8 @@ class Loop:
 
     def _evaluation_due(self) -> bool:
         """Whether to evaluate at the end of this epoch, interval or run."""
-        position, epochs, steps = (
-            self.state.position,
-            self.limits.evaluate_every_epochs,
-            self.limits.evaluate_every_steps,
-        )
+        position, limits = self.state.position, self.limits
+        epochs, steps = limits.evaluate_every_epochs, limits.evaluate_every_steps
         if self._evaluate is None or (epochs is None and steps is None):
             return False
         by_epochs = epochs is not None and self.epoch_ended and position.epoch % epochs == 0
