@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runner.checkpoint import file, layout
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
+from runner.checkpoint.weights import weights_sha256
 from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]
