@@ -21,7 +21,7 @@ from runner.config.errors import UserError
 from runner.config.reading import read_overrides, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.files import write_atomically, write_json, writing
-from runner.tracking.jsonl import copy_until, drop_after
+from runner.tracking.jsonl import copy_until
 
 if sys.platform != "win32":
     import fcntl
@@ -165,7 +165,7 @@ class RunDirectory:
 
     def truncate_metrics(self, global_step: int, repeated: Collection[str] = ()) -> None:
         """Remove the metrics after `global_step`, and those of `repeated` splits at it, which a resumed run writes again."""
-        drop_after(self.metrics_file, global_step, repeated)
+        copy_until(self.metrics_file, self.metrics_file, global_step, repeated)
 
     def lock(self) -> None:
         """Prevent other processes from writing here until this one ends, however it ends.
@@ -212,6 +212,4 @@ class RunDirectory:
         Raises:
             UserError: they cannot be written.
         """
-        other = source / self.metrics_file.name
-        if other.is_file():
-            copy_until(other, self.metrics_file, global_step)
+        copy_until(source / self.metrics_file.name, self.metrics_file, global_step)
