@@ -101,7 +101,7 @@ def forged(contents: dict[str, Any], **texts: str) -> bytes:
 
     tensors, buffer = Tensors(), io.BytesIO()
     metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]} | texts
-    with mock.patch.object(layout, "_too_dense", lambda header: False):
+    with mock.patch.object(layout, "_too_dense", return_value=False):
         layout.write(buffer, str(contents["format"]), metadata, tensors.by_name)
     return buffer.getvalue()
 

@@ -152,10 +152,10 @@ class Csv(_Lines):
 class TensorBoard:
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
-    The file is created at the first `log`, because importing the library takes time. Records are written by the calling
-    thread: the library's writer hands them to another one, which costs small steps more than the writing. A resumed run
-    marks the step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of
-    that step that are still valid are written again.
+    The file is created at the first `log`, because importing the library takes time. The calling thread writes: the
+    library's writer hands records to another thread, which costs small steps more than the writing. A resumed run marks the
+    step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of that step
+    that are still valid are written again.
 
     Args:
         flush_s: longest time between flushes in seconds, at least 1.
