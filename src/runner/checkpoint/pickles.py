@@ -75,7 +75,7 @@ def _load_archive(file: BinaryIO, size: int) -> Any:
 
     def read(name: str, length: int | None = None) -> Tensor:
         record = records[folders[0] + name]
-        # Not by `ZipFile.read`, which compares a CRC that `torch.save` may leave out.
+        # Not by `ZipFile.read`, which compares a CRC that `torch.save` may skip.
         file.seek(record.header_offset + 26)
         skipped = sum(int.from_bytes(file.read(2), "little") for _ in ("name", "extra field"))
         file.seek(skipped, os.SEEK_CUR)

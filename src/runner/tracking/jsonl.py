@@ -28,7 +28,7 @@ def copy_until(source: Path, target: Path, global_step: int | None, repeated: Co
         source: the file.
         target: another one, or the same, which then loses its other lines.
         global_step: the last step to copy; None copies all.
-        repeated: splits whose lines of `global_step` itself are left out too.
+        repeated: splits whose lines of `global_step` itself are skipped too.
 
     Raises:
         UserError: a file cannot be read or written.
