@@ -16,7 +16,7 @@ from runner.checkpoint import find, pickles
 from runner.checkpoint.file import Parts, is_checkpoint
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
-from runner.config.schema.checkpoints import Weights as Which
+from runner.config.schema.verbs import Weights as Which
 
 _KEY = "init_from"
 _INSIDE = ("state_dict", "model", "model_state_dict", "model_state")
