@@ -7,6 +7,9 @@ install:  ## install with everything that development needs
 test:  ## the whole test suite
 	pytest
 
+test-fast:  ## the tests of single parts, in less than a minute
+	pytest -m "not slow and not program"
+
 lint:  ## linter, format, spelling and plain English
 	ruff check .
 	ruff format --check .

@@ -36,8 +36,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 
 
+# Fixtures that run the program or compose its config.
+PROGRAM = {"run", "train", "spawn", "compose", "made_once", "start", "on_terminal"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, so that no process is left alone with them in the end."""
+    """Mark the tests that run the program, and begin with the slow ones, so that no process is left alone with them."""
+    for item in items:
+        if not PROGRAM.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("program")
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
