@@ -8,7 +8,7 @@ test:  ## the whole test suite
 	pytest
 
 test-fast:  ## the tests of single parts, in less than a minute
-	pytest -m "not slow and not program"
+	pytest -m "not slow and not program" $(addprefix tests/,checkpoint config data engine instrument models optim test_rooms.py)
 
 lint:  ## linter, format, spelling and plain English
 	ruff check .

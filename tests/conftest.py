@@ -37,7 +37,7 @@ FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 
 
 # Fixtures that run the program or compose its config.
-PROGRAM = {"run", "train", "spawn", "compose", "made_once", "start", "on_terminal"}
+PROGRAM = {"run", "train", "spawn", "compose", "made_once", "start", "on_terminal", "project", "workplaces"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from runner.data.sampler import EpochOrder
 
+pytestmark = pytest.mark.slow
+
 BILLION = 10**9
 MIDDLE = 15_000_000  # batches into the epoch, most of a billion samples
 BATCH = 64

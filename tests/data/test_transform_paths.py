@@ -15,7 +15,7 @@ from runner.data.build import DataModule, build_data
 from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
 from runner.data.transforms.augment import Pipeline
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
 CPU = torch.device("cpu")
 TRAIN: dict[str, dict[str, Any]] = {

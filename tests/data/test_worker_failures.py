@@ -21,6 +21,8 @@ from runner.config.errors import DataFailed
 from runner.data.sampler import AllSamples
 from runner.data.workers import WorkerLoader
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -22,6 +22,8 @@ from runner.config.schema import Train
 from runner.models.torchvision_zoo import classifier
 from runner.train import build_run
 
+pytestmark = pytest.mark.slow
+
 NAME = "shufflenet_v2_x0_5"
 
 
