@@ -183,8 +183,7 @@ class Phases:
 
     def _begin_memory(self) -> None:
         if self._training.device.type == "cuda":
-            self.found.snapshot = self._folder / "memory.pickle"
-            self._context.enter_context(memory_history(self.found.snapshot))
+            self.found.snapshot = self._context.enter_context(memory_history(self._folder / "memory.pickle"))
         if not self._config.compile:
             self.found.saved = self._context.enter_context(SavedTensors(self._training.model))
 
