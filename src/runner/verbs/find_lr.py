@@ -11,7 +11,7 @@ from runner.build.describe import describe
 from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.schema.find_lr import FindLr
+from runner.config.schema.verbs import FindLr
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
 from runner.tracking.environment import environment
