@@ -49,7 +49,7 @@ def contents(
         versions: versions of packages.
         data: which data the metrics are of, see `runner.data.dataset_fingerprint`.
         images: channels, height and width of an image, so that the model can be used where the data are not.
-        sources: digests of the files that the user's own components are written in, see `runner.build.sources`.
+        sources: digests of the files that the user's own components are written in, see `runner.build.data_check`.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {
