@@ -52,6 +52,8 @@ def test_a_run_directory_has_its_folders_and_reads_back_what_it_wrote(tmp_path):
     assert run.checkpoints.is_dir()
     assert run.plots.is_dir()
     assert read_summary(run.path) is None
+    run.write_config("name: digits\n")
+    assert run.config_file.read_text() == "name: digits\n"
     run.write_overrides(["optimizer.lr=0.1", "name='a: b'", "seed=1"])
     run.write_summary({"status": "finished", "best": {"value": float("nan")}})
     assert yaml.safe_load(run.overrides_file.read_text()) == ["optimizer.lr=0.1", "name='a: b'", "seed=1"]

@@ -39,7 +39,7 @@ def contents(
         classes: names of the classes.
         versions: versions of packages.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
-            the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.sources`.
+            the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {

@@ -126,6 +126,10 @@ class RunDirectory:
                 allowed = "another directory, or this one after you have removed the file"
                 raise UserError("", f"{path} is not a regular file", allowed)
 
+    def write_config(self, yaml_text: str) -> None:
+        """Store the resolved config."""
+        write_atomically(self.config_file, yaml_text.encode())
+
     def write_overrides(self, overrides: list[str]) -> None:
         """Store the overrides of the command line as a YAML list, secrets masked."""
         text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.build.data_check import warn_of_nonfinite
+from runner.build.evaluation import warn_of_nonfinite
 from runner.build.metrics import build_metrics
 from runner.build.model import build_task_model_loss, place
 from runner.build.probe import probe
