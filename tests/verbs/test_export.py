@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
 from runner.config.app import Composition
-from runner.config.schema.export import Export
+from runner.config.schema.verbs import Export
 from runner.data.sources.digits import digits
 from runner.verbs import _checkpoint
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.config.errors import UserError, first_line
-from runner.config.extras import without_extras
-from runner.config.targets import optimizers_taking, resolve, signature_of
+from runner.config.targets import Component, optimizers_taking, resolve
 from runner.optim.muon import Muon
 
 KINDS = ("fused", "foreach")
@@ -199,8 +198,8 @@ class _Trial:
     def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
         if self.target is Muon:  # only its AdamW has a choice
             return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
-        node = without_extras("optimizer", self.node, signature_of(self.target))
-        given = {name: value for name, value in node.items() if not name.startswith("_") and name not in KINDS}
+        arguments = Component("optimizer", self.node).arguments
+        given = {name: value for name, value in arguments.items() if name not in KINDS}
         kinds = {name: name == kind for name in KINDS if name in self.arguments}
         optimizer: Optimizer = self.target([weight], **given, **kinds)
         return optimizer

@@ -18,8 +18,8 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
-from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
+from runner.config.schema.verbs import Weights
 from runner.data.build import DataModule, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights

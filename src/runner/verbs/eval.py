@@ -17,7 +17,7 @@ from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.schema.eval import Eval
+from runner.config.schema.verbs import Eval
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.tracking.files import write_json

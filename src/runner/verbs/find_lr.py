@@ -12,7 +12,7 @@ from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.schema.find_lr import FindLr
+from runner.config.schema.verbs import FindLr
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
 from runner.engine.state import load_weights

@@ -19,7 +19,7 @@ from runner.build.run import Run
 from runner.build.validate import validate_limits
 from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
-from runner.config.schema.check import Check
+from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import DataModule, build_data
 from runner.data.loaders import Batch, Loader

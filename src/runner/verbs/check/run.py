@@ -17,7 +17,7 @@ from runner.build.describe import describe
 from runner.build.hardware import set_switches
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
-from runner.config.schema.check import Check as Settings
+from runner.config.schema.verbs import Check as Settings
 from runner.config.signals import raising_after
 from runner.engine.errors import Diverged
 from runner.tracking.console import Console

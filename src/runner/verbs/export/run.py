@@ -20,7 +20,7 @@ from runner.build.model import build_task_model_loss
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import FAILED, UserError
-from runner.config.schema.export import Export
+from runner.config.schema.verbs import Export
 from runner.data.sources.image_files import reading_steps
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runner.build.model import KnownData
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.schema.predict import Predict
+from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSample
 from runner.data.build import callables
 from runner.data.loaders import Loader
