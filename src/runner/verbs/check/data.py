@@ -177,7 +177,7 @@ def channel_order(context: CheckContext) -> Result:
         if other is not None and (order := _better_permutation(ours, other)) is not None:
             evidence += f" in train and {_numbers(other[0])} in {stats.name}"
             return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
-    return passed(evidence)
+    return passed(f"channel means {_numbers(ours[0])}")
 
 
 def splits_alike(context: CheckContext) -> Result:
