@@ -144,7 +144,8 @@ def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
             for name in names:
                 # Large random changes: a small one may hide behind a rectifier.
                 parameters[name].add_(torch.randn_like(parameters[name])).mul_(3)
-            found[not torch.equal(before, model(images))].extend(names)
+            used = not torch.equal(before, model(images))
+            found[used].extend(names)
             for name, values in zip(names, kept, strict=True):
                 parameters[name].copy_(values)
     return found
