@@ -147,7 +147,7 @@ def build_loop(
         values = evaluate(*arguments, training.precision.autocast, 1)
         return {f"val/{name}": value for name, value in values.items()}
 
-    evaluate_when_due = (lambda _: evaluate_both(training, evaluate_once)) if held_out is not None else None
+    evaluate_when_due = (lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None
     how = options.get("parts", training.parts), limits, evaluate_when_due, [*own, *extra], training.monitor
     return Loop(training.state, source, plan, *how, step=options.get("step", training.step), roll_back=roll_back)
 
