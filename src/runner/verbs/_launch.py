@@ -48,7 +48,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     from runner.config.schema import VERBS as SCHEMAS
 
     schema = SCHEMAS[verb.name]
-    outcome = launch(
+    status, sweep = launch(
         job_of(verb.name),
         schema,
         verb.name,
@@ -56,10 +56,9 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
     )
-    no_job_started = outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir()
-    if no_job_started or outcome.sweep is None or not verb.keeps_runs:
-        return outcome.status
-    return max(outcome.status, _show_sweep(outcome.sweep))
+    if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
+        return status  # of a single run, or no job was started
+    return max(status, _show_sweep(sweep))
 
 
 def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
