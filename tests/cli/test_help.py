@@ -283,8 +283,9 @@ def test_env_as_json_is_json_alone(run):
     assert "torch" in json.dumps(json.loads(result.out))
 
 
-def test_the_module_and_the_command_are_the_same_program(spawn):
-    done = spawn("--version")
+def test_the_module_and_the_command_are_the_same_program():
+    command = [sys.executable, "-m", "runner", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"runner {__version__}\n")
     project = tomllib.loads((shipped().parent / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"runner": "runner.cli:main"}

@@ -86,11 +86,11 @@ def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable
 
 
 def test_weights_that_two_modules_share_count_once() -> None:
-    from runner.verbs.inspect.layers import anatomy
+    from runner.verbs.inspect.layers import layers_of
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    layers = {layer.name: layer for layer in anatomy(model, torch.zeros(1, 3), {}, 1).layers}
+    layers = {layer.name: layer for layer in layers_of(model, torch.zeros(1, 3), {}, 1)}
     assert [layers[name].parameters for name in ("0", "1")] == [12, 3]
 
 
