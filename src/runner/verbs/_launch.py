@@ -6,6 +6,7 @@ Imports nothing heavy until a verb runs.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -95,6 +96,9 @@ class Job:
         for name, value in self.verb.environment.items():
             os.environ.setdefault(name, value)
         run: Callable[[Any], float | None] = importlib.import_module(self.verb.module).run
+        if not gc.get_freeze_count():
+            gc.freeze()  # no collection during the run looks at what was imported
+        gc.enable()
         if self.verb.keeps_runs:
             return run(cfg)
         from runner.config.app import current
