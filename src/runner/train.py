@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from types import TracebackType
 
 from omegaconf import DictConfig
 
 from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
-from runner.build.data_check import compare_data
-from runner.build.debug_hooks import watch_modules
+from runner.build.data_check import compare_data, source_digests
 from runner.build.describe import show_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
@@ -26,30 +24,32 @@ from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
 from runner.build.setup import Setup, resolve, why_occupied
-from runner.build.sources import source_digests
 from runner.build.step import build_parts, build_step, slow_guard
 from runner.build.validate import validate_limits
 from runner.build.weight_average import build_averaged
 from runner.checkpoint import resume
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.rng import seed_everything
+from runner.checkpoint.weights import weights_sha256
+from runner.config import stored
 from runner.config.app import current
 from runner.config.durations import seconds
 from runner.config.errors import USAGE
 from runner.config.merge import may_write_cache
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
-from runner.engine.callbacks import Checkpointing, Log, Progress, UnfreezeCallback
+from runner.engine.callbacks import Log, Progress, UnfreezeCallback
+from runner.engine.diagnosis import FiniteWatch
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
-from runner.engine.state import FiniteMean, RunningMean, TrainState
+from runner.engine.state import RunningMean, TrainState
 from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.determinism import operations_named
 from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
+from runner.runtime.shapes import ShapeWatch
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
 from runner.tracking.metrics_buffer import MetricsBuffer
@@ -104,13 +104,11 @@ def build_run(
         data: the data, if they were built before from the same settings.
         make_cache: whether to make a cache of `data.cache` that does not exist yet.
         fresh: whether weights begin here; if a checkpoint brings them, no others are read or drawn.
-
-    Raises:
-        UserError: if settings, data, model, loss and optimizer do not fit together.
     """
-    fitting = None
+    choices = []
     if config.data.batch_size == "auto":
-        config, fitting = auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
+        config, row = auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
+        choices.append(row)
 
     # Device and precision
     hardware = choose_hardware(config)
@@ -126,8 +124,7 @@ def build_run(
         channels_last=config.channels_last,
         make_cache=make_cache,
     )
-    if fitting is not None:
-        data.choices.append(fitting.row())
+    data.choices.extend(choices)
     length = plan_length(config, data, start)
 
     # Task, model and loss; from here on, the config has what comes from the data
@@ -156,21 +153,14 @@ def build_run(
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=precision.scaler,
-        meter=FiniteMean(device) if config.on_nonfinite == "skip" else RunningMean(device),
+        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip"),
+        position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, optimizer, length),
     )
     state.freezing = freezing
-    state.position.turns = [list(turn) for turn in length.timeline.turns]
 
     # Step
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
-    warnings = [
-        *hardware.warnings,
-        *slow_guard(parts, state, hardware),
-        *(initial.started.warnings if initial.started else []),
-        *toggled.warnings,
-        *data.warnings,
-    ]
     return Run(
         config=config,
         hardware=hardware,
@@ -185,7 +175,13 @@ def build_run(
         toggled=toggled,
         kernels=kernels,
         initial=initial,
-        warnings=warnings,
+        warnings=[
+            *hardware.warnings,
+            *slow_guard(parts, state, hardware),
+            *initial.warnings,
+            *toggled.warnings,
+            *data.warnings,
+        ],
     )
 
 
@@ -207,16 +203,16 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     record.begin()
 
     # Data, model, optimizer
+    build = functools.partial(build_run, make_cache=may_write_cache(config, record.composition))
     start = resume.made_of(found, "position", Position) if found else None
-    make_cache, data = may_write_cache(config, record.composition), None
+    data = None
     if config.compile:
         forget_compiled()
     if config.lr == "auto":
-        build = functools.partial(build_run, make_cache=make_cache)
         folder = record.directory.path
         config, data = auto_lr(config, build, folder=folder, tell=console.line, interrupted=signals.asked)
         ending.callback(data.close)
-    run = build_run(config, start, data, make_cache)
+    run = build(config, start, data)
     config, data, state = run.config, run.data, run.state
     ending.callback(data.close)
     warnings = [*run.warnings, *validate_limits(run)]
@@ -228,9 +224,12 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     # Logging and checkpoints
     loggers = build_loggers(config.logger, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
-    kind = kind_of(run.precision.dtype, run.device)
     hardware_metrics = choose_hardware_metrics(
-        config.log.utilization, run.device, kind, lambda: training_flops(run), warnings
+        config.log.utilization,
+        run.device,
+        kind=kind_of(run.precision.dtype, run.device),
+        count=lambda: training_flops(run),
+        warnings=warnings,
     )
     custom_callbacks = build_callbacks(config, run.task, run.monitor)
     saving = Saving(
@@ -241,14 +240,6 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         buffer=buffer,
         fingerprint=fingerprint,
         sources=sources,
-    )
-    checkpointing = Checkpointing(
-        every_steps=config.checkpoint.every_steps,
-        every_epochs=config.checkpoint.every_epochs,
-        save=saving.save,
-        copy=saving.copy,
-        min_seconds=config.checkpoint.min_seconds,
-        check=saving.check,
     )
 
     # Callbacks are called in the order of the list; saving comes last, when everything else is done
@@ -262,7 +253,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
-        checkpointing,
+        saving.callback,
     ]
     evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()))
     loop = Loop(
@@ -271,7 +262,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         plan=run.plan,
         parts=run.parts,
         limits=run.length.limits,
-        evaluate=evaluator.validate if data.val else None,
+        evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
         monitor=run.monitor,
         interrupted=signals.asked,
@@ -283,7 +274,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     if found:
         warnings += saving.resume(found, record.continued)
     resumed_step = state.position.global_step
-    record.write_config(config)
+    record.directory.write_config(stored.dump(config))
     for logger in loggers:
         ending.callback(logger.close)
         logger.open(record.directory.path, resumed_step if found else None)
@@ -292,14 +283,14 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     # Train
     if loop.finished:
         console.warn(f"there is nothing left to train: the checkpoint is at step {resumed_step} of {run.total_steps}")
-    watch_modules(config.watch, run, console)
+    if config.watch.shapes:
+        columns = ["module", "type", "takes", "gives"]
+        ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", columns))
+    if config.watch.finite:
+        FiniteWatch(state)
     console.start(run.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(run.device)
-
-    def finish(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        saving.finish(checkpointing, error)
-
-    ending.push(finish)
+    ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
     ending.callback(_summarize_losses, record, data, compile_reports)

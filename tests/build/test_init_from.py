@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.build.init_from import Started, _without_prefix, start_from
-from runner.checkpoint.digest import weights_sha256
+from runner.build.init_from import InitialWeights, _without_prefix, start_from
 from runner.checkpoint.file import read
+from runner.checkpoint.weights import weights_sha256
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train
@@ -28,14 +28,14 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., Started]:
+def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., InitialWeights]:
     """Start a model from tensors, as `init_mismatch` says."""
     composition = compose()
     config = resolve_config(composition, Train)
 
     def call(
         model: nn.Module, tensors: dict[str, Tensor], mismatch: Any = "head", classes: Sequence[str] = "abc"
-    ) -> Started:
+    ) -> InitialWeights:
         path = tmp_path / "weights.pth"
         torch.save(tensors, path)
         settings = dataclasses.replace(config, init_from=str(path), init_mismatch=mismatch)
@@ -44,7 +44,7 @@ def start(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., Started]
     return call
 
 
-def test_all_tensors_are_taken_where_all_fit(start: Callable[..., Started]) -> None:
+def test_all_tensors_are_taken_where_all_fit(start: Callable[..., InitialWeights]) -> None:
     source, model = Net(), Net()
     found = start(model, source.state_dict(), "raise")
     assert (found.misfits, found.loaded) == ([], len(source.state_dict()))
@@ -52,7 +52,7 @@ def test_all_tensors_are_taken_where_all_fit(start: Callable[..., Started]) -> N
     assert all(weight.requires_grad and weight.is_leaf for weight in model.parameters())
 
 
-def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., Started]) -> None:
+def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., InitialWeights]) -> None:
     source, model = Net(5), Net(3)
     before = model.head.weight.clone()
     found = start(model, source.state_dict())
@@ -62,10 +62,10 @@ def test_a_head_of_another_size_is_left_and_listed(start: Callable[..., Started]
     ]
     assert torch.equal(model.head.weight, before)
     assert torch.equal(model.body[0].weight, source.body[0].weight)
-    assert found.row()[1] == "7 tensors, 2 that do not fit left as they are"
+    assert found.rows()[0][1] == "7 tensors, 2 that do not fit left as they are"
 
 
-def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., Started]) -> None:
+def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., InitialWeights]) -> None:
     model = Net()
     model.head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))  # type: ignore[assignment]
     lacks = {misfit.name: misfit.lack for misfit in start(model, Net().state_dict()).misfits}
@@ -76,7 +76,7 @@ def test_names_of_a_deeper_head_are_missing_and_unexpected(start: Callable[..., 
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "net.model."])
-def test_what_all_names_begin_with_is_left_out(prefix: str, start: Callable[..., Started]) -> None:
+def test_what_all_names_begin_with_is_left_out(prefix: str, start: Callable[..., InitialWeights]) -> None:
     source, model = Net(), Net()
     start(model, {prefix + name: tensor for name, tensor in source.state_dict().items()}, "raise")
     assert torch.equal(model.body[0].weight, source.body[0].weight)
@@ -86,7 +86,7 @@ def test_no_names_have_no_common_start() -> None:
     assert _without_prefix({}, Net().state_dict()) == {}
 
 
-def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., Started]) -> None:
+def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., InitialWeights]) -> None:
     tensors = {name: tensor for name, tensor in Net().state_dict().items() if "num_batches" not in name}
     assert start(Net(), tensors, "raise").misfits == []
 
@@ -104,7 +104,7 @@ def test_a_counter_that_older_files_lack_is_not_missed(start: Callable[..., Star
     ids=["missing", "unexpected", "reshaped"],
 )
 def test_what_does_not_fit_outside_the_head_is_refused_unless_skipped(
-    change: Callable[[dict[str, Tensor]], Any], message: str, start: Callable[..., Started]
+    change: Callable[[dict[str, Tensor]], Any], message: str, start: Callable[..., InitialWeights]
 ) -> None:
     tensors = dict(Net().state_dict())
     change(tensors)
@@ -119,7 +119,9 @@ def test_what_does_not_fit_outside_the_head_is_refused_unless_skipped(
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int8, torch.int64])
 @pytest.mark.parametrize("name", ["body.0.weight", "head.bias"])
-def test_values_of_another_kind_are_refused(name: str, dtype: torch.dtype, start: Callable[..., Started]) -> None:
+def test_values_of_another_kind_are_refused(
+    name: str, dtype: torch.dtype, start: Callable[..., InitialWeights]
+) -> None:
     tensors, model = dict(Net().state_dict()), Net()
     tensors[name] = tensors[name].to(dtype)
     before = weights_sha256(model.state_dict())
@@ -129,7 +131,7 @@ def test_values_of_another_kind_are_refused(name: str, dtype: torch.dtype, start
     assert weights_sha256(model.state_dict()) == before
 
 
-def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[..., Started]) -> None:
+def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[..., InitialWeights]) -> None:
     model, source = Net(), Net()
     for net, mask in ((model, torch.ones(3, dtype=torch.bool)), (source, torch.ones(3))):
         net.register_buffer("mask", mask)
@@ -138,25 +140,25 @@ def test_a_float_buffer_does_not_take_the_place_of_another_kind(start: Callable[
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_floats_of_another_precision_are_taken(dtype: torch.dtype, start: Callable[..., Started]) -> None:
+def test_floats_of_another_precision_are_taken(dtype: torch.dtype, start: Callable[..., InitialWeights]) -> None:
     source, model = Net(), Net()
     start(model, {name: tensor.to(dtype) for name, tensor in source.state_dict().items()}, "raise")
     assert torch.equal(model.body[0].weight, source.body[0].weight.to(dtype).float())
 
 
-def test_raise_refuses_a_head_that_does_not_fit(start: Callable[..., Started]) -> None:
+def test_raise_refuses_a_head_that_does_not_fit(start: Callable[..., InitialWeights]) -> None:
     with pytest.raises(
         UserError, match=r"2 of another shape \(head.weight 5x4 for 3x4, .*\n +allowed: init_mismatch=head"
     ):
         start(Net(), Net(5).state_dict(), "raise")
 
 
-def test_weights_of_which_none_fits_are_refused_whatever_is_skipped(start: Callable[..., Started]) -> None:
+def test_weights_of_which_none_fits_are_refused_whatever_is_skipped(start: Callable[..., InitialWeights]) -> None:
     with pytest.raises(UserError, match="are not those of this model"):
         start(Net(), {"other": torch.zeros(3)}, "skip")
 
 
-def test_long_lists_are_cut_in_the_table(start: Callable[..., Started]) -> None:
+def test_long_lists_are_cut_in_the_table(start: Callable[..., InitialWeights]) -> None:
     extra = {f"extra.{number}": torch.zeros(1) for number in range(50)}
     table = start(Net(), {**Net().state_dict(), **extra}, "skip").table()
     assert len(table) == 41

@@ -77,7 +77,7 @@ class Bench:
             self.plan,
             self.step_parts(),
             Limits(**self.limits),
-            (lambda interrupted: self.evaluate(state.model, interrupted)) if self.validate else None,
+            (lambda: self.evaluate(state.model, lambda: bool(signals()))) if self.validate else None,
             callbacks,
             ("val/loss", "min"),
             signals,

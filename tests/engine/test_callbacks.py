@@ -166,7 +166,7 @@ def test_evaluations_are_in_neither_rate_nor_share(bench: Callable[..., Any]) ->
     records, one = Records(), bench(10, limits={"epochs": 2, "max_steps": None})
     loop = one.loop(Log(2, [records]))
 
-    def evaluate(interrupted: Any) -> dict[str, float]:
+    def evaluate() -> dict[str, float]:
         time.sleep(0.05)
         return {"val/loss": 1.0}
 
@@ -286,7 +286,7 @@ def test_the_best_evaluation_is_always_saved_and_marked(bench: Callable[..., Any
     values = iter([3.0, 1.0, 2.0, 0.5])
     one = bench(4, limits={"epochs": 4, "max_steps": None})
     loop = one.loop(Checkpointing(None, None, lambda loop, b, _: saved.append((loop.state.position.global_step, b))))
-    loop._evaluate = lambda interrupted: {"val/loss": next(values)}
+    loop._evaluate = lambda: {"val/loss": next(values)}
     loop.run()
     assert saved == [(1, True), (2, True), (4, True)]
 
@@ -335,7 +335,7 @@ def test_the_best_state_that_was_put_off_is_handed_over_with_the_next_save(
     step = lambda loop: loop.state.position.global_step  # noqa: E731
     save = lambda loop, best, earlier: saved.append((step(loop), best, earlier))  # noqa: E731
     loop = one.loop(Checkpointing(None, 1, save, step, min_seconds=1000))
-    loop._evaluate = lambda interrupted: {"val/loss": next(left)}
+    loop._evaluate = lambda: {"val/loss": next(left)}
     loop.run()
     assert saved == [expected]
 
@@ -379,7 +379,7 @@ def test_what_was_put_off_is_forgotten_where_training_goes_back(bench: Callable[
     one = bench(4, limits={"epochs": 2, "max_steps": None})
     saving = Checkpointing(None, 1, lambda loop, *_: None, lambda loop: "a copy", min_seconds=1000)
     loop = one.loop(saving)
-    loop._evaluate = lambda interrupted: {"val/loss": 1.0}
+    loop._evaluate = lambda: {"val/loss": 1.0}
     loop.improved, loop.epoch_ended = True, True
     saving.on_boundary(loop)
     loop.emit("on_rollback", None)

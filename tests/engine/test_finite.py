@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from runner.engine.diagnosis import FiniteWatch
 from runner.engine.errors import Diverged
-from runner.engine.finite import FiniteWatch
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.step import train_step
 

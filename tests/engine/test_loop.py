@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.engine.callbacks import Checkpointing, Log
 from runner.engine.errors import Preempted
 from runner.engine.loop import Loop
@@ -199,7 +199,7 @@ def test_the_best_evaluation_is_remembered_with_its_step(bench: Callable[..., An
 
     one = bench(4, limits=limits(epochs=5))
     loop = one.loop(Watch())
-    loop._evaluate = lambda interrupted: {"val/loss": next(values)}
+    loop._evaluate = lambda: {"val/loss": next(values)}
     loop.run()
     assert improved == [True, True, False, False, False]
     assert loop.state.best is not None
@@ -287,11 +287,11 @@ def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Cal
     loop = one.loop(save, signals=signals)
     original = loop._evaluate
 
-    def evaluate(interrupted: Callable[[], bool]) -> dict[str, float]:
+    def evaluate() -> dict[str, float]:
         nonlocal one_is_evaluating
         one_is_evaluating = True
         asked.clear()
-        return original(interrupted)  # type: ignore[misc]
+        return original()  # type: ignore[misc]
 
     loop._evaluate = evaluate
     with pytest.raises(Preempted):
@@ -386,7 +386,7 @@ def test_when_an_evaluation_fails_it_is_still_due_in_what_is_saved(bench: Callab
             super().on_boundary(loop)
             assert loop.state.position.evaluation_due
 
-    def fails(interrupted: Callable[[], bool]) -> dict[str, float]:
+    def fails() -> dict[str, float]:
         raise OSError("the disk is gone")
 
     due = Due()

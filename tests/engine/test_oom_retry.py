@@ -86,8 +86,8 @@ class Spy(torch.optim.SGD):
 def trained(bench: Callable[..., Any], most: int, where: str, step: Any, accumulate: int = 1) -> Any:
     one = bench(14, optimizer=Spy, batch_size=14 // accumulate, build=lambda: Layers(most, where))
     state, plan = one.state(), EpochPlan(14, 14 // accumulate, accumulate)
-    for number, batch in enumerate(one.source.batches(0, 0, plan.batches)):
-        step(state, one.step_parts(), batch, plan.weight(number), plan.size(number), plan.ends_window(number))
+    for batch, (size, weight, update) in zip(one.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
+        step(state, one.step_parts(), batch, weight, size, update)
     return state
 
 
@@ -138,8 +138,8 @@ def test_a_smaller_last_batch_has_fewer_pieces_and_not_smaller_ones(bench: Calla
     # Three batches of 8, the last of 4: in pieces of 2 each, as BatchNorm has nothing to do with a single sample.
     one = bench(20, batch_size=8, build=lambda: Layers(3, "norm forward"))
     state, step, plan = one.state(), OOMRetryStep(8), EpochPlan(20, 8, 1)
-    for number, batch in enumerate(one.source.batches(0, 0, plan.batches)):
-        step(state, one.step_parts(), batch, plan.weight(number), plan.size(number), plan.ends_window(number))
+    for batch, (size, weight, update) in zip(one.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
+        step(state, one.step_parts(), batch, weight, size, update)
     assert state.position.pieces == 4
     assert state.model.sizes == [8, 4, *[2] * 10]
 

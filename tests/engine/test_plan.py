@@ -18,11 +18,12 @@ plans = st.builds(
 )
 
 
-def windows(plan: EpochPlan) -> list[list[int]]:
-    found: list[list[int]] = [[]]
-    for batch in range(plan.batches):
-        found[-1].append(batch)
-        if plan.ends_window(batch):
+def windows(plan: EpochPlan) -> list[list[tuple[int, float]]]:
+    """Size and weight of each batch of each accumulation window."""
+    found: list[list[tuple[int, float]]] = [[]]
+    for size, weight, ends_window in plan.parts(0):
+        found[-1].append((size, weight))
+        if ends_window:
             found.append([])
     assert found[-1] == [], "batches are left over after the last optimizer step"
     return found[:-1]
@@ -31,14 +32,15 @@ def windows(plan: EpochPlan) -> list[list[int]]:
 @given(plans)
 def test_the_weights_of_a_window_sum_to_1(plan: EpochPlan) -> None:
     for window in windows(plan):
-        assert sum(plan.weight(batch) for batch in window) == pytest.approx(1, abs=1e-12)
+        assert sum(weight for _, weight in window) == pytest.approx(1, abs=1e-12)
 
 
 @given(plans)
 def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: EpochPlan) -> None:
     found = windows(plan)
     assert len(found) == plan.steps
-    assert [batch for window in found for batch in window] == list(range(plan.batches))
+    assert [size for window in found for size, _ in window] == [plan.size(batch) for batch in range(plan.batches)]
+    assert plan.steps < 2 or list(plan.parts(plan.accumulate)) == list(plan.parts(0))[plan.accumulate :]
     assert all(len(window) == plan.accumulate for window in found[:-1])
     assert not found or 1 <= len(found[-1]) <= plan.accumulate
 
@@ -46,8 +48,8 @@ def test_windows_divide_the_batches_and_only_the_last_is_shorter(plan: EpochPlan
 @given(plans)
 def test_a_batch_weighs_as_much_as_its_samples(plan: EpochPlan) -> None:
     for window in windows(plan):
-        total = sum(plan.size(batch) for batch in window)
-        assert all(plan.weight(batch) == pytest.approx(plan.size(batch) / total) for batch in window)
+        total = sum(size for size, _ in window)
+        assert all(weight == pytest.approx(size / total) for size, weight in window)
 
 
 @given(plans)
@@ -66,8 +68,3 @@ def test_every_sample_is_in_one_batch_unless_told_otherwise(plan: EpochPlan) -> 
 )
 def test_training_ends_at_whichever_limit_comes_first(epochs: int | None, max_steps: int | None, expected: int) -> None:
     assert Limits(epochs, max_steps).total_steps(EpochPlan(10, 4)) == expected
-
-
-def test_no_limit_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="epochs or max_steps must be given"):
-        Limits(None, None).total_steps(EpochPlan(10, 4))

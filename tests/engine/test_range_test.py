@@ -1,9 +1,7 @@
-"""The range test trains with the run's own steps, stops where the loss diverges, and leaves everything as it was."""
+"""The range test trains with the run's own steps, and stops where the loss diverges."""
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,6 @@ from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
 from runner.engine.step import train_step
 from runner.engine.weight_average import AveragedModel
-from runner.instrument.no_trace import preserved_rng
 
 
 def network() -> nn.Module:
@@ -27,38 +24,8 @@ def network() -> nn.Module:
     )
 
 
-def generators() -> list[Any]:
-    return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
-
-
-def tensors(state: Any) -> list[torch.Tensor]:
-    moments = [value for entry in state.optimizer.state.values() for value in entry.values()]
-    return [*state.model.state_dict().values(), *moments, state.meter.state_dict()["sum"]]
-
-
 def swept(bench: Any, state: Any, rates: list[float], **options: Any) -> Curve:
     return range_test(state, bench.source, bench.plan, bench.step_parts(), rates, bench.lr, **options)
-
-
-@pytest.mark.parametrize("taken", [0, 3])
-def test_everything_is_put_back_bit_for_bit(bench: Callable[..., Any], taken: int) -> None:
-    small = bench(build=network, accumulate=2, optimizer=torch.optim.AdamW, lr=0.01)
-    small.parts = {"clip_norm": 1.0}
-    state = small.state()
-    for batch in list(small.source.batches(0, 0, taken)):  # moments may be there already, or not
-        train_step(state, small.step_parts(), batch, 1.0, len(batch.targets), True)
-    state.model[1].eval()
-    before = [tensor.clone() for tensor in tensors(state)]
-    settings, modes, drawn = copy.deepcopy(state.optimizer.state_dict()["param_groups"]), [], generators()
-    modes = [module.training for module in state.model.modules()]
-    curve = swept(small, state, exponential(1e-3, 1e3, 20))
-    assert len(curve.losses) > 5
-    assert len(tensors(state)) == len(before)
-    assert all(map(torch.equal, tensors(state), before))
-    assert state.optimizer.state_dict()["param_groups"] == settings
-    assert [module.training for module in state.model.modules()] == modes
-    assert generators() == drawn
-    assert all(parameter.grad is None for parameter in state.model.parameters())
 
 
 def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Callable[..., Any]) -> None:
@@ -66,8 +33,7 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
     state = small.state()
     frozen = list(state.model[0].parameters())
     state.freezing = Freezing(state.model, [Frozen("stem", tuple(frozen), (state.model[1],))])
-    averaged = state.averaged = AveragedModel("ema", state.model, list(state.model.parameters()), decay=0.5)
-    before = copy.deepcopy(averaged.state_dict())
+    state.averaged = AveragedModel("ema", state.model, list(state.model.parameters()), decay=0.5)
     seen = []
 
     def step(state: Any, *rest: Any) -> None:
@@ -76,21 +42,6 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
 
     swept(small, state, exponential(1e-3, 1e-1, 4), step=step)
     assert seen == [(None, False, False)] * 4
-    assert state.averaged is averaged
-    assert str(averaged.state_dict()) == str(before)
-    assert all(parameter.requires_grad for parameter in frozen), "as before: the loop freezes them when it begins"
-
-
-def test_training_after_it_is_training_without_it(bench: Callable[..., Any]) -> None:
-    ended = []
-    for searches in (False, True):
-        small = bench(build=network, optimizer=torch.optim.AdamW, lr=0.01)
-        state = small.state()
-        if searches:
-            swept(small, state, exponential(1e-4, 10, 15))
-        small.loop(state=state).run()
-        ended.append([tensor.clone() for tensor in tensors(state)])
-    assert all(map(torch.equal, *ended))
 
 
 def test_a_step_is_that_of_training_at_its_rate(bench: Callable[..., Any]) -> None:
@@ -128,7 +79,6 @@ def test_groups_keep_their_ratios(bench: Callable[..., Any]) -> None:
 
     swept(small, state, [0.001, 0.05], step=step)
     assert seen == [pytest.approx([0.001, 0.0002]), pytest.approx([0.05, 0.01])]
-    assert [group["lr"] for group in state.optimizer.param_groups] == [0.1, 0.02]
 
 
 def test_it_stops_where_the_loss_diverges(bench: Callable[..., Any]) -> None:
@@ -173,7 +123,6 @@ def test_a_step_that_the_guard_leaves_out_ends_it(bench: Callable[..., Any]) -> 
     }
     curve = swept(small, state, [0.1, 0.2, 0.3])
     assert curve.stopped == "the gradients are not finite at a rate of 0.1"
-    assert guard.found() == []
 
 
 def test_no_batch_is_asked_for_that_is_not_used(bench: Callable[..., Any]) -> None:
@@ -195,9 +144,8 @@ def test_a_signal_ends_it(bench: Callable[..., Any]) -> None:
     answers = iter(["", "SIGTERM"])
     small = bench()
     state = small.state()
-    with pytest.raises(Preempted, match="SIGTERM"), preserved_rng():
+    with pytest.raises(Preempted, match="SIGTERM"):
         swept(small, state, [0.1] * 5, interrupted=lambda: next(answers))
-    assert torch.equal(state.model[1].weight, small.state().model[1].weight)
 
 
 def test_the_running_mean_begins_at_the_first_loss_and_has_no_bias(bench: Callable[..., Any]) -> None:

@@ -43,9 +43,8 @@ def test_an_accumulated_gradient_is_that_of_one_big_batch(
     small, plan = many.state(), EpochPlan(samples, size, accumulate)
     assert plan.steps == 1, "the case must fit one window"
     many.batch_size = size
-    for number, batch in enumerate(many.source.batches(0, 0, plan.batches)):
-        weight, update = plan.weight(number), plan.ends_window(number)
-        train_step(small, many.step_parts(), batch, weight, plan.size(number), update)
+    for batch, (count, weight, update) in zip(many.source.batches(0, 0, plan.batches), plan.parts(0), strict=True):
+        train_step(small, many.step_parts(), batch, weight, count, update)
     for a, b in zip(big.optimizer.seen, small.optimizer.seen, strict=True):  # type: ignore[attr-defined]
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
     for a, b in zip(big.model.parameters(), small.model.parameters(), strict=True):

@@ -20,7 +20,6 @@ from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
 from runner.engine.position import Position
-from runner.engine.range_test import exponential, range_test
 from runner.runtime.blocks import _Probe as Trial
 from runner.train import build_run
 from runner.verbs.inspect.observed_pass import pass_through as watched
@@ -87,11 +86,6 @@ def _diagnose(training: Run) -> None:
     diagnose(training.state, training.parts, batches, 1, 1)
 
 
-def _range_test(training: Run) -> None:
-    state, parts, loader = training.state, training.parts, training.data.train.loader
-    range_test(state, loader, training.plan, parts, exponential(1e-4, 1e-3, 4), 1e-3)
-
-
 def _average(training: Run) -> None:
     averaged = training.state.averaged
     assert averaged is not None
@@ -121,7 +115,6 @@ RUNS: dict[str, Callable[[Run], object]] = {
     "evaluation": _evaluate,
     "the probe": lambda training: probe(training.task, training.model, training.loss, training.data),
     "diagnosis": _diagnose,
-    "range test": _range_test,
     "average": _average,
     "inspection": _watch,
     "trial of blocks": _trial,

@@ -26,19 +26,12 @@ REASON = "a fifth of the rate at which the loss begins to rise"
 
 @dataclass(frozen=True)
 class FoundRate:
-    """What a range test found.
-
-    Attributes:
-        curve: the loss over the rate.
-        suggestions: rates that it suggests, in full.
-        settings: arguments of the optimizer that are rates, with what is recommended for them; `lr` is the first.
-        warning: why the recommendation may be wrong, or an empty string.
-    """
+    """What a range test found."""
 
     curve: Curve
     suggestions: Suggestions
-    settings: dict[str, float]
-    warning: str
+    settings: dict[str, float]  # what is recommended for the optimizer's arguments that are rates; `lr` is the first
+    warning: str  # why the recommendation may be wrong, or an empty string
 
     @property
     def words(self) -> str:
@@ -63,19 +56,14 @@ class FoundRate:
             "a fifth of the edge (recommended)": self.suggestions.fifth,
             "edge: the loss begins to rise": self.suggestions.edge,
         }
-        curve = self.curve
-        rate_curve(curve.rates, curve.losses, curve.smoothed, marks=marks, target=target, title=title)
+        rates, losses, smoothed = self.curve.rates, self.curve.losses, self.curve.smoothed
+        rate_curve(rates, losses, smoothed, marks=marks, target=target, title=title)
 
 
 def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:
-    """Make a learning-rate range test; the run is left as it is.
+    """Make a range test of so many optimizer steps from the rate `start` to `end`; the run is of no use afterwards.
 
-    Args:
-        run: the run.
-        steps: optimizer steps, from the rate `start` to `end`.
-        start: the first rate.
-        end: the last rate.
-        interrupted: returns the name of the signal that asks to stop, or an empty string.
+    `interrupted` returns the name of the signal that asks to stop, or an empty string.
 
     Raises:
         UserError: if the optimizer has no rate to scale, there is not enough memory, or the loss hardly falls at any rate.
@@ -84,11 +72,16 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
     reference = node.get("lr") or run.state.optimizer.defaults.get("lr")
     if not isinstance(reference, int | float) or reference <= 0:
         raise UserError("optimizer.lr", f"is {node.get('lr')}, and the range test scales it", "a number above 0")
-    rates = exponential(start, end, steps)
-    loader, plan = run.data.train.loader, run.plan
     with memory_for_training(run.config):
         curve = range_test(
-            run.state, loader, plan, run.parts, rates, reference=reference, step=run.step, interrupted=interrupted
+            run.state,
+            source=run.data.train.loader,
+            plan=run.plan,
+            parts=run.parts,
+            rates=exponential(start, end, steps),
+            reference=reference,
+            step=run.step,
+            interrupted=interrupted,
         )
     try:
         suggestions = suggest(curve)
@@ -121,17 +114,8 @@ def auto_lr(
 ) -> tuple[Train, DataModule]:
     """The config with the learning rate that a range test finds, and the data, to be trained on.
 
-    What the test trained is discarded: the run is built again from its seed, so it equals a run with this rate.
-
-    Args:
-        config: the config.
-        build: builds a run from it.
-        folder: the run directory, which gets `lr_range.json` and a picture.
-        tell: shows a line of text.
-        interrupted: the name of the signal that asks to stop, or an empty string.
-
-    Raises:
-        UserError: if the parts do not fit together, or no rate was found.
+    What the test trained is discarded: `build` builds the run again from its seed, so it equals a run with this rate.
+    `folder` is the run directory, which gets `lr_range.json` and a picture.
     """
     run = build(config)
     try:

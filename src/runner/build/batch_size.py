@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from runner.build.model import example_input
+from runner.build.model import example_input, example_targets
 from runner.build.run import Run
 from runner.config.errors import UserError, first_line
 from runner.config.frozen import with_changes
@@ -34,61 +33,31 @@ _CGROUPS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Fitting:
-    """The batch size that was found.
+def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, tuple[str, str, str]]:
+    """The config with the batch size that fits, so that a resumed run does not search again, and a row that says why.
 
-    Attributes:
-        size: samples, a power of two.
-        reason: why, a clause.
-    """
-
-    size: int
-    reason: str
-
-    def row(self) -> tuple[str, str, str]:
-        """Label, value and reason for people."""
-        return "batch", f"{self.size:,} samples", self.reason
-
-
-def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, Fitting]:
-    """The config with the batch size that fits, so that a resumed run does not search again, and why it is that one.
+    It is the largest power of two that is no more than the training samples. The memory of a sample is estimated from what
+    the graph of a few keeps for backward. On a GPU, the batch is then tried.
 
     Raises:
         UserError: if not even one sample fits.
     """
     run = build(with_changes(config, {"data.batch_size": 1}))
-    with contextlib.closing(run.data):
-        found = largest_batch(run)
-    return with_changes(config, {"data.batch_size": found.size}), found
-
-
-def largest_batch(run: Run) -> Fitting:
-    """The largest power of two that fits as a batch, and is no more than the training samples.
-
-    The memory of a sample is estimated from what the graph of a few keeps for backward. On a GPU, the batch is then tried.
-
-    Raises:
-        UserError: if no sample fits.
-    """
-    with run.state.freezing.as_at(None):  # which takes the most
-        return _largest_batch(run)
-
-
-def _largest_batch(run: Run) -> Fitting:
-    samples = run.data.train.samples
-    with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
-        each = _of_a_sample(run)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
-    room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
-    if room < each:
-        problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
-        raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
-    size = largest_power(min(samples, room // each))
-    while run.device.type == "cuda" and size > 1 and not _fits(run, size):
-        size //= 2
+    with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
+        samples = run.data.train.samples
+        with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
+            each = _bytes_of_sample(run)
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+        room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
+        if room < each:
+            problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
+            raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
+        size = largest_power(min(samples, room // each))
+        while run.device.type == "cuda" and size > 1 and not _fits(run, size):
+            size //= 2
     limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
-    return Fitting(size, f"auto: about {readable(each)} a sample, {limit}")
+    row = "batch", f"{size:,} samples", f"auto: about {readable(each)} a sample, {limit}"
+    return with_changes(config, {"data.batch_size": size}), row
 
 
 def largest_power(number: int) -> int:
@@ -125,14 +94,7 @@ def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None
     return explaining_memory("data.batch_size", config.data.samples_a_batch, fix)
 
 
-def memory_for_evaluation(config: Train) -> contextlib.AbstractContextManager[None]:
-    """See `explaining_memory`: for evaluations."""
-    return explaining_memory(
-        "evaluate.batch_size", config.evaluate.batch_size, "a smaller evaluate.batch_size, or amp=true"
-    )
-
-
-def _of_a_sample(run: Run) -> int:
+def _bytes_of_sample(run: Run) -> int:
     with SavedTensors(run.model) as saved:
         images = _forward(run, _MEASURED)[0]
         kept = saved.activations
@@ -156,8 +118,6 @@ def _fits(run: Run, size: int) -> bool:
 
 def _forward(run: Run, size: int) -> tuple[Tensor, Tensor]:
     """Images of a batch, and its loss with a graph."""
-    data = run.data
-    images = example_input(data, size)
-    targets = run.task.targets(data.example[1].expand(size, *data.example[1].shape[1:]))
+    images, targets = example_input(run.data, size), run.task.targets(example_targets(run.data, size))
     with run.precision.autocast():
         return images, run.loss(run.model(images), targets)

@@ -1,49 +1,70 @@
-"""Are these the data and the sources that a checkpoint was trained on, and what is left when data can be read no longer?"""
+"""Are these the data, and the source files of custom components, that a checkpoint was trained on?"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import hashlib
+import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
-from runner.build.sources import changed_sources
 from runner.config.errors import UserError
+from runner.config.frozen import to_plain
+from runner.config.schema.train import Train
+from runner.config.targets import targets_in
 from runner.data.build import DataModule
-from runner.data.consistency import not_finite
 from runner.data.dataset_fingerprint import class_changes, data_changes
+
+_KNOWN = {"runner", "torch", "torchvision", "torchmetrics"}
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def source_digests(config: Train) -> dict[str, str]:
+    """SHA-256 of the source file of every imported module of the packages that custom components of the config come from.
+
+    Installed packages are not read: their versions are recorded. The components must have been built.
+    """
+    packages = {target.partition(".")[0] for _, target in targets_in(to_plain(config))} - _KNOWN
+    found = {}
+    for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
+        file = getattr(sys.modules[name], "__file__", None)
+        if not file or not file.endswith(".py"):
+            continue
+        path = Path(file)
+        if any(part in _INSTALLED for part in path.parts) or path.is_relative_to(sysconfig.get_path("stdlib")):
+            continue
+        try:
+            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError:  # it was imported from there, and is gone
+            continue
+    return found
 
 
 def compare_data(
     checkpoint: dict[str, Any], splits: DataModule, identity: dict[str, Any], sources: dict[str, str], ignore: bool
 ) -> list[str]:
-    """Compare the data with those that a checkpoint was trained on, and the source files of custom components.
-
-    Args:
-        checkpoint: its contents.
-        splits: the data.
-        identity: their fingerprint, from `splits.fingerprint`.
-        sources: digests of the source files, see `runner.build.sources`.
-        ignore: whether to continue with other data.
-
-    Returns:
-        Warnings.
+    """Compare data, their fingerprint and `source_digests` with the contents of a checkpoint; returns warnings.
 
     Raises:
-        UserError: if they are others, unless that is ignored at the end of an epoch.
+        UserError: if the data are others, unless `ignore` says to continue with them at the end of an epoch.
     """
     before, inside_epoch = checkpoint["metrics"].get("data"), checkpoint["position"]["batch"] > 0
-    warnings = changed_sources(checkpoint["metrics"].get("sources"), sources)
+    stored: dict[str, str] = checkpoint["metrics"].get("sources") or {}  # older versions stored none
+    warnings = []
+    if changed := [name for name in sources if stored.get(name, sources[name]) != sources[name]]:
+        warnings.append(
+            f"the source of {', '.join(changed)} has changed since the checkpoint was written: the run may not go on as it "
+            "would have"
+        )
     if before is None:
         return [*warnings, "the checkpoint does not say which data it was trained on: they were not compared"]
     others = class_changes(checkpoint["classes"], list(splits.classes)) + data_changes(
         before, identity, splits.fingerprint
     )
     if not others:
-        unknown = any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items())
-        return [
-            *warnings,
-            *["data.identity=full: the checkpoint has no digest of every sample to compare with"] * unknown,
-        ]
+        if any("bytes" in facts and "bytes" not in before.get(name, {}) for name, facts in identity.items()):
+            warnings.append("data.identity=full: the checkpoint has no digest of every sample to compare with")
+        return warnings
     problem = f"these are not what the checkpoint was trained on: {'; '.join(others)}"
     if inside_epoch and before.get("train", {}).get("samples") != splits.train.samples:
         # Inside an epoch, the position counts batches of an order that depends on the number of samples.
@@ -51,14 +72,3 @@ def compare_data(
     if not ignore:
         raise UserError("data", problem, "the same data, or data.identity=ignore to use these")
     return [*warnings, f"data: {problem} (data.identity=ignore)"]
-
-
-def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
-    """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
-    split = splits.eval_split(name)
-    if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
-        return
-    splits.searched_for_nonfinite.add(name)
-    batches = math.ceil(split.samples / split.loader.batch_size)
-    if found := not_finite(split.loader.batches(0, 0, batches), name):
-        tell(f"the loss on '{name}' is {loss}: {found}")

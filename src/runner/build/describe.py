@@ -2,87 +2,85 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from runner.build.optimizer import table_of_groups
 from runner.build.run import Run
 from runner.build.run_record import RunRecord
+from runner.config.changes import changes_result
 from runner.config.schema.train import Train
 from runner.config.targets import preferred_data
+from runner.engine.weight_average import AveragedModel
+
+Row = tuple[str, str, str]  # label, value and reason
 
 
-def show_run(run: Run, record: RunRecord, more: list[tuple[str, str, str]], warnings: list[str]) -> None:
-    """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming.
-
-    Args:
-        run: the run.
-        record: its directory and console; the summary gets `init_from`.
-        more: rows of label, value and reason to show below the others.
-        warnings: what to warn of.
-    """
-    config, console, started = run.config, record.console, run.initial.started
+def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) -> None:
+    """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming."""
+    config, console, initial = run.config, record.console, run.initial
+    found, differences = record.setup.found, record.setup.differences
     title = f"{config.name}  seed {config.seed}  {record.directory.path}"
     console.header(title, [*describe(config, run), *more])
     if groups := table_of_groups(run.state.optimizer):
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
     for warning in warnings:
         console.warn(warning)
-    if started:
-        record.summary["init_from"] = started.record()
-        if started.misfits:
-            columns = ["tensor", "what", "in the file", "in the model"]
-            console.table("not taken from init_from", columns, started.table())
-    record.show_resumed(run.state.position.global_step)
+    if initial.path is not None:
+        record.summary["init_from"] = initial.record()
+    if initial.misfits:
+        columns = ["tensor", "what", "in the file", "in the model"]
+        console.table("not taken from init_from", columns, initial.table())
+    if found is not None:
+        console.line(f"resumed from {found.path} at step {run.state.position.global_step}")
+    if found is not None and differences:
+        rows = [[*change, "yes" if changes_result(change[0]) else "no"] for change in differences]
+        console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
 
 
-def describe(config: Train, run: Run) -> list[tuple[str, str, str]]:
+def describe(config: Train, run: Run) -> list[Row]:
     """What runs, and every choice that was made for the user, with its reason."""
-    data, plan, device, precision = run.data, run.plan, run.device, run.precision
-    counts = [(name, split.samples) for name in ("train", "val", "test") if (split := getattr(data, name))]
+    data, plan, device, optimizer = run.data, run.plan, run.device, run.state.optimizer
+    counts = [f"{split.samples:,} {name}" for name in ("train", "val", "test") if (split := getattr(data, name))]
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     trainable = sum(parameter.numel() for parameter in run.model.parameters() if parameter.requires_grad)
     shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}"
     classes = f"{len(data.classes)} classes, " if data.classes else ""
-    target = str(config.model["_target_"]).rsplit(".", 1)[1]
-    settings = ", ".join(
-        f"{key} {value}" for key, value in config.optimizer.items() if key == "lr" or key == "weight_decay"
-    )
-    rows = [
+    settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key in ("lr", "weight_decay"))
+    where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    return [
         (
             "model",
-            f"{target}, {parameters:,} parameters",
-            "" if trainable == parameters else f"{trainable:,} trainable",
+            f"{_class(config.model)}, {parameters:,} parameters",
+            f"{trainable:,} trainable" * (trainable < parameters),
         ),
-        ("data", f"{config.data.name}, {shape}, {classes}" + ", ".join(f"{n:,} {name}" for name, n in counts), ""),
+        ("data", f"{config.data.name}, {shape}, {classes}{', '.join(counts)}", ""),
         *data.choices,
-        (
-            "device",
-            f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device),
-            run.hardware.reason,
-        ),
-        ("precision", precision.name, precision.reason),
+        ("device", where, run.hardware.reason),
+        ("precision", run.precision.name, run.precision.reason),
         *_preferred(config, data.channels),
         *run.initial.rows(),
-        *_frozen(run),
+        *[("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts],
         *run.toggled.rows(plan.batch_size),
-        (
-            "optimizer",
-            f"{type(run.state.optimizer).__name__}, {settings}",
-            f"schedule {str(config.scheduler['_target_']).rsplit('.', 1)[1]}",
-        ),
-        *_groups(run),
+        ("optimizer", f"{type(optimizer).__name__}, {settings}", f"schedule {_class(config.scheduler)}"),
+        *_groups(optimizer),
         *([("update", run.kernels.name, run.kernels.reason)] if run.kernels.name else []),
-        *_averaging(run),
+        *_averaging(run.state.averaged),
         (
             "steps",
             f"{run.total_steps:,}",
             f"{plan.steps:,} an epoch, {plan.batch_size} x {plan.accumulate} samples each",
         ),
+        *(_repeating(config, device) if config.deterministic else []),
     ]
-    return rows + (_repeating(config, run.device) if config.deterministic else [])
 
 
-def _preferred(config: Train, channels: int) -> list[tuple[str, str, str]]:
+def _class(node: dict[str, Any]) -> str:
+    return str(node["_target_"]).rsplit(".", 1)[1]
+
+
+def _preferred(config: Train, channels: int) -> list[Row]:
     """Whether images are prepared as the trained weights of the model want them."""
     wanted = preferred_data(config.model, grey=channels == 1)
     if not wanted:
@@ -97,30 +95,15 @@ def _preferred(config: Train, channels: int) -> list[tuple[str, str, str]]:
     return [("images", ", ".join(parts), f"{reason}, but for {' and '.join(own)}" if own else reason)]
 
 
-def _frozen(run: Run) -> list[tuple[str, str, str]]:
-    """What is frozen, and until when."""
-    rows = []
-    for part in run.state.freezing.parts:
-        count = sum(parameter.numel() for parameter in part.parameters)
-        until = "permanently"
-        if part.steps is not None:
-            until = f"until after step {part.steps:,}"
-        elif part.epochs is not None:
-            until = f"until after epoch {part.epochs:,}"
-        rows.append(("frozen", f"{part.name}, {count:,} parameters", until))
-    return rows
-
-
-def _groups(run: Run) -> list[tuple[str, str, str]]:
+def _groups(optimizer: torch.optim.Optimizer) -> list[Row]:
     """How many parameter groups there are, and their rates; the table has each."""
-    rows = table_of_groups(run.state.optimizer)
+    rows = table_of_groups(optimizer)
     rates = [float(row[3]) for row in rows]
     return [("groups", str(len(rows)), f"lr {min(rates):.4g} to {max(rates):.4g}")] if rows else []
 
 
-def _averaging(run: Run) -> list[tuple[str, str, str]]:
+def _averaging(averaged: AveragedModel | None) -> list[Row]:
     """What is averaged, from when."""
-    averaged = run.state.averaged
     if averaged is None:
         return []
     if averaged.kind == "ema":
@@ -128,16 +111,12 @@ def _averaging(run: Run) -> list[tuple[str, str, str]]:
     return [("averaging", f"SWA, from step {averaged.start:,}", f"every {averaged.every:,} steps")]
 
 
-def _repeating(config: Train, device: torch.device) -> list[tuple[str, str, str]]:
+def _repeating(config: Train, device: torch.device) -> list[Row]:
     """What a deterministic run repeats, and what it cannot promise."""
-    warned = config.deterministic == "warn"
-    where = {"cpu": "another CPU, number of threads or version"}.get(device.type, "another GPU or version")
+    where = "another CPU, number of threads or version" if device.type == "cpu" else "another GPU or version"
+    some = " where there are such" if config.deterministic == "warn" else ""
     return [
-        (
-            "algorithms",
-            "deterministic" if not warned else "deterministic where there are such",
-            f"deterministic={str(config.deterministic).lower()}",
-        ),
+        ("algorithms", f"deterministic{some}", f"deterministic={str(config.deterministic).lower()}"),
         ("seeded", "Python, NumPy, torch, each sample", "not: generators that code makes for itself; env says more"),
         ("same bits", "on this machine", f"{where} may round differently"),
     ]

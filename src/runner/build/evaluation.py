@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from runner.build.batch_size import explaining_memory, memory_for_evaluation
-from runner.build.data_check import warn_of_nonfinite
+from runner.build.batch_size import explaining_memory
 from runner.build.metrics import fresh_metrics
 from runner.build.run import Run
 from runner.checkpoint import file
 from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import part_with, weights_of
+from runner.data.build import DataModule
+from runner.data.consistency import not_finite
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
 from runner.engine.state import load_weights
 from runner.engine.weight_average import prefix
 from runner.instrument.no_trace import preserved_rng
 
-Interrupt = Callable[[], bool]
 _LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
 
 
 class Evaluator:
-    """Evaluates the splits of a run.
+    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`."""
 
-    Args:
-        run: the run.
-        warn: shows a warning.
-        interrupted: asked before every batch; True ends the evaluation with `Interrupted`.
-    """
-
-    def __init__(self, run: Run, warn: Callable[[str], None], interrupted: Interrupt) -> None:
+    def __init__(self, run: Run, warn: Callable[[str], None], interrupted: Callable[[], bool]) -> None:
         self._run, self._warn, self._interrupted = run, warn, interrupted
         self._metrics = fresh_metrics(run.config, run.task, run.device)
 
-    def weights(self, name: str, interrupted: Interrupt | None = None) -> dict[str, float]:
+    def weights(self, name: str) -> dict[str, float]:
         """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
-        run, split = self._run, self._run.data.eval_split(name)
+        run, split, size = self._run, self._run.data.eval_split(name), self._run.config.evaluate.batch_size
         assert split is not None, f"there is no split {name}"
-        with memory_for_evaluation(run.config):
+        with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(
                 run.model,
                 split.loader,
@@ -52,19 +45,14 @@ class Evaluator:
                 metrics=self._metrics(),
                 autocast=run.precision.autocast,
                 limit=run.config.limit.eval_batches,
-                interrupted=interrupted or self._interrupted,
+                interrupted=self._interrupted,
             )
         warn_of_nonfinite(found["loss"], run.data, name, self._warn)
         return {f"{name}/{metric}": number for metric, number in found.items()}
 
-    def weights_and_average(self, name: str, interrupted: Interrupt | None = None) -> dict[str, float]:
+    def weights_and_average(self, name: str) -> dict[str, float]:
         """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
-        stop = interrupted or self._interrupted
-        return evaluate_both(self._run, lambda: self.weights(name, stop), stop)
-
-    def validate(self, interrupted: Interrupt) -> dict[str, float]:
-        """Evaluate the validation split during training."""
-        return self.weights_and_average("val", interrupted)
+        return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
 
     def test(self, manager: CheckpointManager) -> dict[str, Any]:
         """Test the best checkpoint, or without one the weights as they are; returns `test`, and which weights were tested."""
@@ -79,21 +67,24 @@ class Evaluator:
         return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
 
 
+def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable[[str], None]) -> None:
+    """Warn of the first sample of a split that is not finite, if the loss over the split is not; once for each split."""
+    split = splits.eval_split(name)
+    if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
+        return
+    splits.searched_for_nonfinite.add(name)
+    batches = math.ceil(split.samples / split.loader.batch_size)
+    if found := not_finite(split.loader.batches(0, 0, batches), name):
+        tell(f"the loss on '{name}' is {loss}: {found}")
+
+
 def evaluate_both(
-    run: Run, evaluate: Callable[[], dict[str, float]], interrupted: Interrupt = lambda: False
+    run: Run, evaluate: Callable[[], dict[str, float]], interrupted: Callable[[], bool] = lambda: False
 ) -> dict[str, float]:
     """Evaluate the weights, and their average if there is one: `val/loss` and `val/ema_loss`, and so on.
 
-    Before SWA begins, its average is the weights themselves, so their metrics stand for both.
-
-    Args:
-        run: the run.
-        evaluate: evaluates the model as it is; returns metrics as {"val/loss": 0.1, ...}.
-        interrupted: asked before every batch that BatchNorm's statistics are computed from; True ends that.
-
-    Raises:
-        Interrupted: if `interrupted` said so.
-        UserError: if there is not enough memory for these batches.
+    Before SWA begins, its average is the weights themselves, so their metrics stand for both. `interrupted` is asked before
+    every batch that BatchNorm's statistics are computed from, and True raises `Interrupted`.
     """
     found, averaged = evaluate(), run.state.averaged
     if averaged is None:
@@ -109,35 +100,25 @@ def evaluate_both(
     return found | {name.replace("/", start, 1): value for name, value in others.items()}
 
 
-def _feed(run: Run, interrupted: Interrupt) -> None:
+def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     """Send the training split, without augmentation, through the model, in batches of the size that it is trained with.
 
     BatchNorm's statistics depend on that size, and must not depend on the batch size of evaluations.
     """
     loader, size, limit = run.data.train_for_eval.loader, run.plan.batch_size, run.config.averaging.recalibrate_batches
-    samples = loader.samples if limit is None else min(loader.samples, limit * size)
-    if samples > size and samples % size == 1:
-        samples -= 1  # a single sample has no variance
-    read = loader.batches(0, 0, math.ceil(samples / loader.batch_size))
-    with preserved_rng(), torch.no_grad():
-        for images in _in_batches_of(size, (batch.images for batch in read), samples):
-            if interrupted():
-                raise Interrupted
-            with run.precision.autocast():
-                run.model(images)
-
-
-def _in_batches_of(size: int, batches: Iterable[Tensor], samples: int) -> Iterator[Tensor]:
-    """The first `samples` samples of batches (B, ...), in batches of `size`; only the last may be smaller."""
-    rest: Tensor | None = None
-    for batch in batches:
-        left = batch[:samples]
-        samples -= len(left)
-        left = left if rest is None else torch.cat([rest, left])
-        while len(left) >= size or (len(left) and not samples):
-            yield left[:size].clone()  # kernels may round differently if memory begins elsewhere
-            left = left[size:]
-        rest = left
+    batches = math.ceil(loader.samples / size)
+    if batches > 1 and loader.samples % size == 1:
+        batches -= 1  # a single sample has no variance
+    of_evaluations, loader.batch_size = loader.batch_size, size
+    try:
+        with preserved_rng(), torch.no_grad():
+            for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
+                if interrupted():
+                    raise Interrupted
+                with run.precision.autocast():
+                    run.model(batch.images)
+    finally:
+        loader.batch_size = of_evaluations
 
 
 def load_best(run: Run, contents: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
@@ -11,8 +12,8 @@ from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
 from runner.config.patterns import matching
 from runner.config.schema.train import Train
 from runner.engine.freezing import Freezing, Frozen
-from runner.engine.plan import Timeline
 from runner.instrument.no_trace import evaluating
+from runner.instrument.observer import Observer
 from runner.models import heads
 from runner.models.heads import Head, HeadNotFound, replace_head
 from runner.models.initial import draw_weights, set_prior, zero_last_norms
@@ -25,13 +26,18 @@ def try_forward(model: nn.Module, images: Tensor) -> Tensor:
     Raises:
         UserError: if it cannot take them.
     """
-    with evaluating(model):
-        try:
-            outputs: Tensor = model(images)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            problem = f"cannot take images of shape {tuple(images.shape)}: {first_line(error)}"
-            raise refusal(error) or UserError("model", problem) from error
+    with evaluating(model), explaining("model", f"cannot take images of shape {tuple(images.shape)}: "):
+        outputs: Tensor = model(images)
     return outputs
+
+
+@contextlib.contextmanager
+def explaining(key: str, problem: str, allowed: str = "") -> Iterator[None]:
+    """Turn what custom components raise into a `UserError`: `problem` followed by the first line of the error."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise refusal(error) or UserError(key, f"{problem}{first_line(error)}", allowed) from error
 
 
 def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
@@ -43,10 +49,9 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
     head = head_of(model, image, "model.head")
     hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
     replace_head(model, head, hidden, outputs)
-    ran: list[nn.Module] = []
-    handle = model.get_submodule(head.path).register_forward_hook(lambda module, *_: ran.append(module))
-    try_forward(model, image)
-    handle.remove()
+    ran: list[str] = []
+    with Observer(model, after=lambda name, *_: ran.append(name), names=[head.path]):
+        try_forward(model, image)
     if not ran:
         problem = f"{type(model).__name__} does not use the layer that replaces {head.path}"
         raise UserError("model.head", problem, "null, or a model that calls its last layer by its name")
@@ -119,54 +124,25 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     return Freezing(model, parts)
 
 
-def never_unfrozen(freezing: Freezing, total_steps: int, timeline: Timeline) -> list[str]:
-    """Warnings about frozen parts that the run ends before training."""
-    late = [part for part in freezing.parts if not part.permanent and _ends(part, timeline) >= total_steps]
-    return [f"freeze: {part.name} is never trained: the run ends after {total_steps:,} steps" for part in late]
-
-
-def _ends(part: Frozen, timeline: Timeline) -> float:
-    return part.steps if part.steps is not None else timeline.step(part.epochs or 0)
-
-
 def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     """The weights and modules that a pattern matches, with everything inside matched modules."""
+    own = [name for name, _ in model.named_modules() if name]
+    own += [name for name, _ in model.named_parameters()]
     if entry.pattern == ALL_BUT_HEAD:
-        names = set(_all_but(model, head_of(model, image, "freeze").path))
+        head = head_of(model, image, "freeze")
+        # Not what is around the head, and only modules with weights: a dropout beside the head goes on.
+        apart = [name for name in own if not head.covers(name) and not head.path.startswith(f"{name}.")]
+        weightless = {name for name, module in model.named_modules() if not any(True for _ in module.parameters())}
+        names = set(apart) - weightless
     else:
-        names = _matching(model, entry.pattern)
+        names = matching("freeze", entry.pattern, own, "module or parameter", [ALL_BUT_HEAD])
     modules = [module for name, module in model.named_modules() if name in names]
     inside = dict.fromkeys(inner for module in modules for inner in module.modules())
-    parameters = dict.fromkeys(parameter for module in inside for parameter in module._parameters.values())
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
     parameters |= dict.fromkeys(parameter for name, parameter in model.named_parameters() if name in names)
-    trained = tuple(parameter for parameter in parameters if parameter is not None and parameter.requires_grad)
+    trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
     if not trained:
         raise UserError("freeze", f"'{entry.pattern}' has no trainable weights", "names of layers with weights")
-    whole = [module for module in model.modules() if own_weights(module) and own_weights(module) <= set(trained)]
+    weights = [(module, set(module.parameters(recurse=False))) for module in model.modules()]
+    whole = [module for module, own_weights in weights if own_weights and own_weights <= set(trained)]
     return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)
-
-
-def own_weights(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters of a module itself, without those of modules in it."""
-    return {parameter for parameter in module._parameters.values() if parameter is not None}
-
-
-def _all_but(model: nn.Module, head: str) -> Iterator[str]:
-    """Names of the modules and parameters around a head that have weights; a dropout beside the head goes on."""
-    around = {head.rpartition(".")[0]}
-    while around and "" not in around:
-        around |= {name.rpartition(".")[0] for name in around}
-    for name in around:
-        module = model.get_submodule(name)
-        prefix = f"{name}." if name else ""
-        yield from (prefix + own for own in module._parameters)
-        for child, inner in module.named_children():
-            path = prefix + child
-            if path != head and path not in around and any(True for _ in inner.parameters()):
-                yield path
-
-
-def _matching(model: nn.Module, pattern: str) -> set[str]:
-    """Dotted names of modules and parameters that match a pattern."""
-    names = [*(name for name, _ in model.named_modules() if name), *(name for name, _ in model.named_parameters())]
-    return matching("freeze", pattern, names, "module or parameter", [ALL_BUT_HEAD])

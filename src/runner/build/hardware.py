@@ -13,19 +13,12 @@ from runner.runtime.precision import Precision, choose_precision
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run computes, and how precisely.
+    """Where a run computes, and how precisely."""
 
-    Attributes:
-        device: the device.
-        reason: why it was chosen.
-        precision: of forward passes.
-        warnings: settings without effect here.
-    """
-
-    device: torch.device
-    reason: str
-    precision: Precision
-    warnings: list[str]
+    device: torch.device  # the device
+    reason: str  # why it was chosen
+    precision: Precision  # of forward passes
+    warnings: list[str]  # settings without effect here
 
 
 def choose_hardware(config: Train) -> Hardware:

@@ -13,27 +13,16 @@ from runner.engine.position import Position
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is.
+    """How long a run is."""
 
-    Attributes:
-        plan: how an epoch divides into batches and steps.
-        timeline: where epochs begin, also those of a resumed run that had another number of steps.
-        limits: when training ends, and when it is evaluated.
-        total_steps: optimizer steps of the whole run.
-    """
-
-    plan: EpochPlan
-    timeline: Timeline
-    limits: Limits
-    total_steps: int
+    plan: EpochPlan  # how an epoch divides into batches and steps
+    timeline: Timeline  # where epochs begin, also those of a resumed run that had another number of steps
+    limits: Limits  # when training ends, and when it is evaluated
+    total_steps: int  # optimizer steps of the whole run
 
 
 def plan_length(config: Train, data: DataModule, start: Position | None) -> RunLength:
-    """Plan the epochs and steps of a run that starts at `start`, or at its beginning.
-
-    Raises:
-        UserError: if the data have no batch, or not the batches of the epoch in which the run starts.
-    """
+    """Plan the epochs and steps of a run that starts at `start`, or at its beginning."""
     size = config.data.samples_a_batch
     plan = EpochPlan(
         samples=data.train.samples,

@@ -17,15 +17,10 @@ _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric
 
 
 class Monitor(NamedTuple):
-    """The metric that decides which evaluation is best.
+    """The metric that decides which evaluation is best."""
 
-    Attributes:
-        metric: its full name, such as `val/loss`.
-        mode: whether the `min` or the `max` of it is best.
-    """
-
-    metric: str
-    mode: str
+    metric: str  # its full name, such as `val/loss`
+    mode: str  # whether the `min` or the `max` of it is best
 
 
 def choose_monitor(config: Train, task: Task) -> Monitor:
@@ -56,20 +51,15 @@ def _full_name(key: str, name: str, config: Train, task: Task) -> str:
 
 
 def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "max"]:
-    """Whether the `min` or the `max` of a metric, by its full name, is best: its own `higher_is_better` says so.
-
-    Raises:
-        UserError: if it is not known; `key` is what to set.
-    """
+    """Whether the `min` or the `max` of a metric, by its full name, is best; `key` is what to set if it is not known."""
     names = {"loss", *(config.metrics or task.metric_names())}
     plain = name.removeprefix("val/")
     plain = plain if plain in names else plain.removeprefix(prefix(averaging(config)))
     if f"val/{plain}" == task.monitor and config.metrics is None:
         return task.mode
     # Building a metric may import torchmetrics, which takes a second: only where nothing else says it.
-    higher = None
-    if plain != "loss":
-        higher = getattr(build_metrics(config, task, torch.device("cpu"))[plain], "higher_is_better", None)
+    metric = build_metrics(config, task, torch.device("cpu"))[plain] if plain != "loss" else None
+    higher = getattr(metric, "higher_is_better", None)
     if isinstance(higher, bool):
         return "max" if higher else "min"
     if plain in _SMALLER_IS_BETTER:
@@ -81,12 +71,7 @@ def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "m
 
 
 def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
-    """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation.
-
-    Raises:
-        UserError: if early stopping watches a metric that there will not be, or it is not known which of its values are
-            better.
-    """
+    """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation."""
     built = {}
     for name, node in config.callbacks.items():
         facts = {"monitor": monitor.metric, "mode": monitor.mode}

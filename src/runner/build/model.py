@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from runner.build.finetune import give_head
-from runner.build.targets import check_targets
-from runner.config.errors import UserError, first_line
+from runner.build.finetune import explaining, give_head
+from runner.config.errors import UserError
 from runner.config.frozen import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
-from runner.engine.tasks import Task
-from runner.runtime.determinism import refusal
+from runner.data.workers import WorkerLoader
+from runner.engine.tasks import Classification, Task
 
 
 class KnownData(Protocol):
@@ -50,7 +49,7 @@ def build_task_model_loss(
         raise data.incompatibilities[0]
     task = build_task(config, data)
     model = build_model(config, task, data, lambda: example_input(data).cpu(), fetch_weights)
-    check_targets(task, data)
+    _check_targets(task, data)
     return task, model, build_loss(config, task, data)
 
 
@@ -83,9 +82,6 @@ def build_model(
         data: a description of the data.
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
-
-    Raises:
-        UserError: if the config does not fit the data.
     """
     facts = _model_facts(task, data)
     head = extras_of("model", config.model).head
@@ -97,17 +93,42 @@ def build_model(
     return model
 
 
-def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
-    """Build the loss.
+def _check_targets(task: Task, splits: DataModule) -> None:
+    """Check all targets that are known without reading samples; others are checked in each batch, before it is used.
 
     Raises:
-        UserError: if it is no module.
+        UserError: if the task cannot take one; it names sample and split.
     """
+    # One that a task inherits says nothing of targets of its own kind.
+    kind = next(kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
+    if "wrong_target" not in vars(kind):
+        return
+    wrong: Callable[[Tensor, bool], tuple[int, str] | None] = task.wrong_target  # type: ignore[attr-defined]
+    allowed = "class numbers from 0 on" if isinstance(task, Classification) else "finite numbers"
+
+    def check(split: str, targets: Tensor, samples: Tensor) -> None:
+        if found := wrong(targets, split == "train"):
+            problem = f"the target of sample {int(samples[found[0]])} of '{split}' {found[1]}"
+            raise UserError("data.dataset", problem, f"{allowed}, or another task")
+
+    for name, (_, indices) in splits.parts.items():
+        if name in splits.targets:
+            samples = indices[:]
+            check(name, splits.targets[name][samples], samples)
+            continue
+        check(name, splits.examples[name][1][None], indices[:1])
+        for split in (splits.eval_split(name), splits.train if name == "train" else None):
+            if split is not None and isinstance(split.loader, WorkerLoader):
+                split.loader.check = functools.partial(check, name)
+
+
+def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
+    """Build the loss, which must be a module."""
     facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
-    loss: nn.Module = build("loss", config.loss, facts=facts)
-    if not isinstance(loss, nn.Module):
-        raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
-    return loss
+    loss = build("loss", config.loss, facts=facts)
+    if isinstance(loss, nn.Module):
+        return loss
+    raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
 
 
 def with_facts(config: Train, task: Task, data: DataModule) -> Train:
@@ -156,6 +177,11 @@ def example_input(data: DataModule, copies: int = 1) -> Tensor:
     return data.train_for_eval.prepare(image, indices_for(image), 0)
 
 
+def example_targets(data: DataModule, copies: int = 1) -> Tensor:
+    """The target of the first training sample: (copies, ...)."""
+    return data.example[1].expand(copies, *data.example[1].shape[1:])
+
+
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
     """Images after `transform.eval` and normalisation.
 
@@ -170,15 +196,6 @@ def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
 def indices_for(images: Tensor) -> Tensor:
     """Sample numbers to draw random numbers by, for images of which nobody knows the number: zeros, int64 (B,)."""
     return torch.zeros(len(images), dtype=torch.int64, device=images.device)
-
-
-@contextlib.contextmanager
-def explaining(key: str, problem: str, allowed: str) -> Iterator[None]:
-    """Turn what custom components raise into a `UserError`: `problem` followed by the first line of the error."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise refusal(error) or UserError(key, f"{problem}{first_line(error)}", allowed) from error
 
 
 def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from runner.build.length import RunLength
 from runner.build.metrics import Monitor
-from runner.build.weight_average import with_swa_rate
+from runner.build.weight_average import swa_start
 from runner.config.errors import UserError
 from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.engine.protocols import Schedule
-from runner.optim.groups import Group, parameter_groups
+from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
-from runner.optim.schedules import Clock
+from runner.optim.schedules import Annealed, Clock
 from runner.runtime.blocks import repeated_blocks
 
 
@@ -32,23 +34,20 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
-    groups = [group.arguments() for group in divide(config, extras, model)]
+    groups = divide(config, extras, model)
     try:
         optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
-    # The linear scaling rule of Goyal et al., 2017.
-    scale = (
-        config.data.samples_a_batch * config.accumulate / extras.lr_base_batch_size
-        if extras.lr_base_batch_size is not None
-        else 1.0
-    )
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
-        raise UserError(
-            "optimizer",
-            f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate",
-            "null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer",
+        problem = (
+            f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate"
         )
+        allowed = "null for optimizer.no_decay, optimizer.lr_mult and optimizer.layer_decay, or another optimizer"
+        raise UserError("optimizer", problem, allowed)
+    scale, base = 1.0, extras.lr_base_batch_size
+    if base is not None:  # the linear scaling rule of Goyal et al., 2017
+        scale = config.data.samples_a_batch * config.accumulate / base
     for group in optimizer.param_groups:
         group["lr"] *= scale * group.get("lr_mult", 1.0)
         group["initial_lr"] = group["lr"]
@@ -57,7 +56,10 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
 
 
 def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedule:
-    """Build the schedule; one with a clock keeps its place if a resumed run has more or fewer steps per epoch."""
+    """Build the schedule; one with a clock keeps its place if a resumed run has more or fewer steps per epoch.
+
+    Where SWA begins, it goes over to SWA's rate.
+    """
     node, clock, timeline, total_steps = config.scheduler, Clock(), length.timeline, length.total_steps
     if timeline.turns and names_argument(node, "clock"):
         follows = length.limits.epochs_decide(timeline) and node.get("total_steps") is None
@@ -65,15 +67,15 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
         clock = Clock(run, timeline.scaled if node.get("steps_per_epoch") is None else clock.epochs)
         total_steps = round(clock.run(total_steps))
     facts = {"total_steps": total_steps, "steps_per_epoch": timeline.steps, "mode": monitor.mode, "clock": clock}
-    return with_swa_rate(build("scheduler", node, facts=facts), config, length)
+    schedule: Schedule = build("scheduler", node, facts=facts)
+    if config.swa is None or config.averaging.lr_factor is None:
+        return schedule
+    start, steps = swa_start(config.swa, length), config.averaging.anneal_epochs * timeline.steps
+    return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
-def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[Group]:
-    """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike.
-
-    Raises:
-        UserError: if a pattern matches nothing, or the optimizer has no weight decay.
-    """
+def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[dict[str, Any]]:
+    """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike."""
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []
     if extras.no_decay and not names_argument(config.optimizer, "weight_decay"):

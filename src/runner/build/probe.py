@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.build.finetune import try_forward
-from runner.build.model import example_input, explaining, indices_for
+from runner.build.finetune import explaining, try_forward
+from runner.build.model import example_input, example_targets, indices_for
 from runner.config.errors import UserError
 from runner.data.build import DataModule
 from runner.engine.plan import EpochPlan
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating, no_trace
+from runner.instrument.observer import Observer
 
 
 def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
@@ -24,12 +24,16 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
 
     Returns:
         Names of the BatchNorm layers that get a single value per channel, which has no variance.
-
-    Raises:
-        UserError: if the model cannot take the images of every split, or the loss its outputs and the targets.
     """
-    target, outputs = data.example[1], task.outputs(data.classes)
-    with _single_values(model) as single:
+    target, outputs, single = data.example[1], task.outputs(data.classes), list[str]()
+
+    def note(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and inputs[0].ndim > 1 and inputs[0].numel() == inputs[0].shape[1]:
+            single.append(name)
+
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [name for name, module in model.named_modules() if isinstance(module, kind)]
+    with Observer(model, before=note, names=norms):
         logits = try_forward(model, example_input(data))
     _probe_other_sizes(model, data)
     with evaluating(model, loss):
@@ -47,16 +51,7 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
 
 
 def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan) -> None:
-    """Refuse batches of one sample if BatchNorm layers would get a single value per channel.
-
-    Args:
-        model: the model, frozen as it will be.
-        single: what `probe` found.
-        plan: the batches of an epoch.
-
-    Raises:
-        UserError: if there are such batches and layers.
-    """
+    """Refuse batches of one sample if BatchNorm layers, which `probe` found, would get a single value per channel."""
     if not single or plan.size(plan.batches - 1) != 1:
         return
     model.train()  # as training does; a custom model may keep some layers in evaluation mode
@@ -89,8 +84,7 @@ def _probe_gradient(task: Task, model: nn.Module, loss: nn.Module, data: DataMod
     copies = min(2, data.train.loader.batch_size, data.train.samples)
     if copies == 1 and single:
         return  # see `check_batches_of_one`
-    images, target = example_input(data, copies), data.example[1]
-    target = target.expand(copies, *target.shape[1:])
+    images, target = example_input(data, copies), example_targets(data, copies)
     with _training(model, loss):
         try:
             if data.train.mix is not None:
@@ -125,39 +119,21 @@ def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-@contextlib.contextmanager
-def _single_values(model: nn.Module) -> Iterator[list[str]]:
-    """Yields a list of names of BatchNorm layers, filled as they are called with a single value per channel."""
-    found: list[str] = []
-
-    def note(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].ndim > 1 and args[0].numel() == args[0].shape[1]:
-            found.append(name)
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                hooks.callback(module.register_forward_pre_hook(functools.partial(note, name)).remove)
-        yield found
-
-
 def _probe_other_sizes(model: nn.Module, data: DataModule) -> None:
     """Send an image of each split whose images have another size than those of the training split through the model."""
-    size = data.example[0].shape[-2:]
+    sample = data.example[0]
     for name, (image, _) in data.examples.items():
         split = data.eval_split(name)
-        if split is None or image.shape[-2:] == size:
+        if split is None or image.shape[-2:] == sample.shape[-2:]:
             continue
+        images = image[None].to(sample.device)
         try:
-            images = image[None].to(data.example[0].device)
             try_forward(model, split.prepare(images, indices_for(images), 0))
         except UserError as error:
-            shapes = ["x".join(map(str, shape)) for shape in (image.shape[-2:], size)]
-            raise UserError(
-                "data.dataset",
-                f"images of '{name}' are {shapes[0]}, and those of 'train' {shapes[1]}: {error}",
-                "images of one size in every split; set data.image_size or a sample transform",
-            ) from error
+            own, wanted = ("x".join(map(str, each.shape[-2:])) for each in (image, sample))
+            problem = f"images of '{name}' are {own}, and those of 'train' {wanted}: {error}"
+            allowed = "images of one size in every split; set data.image_size or a sample transform"
+            raise UserError("data.dataset", problem, allowed) from error
 
 
 def _probe_augmentation(task: Task, loss: nn.Module, data: DataModule, logits: Tensor) -> None:

@@ -11,7 +11,7 @@ from runner.build.hardware import Hardware
 from runner.build.init_from import InitialWeights
 from runner.build.length import RunLength
 from runner.build.metrics import Monitor
-from runner.build.model import example_input
+from runner.build.model import example_input, example_targets
 from runner.config.schema.train import Train
 from runner.data.build import DataModule
 from runner.engine.plan import EpochPlan
@@ -28,39 +28,22 @@ from runner.runtime.toggles import Toggled
 
 @dataclass
 class Run:
-    """What a run is made of.
+    """What a run is made of."""
 
-    Attributes:
-        config: with what comes from the data (statistics, classes, image shape) and the batch size that was found.
-        hardware: device and precision.
-        data: the splits.
-        task: what the outputs mean.
-        loss: (logits, targets) -> scalar mean over the samples.
-        length: epochs and steps.
-        monitor: the metric that decides which evaluation is best.
-        state: model, optimizer, schedule, average of the weights: what training changes and a checkpoint stores.
-        parts: what a step consists of.
-        step: trains on a batch.
-        toggled: compilation and activation checkpointing.
-        kernels: how the optimizer updates weights.
-        initial: where the weights come from.
-        warnings: settings without effect, and what else people should know.
-    """
-
-    config: Train
-    hardware: Hardware
-    data: DataModule
-    task: Task
-    loss: nn.Module
-    length: RunLength
-    monitor: Monitor
-    state: TrainState
-    parts: StepConfig
-    step: StepFunction
-    toggled: Toggled
-    kernels: Kernels
-    initial: InitialWeights
-    warnings: list[str]
+    config: Train  # with what comes from the data (statistics, classes, image shape) and the batch size that was found
+    hardware: Hardware  # device and precision
+    data: DataModule  # the splits
+    task: Task  # what the outputs mean
+    loss: nn.Module  # (logits, targets) -> scalar mean over the samples
+    length: RunLength  # epochs and steps
+    monitor: Monitor  # the metric that decides which evaluation is best
+    state: TrainState  # what training changes and a checkpoint stores: model, optimizer, schedule, averages
+    parts: StepConfig  # what a step consists of
+    step: StepFunction  # trains on a batch
+    toggled: Toggled  # compilation and activation checkpointing
+    kernels: Kernels  # how the optimizer updates weights
+    initial: InitialWeights  # where the weights come from
+    warnings: list[str]  # settings without effect, and what else people should know
 
     @property
     def model(self) -> nn.Module:
@@ -91,12 +74,8 @@ class Run:
 def training_flops(run: Run, position: Position | None = None, samples: int = 2) -> Flops:
     """Operations of a batch in training, see `count_flops`; everything is left as it is.
 
-    Args:
-        run: the run.
-        position: of the step, which decides what is frozen; None for everything that is not frozen permanently trained.
-        samples: samples of the batch.
+    `position` decides what is frozen; None means only what is frozen permanently.
     """
-    images = example_input(run.data, samples)
-    targets = run.task.targets(run.data.example[1].expand(samples, *run.data.example[1].shape[1:]))
+    images, targets = example_input(run.data, samples), run.task.targets(example_targets(run.data, samples))
     with run.state.freezing.as_at(position), preserved_buffers(run.loss):
         return count_flops(run.model, images, lambda logits: run.loss(logits, targets), run.precision.autocast)

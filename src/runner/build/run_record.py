@@ -13,13 +13,10 @@ from typing import Any
 
 from runner.build.setup import Setup, is_inside
 from runner.checkpoint.find import named
-from runner.config import stored
-from runner.config.changes import changes_result
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, DataFailed, UserError, explain
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
-from runner.config.schema.train import Train
 from runner.engine.errors import BadMetric
 from runner.engine.state import TrainState
 from runner.runtime.debugger import post_mortem
@@ -30,22 +27,14 @@ from runner.tracking.run_directory import RunDirectory, claim, timestamp
 
 
 class RunRecord:
-    """The directory of a run, what is written into it, and how the run ended.
+    """The directory of a run, what is written into it, and how the run ended."""
 
-    Attributes:
-        composition: the command line.
-        console: shows and logs.
-        summary: what `summary.json` contains.
-        exit_code: of the process.
-        setup: what the run is asked to do; set by `open`.
-    """
-
-    setup: Setup
+    setup: Setup  # set by `open`
 
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
         self.console = Console(None)
-        self.summary: dict[str, Any] = {"status": "running", "error": None}
+        self.summary: dict[str, Any] = {"status": "running", "error": None}  # what `summary.json` contains
         self.exit_code = OK
         self._directory: RunDirectory | None = None
         self._error: BaseException | None = None  # to debug
@@ -63,11 +52,7 @@ class RunRecord:
         return is_inside(self.setup.found, self.directory.path)
 
     def reserve(self) -> None:
-        """Open the directory of a job of a sweep, before anything can go wrong in the job.
-
-        Raises:
-            UserError: if it cannot be made, or another process uses it.
-        """
+        """Open the directory of a job of a sweep, before anything can go wrong in the job."""
         if self.composition.job_dir is None:
             return
         self._directory = RunDirectory(self.composition.job_dir)
@@ -76,11 +61,7 @@ class RunRecord:
             self._directory.write_overrides(self.composition.overrides)
 
     def open(self, setup: Setup) -> None:
-        """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names.
-
-        Raises:
-            UserError: if it cannot be made, or holds another run.
-        """
+        """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names."""
         self.setup = setup
         directory = self._directory or setup.again or self._new_directory(setup)
         directory.lock()
@@ -125,10 +106,6 @@ class RunRecord:
         self.directory.write_summary(self.summary)
         self.directory.write_environment(environment())
 
-    def write_config(self, config: Train) -> None:
-        """Store the resolved config."""
-        self.directory.write_config(stored.dump(config))
-
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
         """Bring the summary up to date, and return it."""
         self.summary |= {
@@ -138,16 +115,6 @@ class RunRecord:
             "global_step": state.position.global_step,
         }
         return self.summary
-
-    def show_resumed(self, step: int) -> None:
-        """Show from which checkpoint the run resumes, and what the command line changed."""
-        setup = self.setup
-        if setup.found is None:
-            return
-        self.console.line(f"resumed from {setup.found.path} at step {step}")
-        if setup.differences:
-            rows = [[*found, "yes" if changes_result(found[0]) else "no"] for found in setup.differences]
-            self.console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
 
     def draw_curves(self, wanted: bool) -> None:
         """Draw the metrics over the steps into `plots/curves.png`, or remove those of an earlier part of the run."""
@@ -165,10 +132,13 @@ class RunRecord:
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
+        saved = self._directory is not None and bool(named(self._directory.checkpoints, "last"))
         if preempted:
-            self.console.warn(f"{text}; {self._resume_command()}")
+            repeat = "nothing was saved yet: give the same command again"
+            self.console.warn(f"{text}; {f'resume with ckpt_path={self.directory.path}' if saved else repeat}")
             return
-        self.complain(f"{text}{self._resume_hint(error)}")
+        hint = f"\n    to go on: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
+        self.complain(text + hint)
         is_mistake = isinstance(error, UserError | BadMetric)
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
         if self.composition.values.get("post_mortem") is True and unexpected:
@@ -180,22 +150,6 @@ class RunRecord:
         """Report an error on standard error, and in the log if there is one."""
         log = self._directory.log_file if self._directory else None
         Console(log, progress=False, stream=sys.stderr).error(text)
-
-    def _saved(self) -> bool:
-        return self._directory is not None and bool(named(self._directory.checkpoints, "last"))
-
-    def _resume_command(self) -> str:
-        if not self._saved():
-            return "nothing was saved yet: give the same command again"
-        return f"resume with ckpt_path={self.directory.path}"
-
-    def _resume_hint(self, error: BaseException) -> str:
-        """How to continue a run whose data could not be read any longer."""
-        return (
-            f"\n    to go on: ckpt_path={self.directory.path}"
-            if isinstance(error, DataFailed) and self._saved()
-            else ""
-        )
 
     def close(self) -> None:
         """Write the summary, and let other processes use the directory."""
@@ -213,8 +167,7 @@ class RunRecord:
     def finish(self) -> None:
         """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded.
 
-        Raises:
-            SystemExit: with the exit code, unless the run succeeded or failed as one job of a sweep.
+        A failed job of a sweep does not end it.
         """
         if self._error is not None:
             post_mortem(self._error)

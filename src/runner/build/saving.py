@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from runner.build.run import Run
 from runner.build.run_record import RunRecord
 from runner.checkpoint import file, resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
-from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.find import LoadedCheckpoint
-from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
@@ -30,6 +30,8 @@ _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 class Saving:
     """Writes checkpoints of a run, and with each one the metrics and the summary up to it.
 
+    When the run ends, `__exit__` waits for the background, and keeps the best state if a failure came before it was written.
+
     Args:
         run: the run.
         record: its directory and summary.
@@ -37,7 +39,10 @@ class Saving:
         loggers: where metrics are stored.
         buffer: metrics on their way there.
         fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
-        sources: digests of custom source files, see `runner.build.sources`.
+        sources: digests of custom source files, see `runner.build.data_check`.
+
+    Attributes:
+        callback: saves when it is time.
     """
 
     def __init__(
@@ -51,7 +56,16 @@ class Saving:
         fingerprint: dict[str, Any],
         sources: dict[str, str],
     ) -> None:
-        self.manager = CheckpointManager(record.directory.checkpoints, run.config.checkpoint.keep)
+        settings = run.config.checkpoint
+        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep)
+        self.callback = Checkpointing(
+            every_steps=settings.every_steps,
+            every_epochs=settings.every_epochs,
+            save=self._save,
+            copy=lambda loop: resume.copied(self._contents(loop)),
+            min_seconds=settings.min_seconds,
+            check=self._check,
+        )
         self._run, self._record, self._callbacks = run, record, callbacks
         self._loggers, self._buffer = loggers, buffer
         self._facts: dict[str, Any] = {
@@ -62,17 +76,12 @@ class Saving:
             "images": list(run.data.image_shape),
             "sources": sources,
         }
-        self._background = AsyncWriter() if run.config.checkpoint.async_ else None
-        self._snapshot = Snapshot()
+        self._background, self._snapshot = AsyncWriter(), Snapshot()
         self._by_design: set[str] = set()
         self._hook: Any = None
 
     def begin(self, loop: Loop) -> None:
-        """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it.
-
-        Raises:
-            UserError: if not even one fits.
-        """
+        """Check before the first step that checkpoints fit on the disk, and write one if `on_nonfinite` needs it."""
         state, folder = loop.state, self._record.directory.checkpoints
         trained = {name for name, _ in state.model.named_parameters()}
         self._by_design = {
@@ -86,24 +95,19 @@ class Saving:
         if warning := scarce(folder, weights * tensors, self.manager.keep):
             self._record.console.warn(warning)
         if self._run.config.on_nonfinite == "rollback" and not self.manager.last.is_file():
-            self.save(loop, False)  # something to go back to
+            self._save(loop, False)  # something to go back to
 
     def end(self, loop: Loop) -> None:
         """Wait until everything is written, and write a checkpoint if there is none yet."""
-        self.wait()
+        self._background.wait()
         if not self.manager.last.is_file():
-            self.save(loop, False)
-            self.wait()
+            self._save(loop, False)
+            self._background.wait()
 
     def resume(self, found: LoadedCheckpoint, continued: bool) -> list[str]:
-        """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it.
+        """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.
 
-        Args:
-            found: the checkpoint.
-            continued: whether it lies in this run's own directory.
-
-        Returns:
-            Warnings.
+        `continued` says whether the checkpoint lies in this run's own directory.
         """
         state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
         resume.restore(found, state, self._callbacks)
@@ -124,18 +128,13 @@ class Saving:
         directory.truncate_metrics(step, _repeated(state))
         return warnings
 
-    def save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
-        """Write the state, and before it the best one if that was put off.
-
-        Raises:
-            Diverged: if a tensor of it is not finite; nothing is written.
-            UserError: if it cannot be written.
-        """
+    def _save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
+        """Write the state, and before it the best one if that was put off."""
         contents = self._contents(loop)
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
-        if self._background is None:
+        if not self._run.config.checkpoint.async_:
             self._write(contents, is_best, earlier_best, self._record.update(loop.state, self._run.monitor.metric))
             return
         self._background.wait()  # its buffers are used again
@@ -154,7 +153,7 @@ class Saving:
         Weights are copied at once, as some models change theirs in forward. The update waits for the thread, by a hook that
         is there for this one step.
         """
-        self._free_step()
+        self._remove_hook()
         if "step" in vars(state.optimizer):  # replaced by a compiled one, which calls no hooks
             return self._snapshot.take(contents)
         copied = self._snapshot.take(contents, lambda place: place.startswith("/optimizer/state/"))
@@ -165,45 +164,25 @@ class Saving:
         self._hook = state.optimizer.register_step_pre_hook(wait)
         return copied
 
-    def _free_step(self) -> None:
+    def _remove_hook(self) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise what went wrong in the background, if anything did."""
-        if self._background is not None:
-            if self._hook is not None and self._snapshot.complete.is_set():
-                self._free_step()
-            self._background.check()
+        if self._snapshot.complete.is_set():
+            self._remove_hook()
+        self._background.check()
 
-    def wait(self) -> None:
-        """Wait until everything is written.
-
-        Raises:
-            Diverged: if a tensor was not finite.
-            UserError: if it could not be written.
-        """
-        if self._background is not None:
-            self._background.wait()
-
-    def copy(self, loop: Loop) -> dict[str, Any]:
-        """A copy of the state, to be written later.
-
-        Raises:
-            Diverged: if a tensor of it is not finite.
-        """
-        copied: dict[str, Any] = resume.copied(self._contents(loop))
-        return copied
-
-    def keep_best(self, contents: dict[str, Any]) -> None:
+    def _write_best(self, contents: dict[str, Any]) -> None:
         """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
         if not not_finite(contents, self._by_design):
             self.manager.save(contents, contents["position"]["global_step"], is_best=True)
 
     def roll_back(self, loop: Loop) -> None:
         """Put the run back to its last checkpoint, and take back what was logged since."""
-        self.wait()
+        self._background.wait()
         self._buffer.empty()
         found = LoadedCheckpoint(self.manager.last, file.read(self.manager.last), [])
         resume.restore(found, loop.state, self._callbacks)
@@ -217,35 +196,31 @@ class Saving:
         return resume.contents(loop.state, self._callbacks, **self._facts)
 
     def _write(
-        self,
-        contents: dict[str, Any],
-        is_best: bool,
-        earlier_best: dict[str, Any] | None,
-        summary: dict[str, Any],
+        self, contents: dict[str, Any], is_best: bool, earlier_best: dict[str, Any] | None, summary: dict[str, Any]
     ) -> None:
         step = contents["position"]["global_step"]
         if earlier_best is not None:
-            self.keep_best(earlier_best)
+            self._write_best(earlier_best)
         if name := not_finite(contents, self._by_design):
             raise Diverged(f"{name} is not finite after step {step}; it was not saved")
         self.manager.save(contents, step, is_best)
         self._record.directory.write_summary(summary)
 
-    def finish(self, checkpointing: Checkpointing, failed: BaseException | None) -> None:
-        """Wait for the background, and keep the best state if a failure came before it was written.
+    def __enter__(self) -> Saving:
+        return self
 
-        Raises:
-            UserError: if it cannot be written, unless something else failed before, which is what to report.
-        """
-        best = checkpointing.leave()
+    def __exit__(
+        self, kind: type[BaseException] | None, failed: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        best = self.callback.leave()
         try:
-            self.wait()
+            self._background.wait()
             if failed is not None and best is not None:
-                self.keep_best(best)
+                self._write_best(best)
         except (UserError, Diverged) as error:
             if failed is None or isinstance(failed, Preempted | Interrupted):
                 raise
-            self._record.console.warn(f"and then: {error}")
+            self._record.console.warn(f"and then: {error}")  # the failure before is the one to report
 
 
 def build_loggers(chosen: Mapping[str, Any], warn: Callable[[str], None]) -> list[Logger]:

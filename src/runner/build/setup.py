@@ -19,37 +19,23 @@ from runner.tracking.run_directory import RunDirectory, unfinished
 
 @dataclass
 class Setup:
-    """What a run is asked to do.
+    """What a run is asked to do."""
 
-    Attributes:
-        config: the validated config.
-        found: the checkpoint to resume from.
-        differences: (key, before, after) of what the command line changed in the checkpoint's config.
-        again: the directory of the run that `resume=auto` resumes, or starts again.
-        finished: the same if that run has finished.
-        warnings: runs and checkpoints that were skipped.
-    """
-
-    config: Train
-    found: find.LoadedCheckpoint | None = None
-    differences: list[tuple[str, str, str]] = field(default_factory=list)
-    again: RunDirectory | None = None
-    finished: RunDirectory | None = None
-    warnings: list[str] = field(default_factory=list)
+    config: Train  # the validated config
+    found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
+    differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
+    again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
+    finished: RunDirectory | None = None  # the same if that run has finished
+    warnings: list[str] = field(default_factory=list)  # runs and checkpoints that were skipped
 
 
 def resolve(composition: Composition) -> Setup:
-    """Decide on the config: that of the command line, or of a checkpoint with the command line on top.
-
-    Raises:
-        UserError: with everything that is wrong.
-    """
+    """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
     if composition.resumes:
         if ckpt_path is not None:
-            raise UserError(
-                "resume", "is auto, which finds the checkpoint by itself, and ckpt_path names one", "one of them"
-            )
+            problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
+            raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
         if again is not None and (again.read_summary() or {}).get("status") == "finished":
             return Setup(resolve_config(composition, Train), finished=again)
@@ -60,11 +46,9 @@ def resolve(composition: Composition) -> Setup:
     found = find.load(str(ckpt_path), composition.runs, prefer="last")
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
-        found.warnings.append(
-            f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={config.optimizer.get('lr')}"
-        )
-    refused = changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0)
-    if refused:
+        rate = config.optimizer.get("lr")
+        found.warnings.append(f"lr=auto has no effect on a resumed run: it keeps optimizer.lr={rate}")
+    if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
 

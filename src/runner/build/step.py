@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from runner.build.hardware import Hardware
 from runner.config.schema.train import Train
@@ -12,7 +13,7 @@ from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.oom_retry import OOMRetryStep
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, train_step
+from runner.engine.step import StepConfig, StepFunction, batch_loss, train_step
 from runner.engine.tasks import Task
 from runner.optim.kernels import plain_step
 from runner.runtime.determinism import caller_in_backward, operation, refusal
@@ -50,35 +51,26 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
 def build_step(config: Train, batch_size: int) -> StepFunction:
     """What trains on a batch: `train_step`, or one that retries with micro-batches or names nondeterministic operations."""
     step: StepFunction = OOMRetryStep(batch_size) if config.on_oom == "split" else train_step
-    return _naming_operations(step) if config.deterministic is True else step
+    if config.deterministic is not True:
+        return step
 
-
-def _naming_operations(step: StepFunction) -> StepFunction:
-    """A step that names the module whose backward pass `deterministic=true` refuses, instead of torch's error."""
-
-    def named_step(state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool) -> None:
+    def naming_operations(
+        state: TrainState, parts: StepConfig, batch: Any, weight: float, samples: int, update: bool
+    ) -> None:
+        """A step that names the module whose backward pass `deterministic=true` refuses, instead of torch's error."""
         try:
             step(state, parts, batch, weight, samples, update)
         except RuntimeError as error:
-            _raise_named(error, state, parts, batch)
-            raise
+            # In a forward pass the stack names the module; the modules of a compiled graph cannot be told apart.
+            if not operation(str(error)) or parts.compiled_loss is not None:
+                raise
+            forward = functools.partial(batch_loss, state, parts, batch.images, parts.targets(batch.targets))
+            try:
+                caller = caller_in_backward(state.model, forward)
+            except RuntimeError:  # the operation is in the forward pass
+                caller = ""
+            named = refusal(error, caller)
+            assert named is not None, "the error is about such an operation"
+            raise named from error
 
-    return named_step
-
-
-def _raise_named(error: RuntimeError, state: TrainState, parts: StepConfig, batch: Any) -> None:
-    # In a forward pass the stack names the module; the modules of a compiled graph cannot be told apart.
-    if not operation(str(error)) or parts.compiled_loss is not None:
-        return
-
-    def forward() -> Tensor:
-        with parts.autocast():
-            return parts.loss(state.model(batch.images), parts.targets(batch.targets))
-
-    try:
-        caller = caller_in_backward(state.model, forward)
-    except RuntimeError:  # the operation is in the forward pass
-        caller = ""
-    named = refusal(error, caller)
-    assert named is not None, "the error is about such an operation"
-    raise named from error
+    return naming_operations

@@ -1,4 +1,4 @@
-"""Averages of the weights: which one is built, when SWA begins, and its learning rate."""
+"""Averages of the weights: which one is built, and when SWA begins."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from torch import nn
 
 from runner.build.length import RunLength
 from runner.config.schema.train import Train
-from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
-from runner.optim.schedules import Annealed
 
 
 def build_averaged(
@@ -41,12 +39,3 @@ def swa_start(swa: float, length: RunLength) -> int:
     if timeline.turns and length.limits.epochs_decide(timeline):
         return round(timeline.step(swa * timeline.scaled(length.total_steps) / timeline.steps))
     return round(swa * length.total_steps)
-
-
-def with_swa_rate(schedule: Schedule, config: Train, length: RunLength) -> Schedule:
-    """The schedule, going over to SWA's rate where SWA begins."""
-    if config.swa is None or config.averaging.lr_factor is None:
-        return schedule
-    steps = config.averaging.anneal_epochs * length.timeline.steps
-    start = swa_start(config.swa, length)
-    return Annealed(schedule, start, steps, config.averaging.lr_factor, length.timeline.scaled)

@@ -68,10 +68,11 @@ class EarlyStopping:
     def _stop_if_due(self, loop: Loop) -> None:
         if self._waited < self.patience:
             return
-        if self._best is None:
-            loop.request_stop(f"{self.monitor} was not finite in any of {self._waited} evaluations")
-        else:
-            loop.request_stop(f"{self.monitor} has not improved on {self._best} for {self._waited} evaluations")
+        never, since = (
+            f"was not finite in any of {self._waited}",
+            f"has not improved on {self._best} for {self._waited}",
+        )
+        loop.request_stop(f"{self.monitor} {never if self._best is None else since} evaluations")
 
     def state_dict(self) -> dict[str, Any]:
         """Best value, evaluations waited, metric and mode."""
@@ -93,11 +94,7 @@ class LearningRateMonitor:
 
 
 class UnfreezeCallback:
-    """Trains frozen weights as soon as their time has come.
-
-    Args:
-        report: called with a line of text.
-    """
+    """Trains frozen weights as soon as their time has come, and reports it."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -108,16 +105,11 @@ class UnfreezeCallback:
         for part in loop.state.freezing.follow(position):
             if loop.finished:
                 return
-            count = sum(parameter.numel() for parameter in part.parameters)
-            self._report(f"step {position.global_step}: {part.name} is trained from here on, {count:,} parameters")
+            self._report(f"step {position.global_step}: {part.name} is trained from here on, {part.size:,} parameters")
 
 
 class Progress:
-    """Reports the position after every step.
-
-    Args:
-        advance: called with (global_step, epoch), the epoch counted from 1; must be fast.
-    """
+    """Reports the position after every step: `advance(global_step, epoch)`, the epoch counted from 1, must be fast."""
 
     def __init__(self, advance: Callable[[int, int], None]) -> None:
         self._advance = advance
@@ -147,16 +139,13 @@ class Log:
         hardware_metrics: Callable[[float], dict[str, float]] = lambda rate: {},
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.every_steps, self.sinks = every_steps, list(sinks)
-        self.hardware_metrics, self._warn = hardware_metrics, warn
+        self.every_steps, self.sinks, self.hardware_metrics, self._warn = every_steps, sinks, hardware_metrics, warn
         self._losses: deque[float] = deque(maxlen=_SPIKE_WINDOW)
-        self._since = time.perf_counter()
-        self._samples = 0
-        self._waited_s = self._paused_s = 0.0
+        self._began = (time.perf_counter(), 0, 0.0, 0.0)
 
     def on_start(self, loop: Loop) -> None:
         """Start the clock."""
-        self._restart_clock(loop)
+        self._began = _clock(loop)
 
     def on_step(self, loop: Loop) -> None:
         """Log every few steps, and after the last step."""
@@ -168,11 +157,11 @@ class Log:
         if not math.isfinite(loss):
             raise Diverged(f"the training loss is {loss} at step {step}")
         self._warn_of_spike(loss, step)
-        now = time.perf_counter()
-        seconds = max(now - self._since - (loop.paused_s - self._paused_s), 1e-9)
-        rate = (loop.samples_seen - self._samples) / seconds
-        speed = {"samples_per_s": rate, "data_wait": (loop.waited_s - self._waited_s) / seconds}
-        self._restart_clock(loop, now)
+        now = _clock(loop)
+        passed, samples, waited, paused = (after - before for after, before in zip(now, self._began, strict=True))
+        self._began, seconds = now, max(passed - paused, 1e-9)
+        rate = samples / seconds
+        speed = {"samples_per_s": rate, "data_wait": waited / seconds}
         metrics = {"loss": loss}
         loop.collect("on_log", metrics)
         self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))
@@ -181,29 +170,27 @@ class Log:
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Log an evaluation of the validation split, whose time is not training time."""
         self._send(loop, "val", {name.removeprefix("val/"): value for name, value in metrics.items()})
-        self._restart_clock(loop)
+        self._began = _clock(loop)
 
     def on_rollback(self, loop: Loop, found: NotFinite) -> None:
         """Restart the clock."""
-        self._restart_clock(loop)
+        self._began = _clock(loop)
 
     def _warn_of_spike(self, loss: float, step: int) -> None:
-        if len(self._losses) == _SPIKE_WINDOW:
-            usual = statistics.median(self._losses)
-            if loss > _SPIKE * usual > 0:
-                self._warn(
-                    f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before"
-                )
+        usual = statistics.median(self._losses) if len(self._losses) == _SPIKE_WINDOW else 0.0
+        if loss > _SPIKE * usual > 0:
+            self._warn(f"the training loss jumped to {loss:.4g} at step {step}, from a median of {usual:.4g} before")
         self._losses.append(loss)
-
-    def _restart_clock(self, loop: Loop, now: float | None = None) -> None:
-        self._since = time.perf_counter() if now is None else now
-        self._samples, self._waited_s, self._paused_s = loop.samples_seen, loop.waited_s, loop.paused_s
 
     def _send(self, loop: Loop, split: str, metrics: dict[str, float]) -> None:
         position = loop.state.position
         for sink in self.sinks:
             sink(split, metrics, position.global_step, position.epoch + (position.batch > 0))
+
+
+def _clock(loop: Loop) -> tuple[float, int, float, float]:
+    """The time in seconds, samples seen, and seconds waited for batches and not spent on training."""
+    return time.perf_counter(), loop.samples_seen, loop.waited_s, loop.paused_s
 
 
 class Checkpointing:

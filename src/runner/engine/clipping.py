@@ -16,15 +16,10 @@ class AdaptiveClip:
     """Bounds the gradient of each unit by a multiple of the norm of its weights (Brock et al., arXiv:2102.06171).
 
     A unit computes one output: a row of a matrix, a filter of a convolution; a vector, such as a bias, is one unit. Norms
-    are 2-norms; weight norms below 0.001 count as 0.001. As in the paper, the last linear layer is not clipped.
+    are 2-norms; weight norms below 0.001 count as 0.001. As in the paper, the last linear layer is not clipped."""
 
-    Attributes:
-        ratio: largest norm of a unit's gradient, as a multiple of the norm of its weights.
-        parameters: the parameters whose gradients are bounded.
-    """
-
-    ratio: float
-    parameters: tuple[nn.Parameter, ...]
+    ratio: float  # largest norm of a unit's gradient, as a multiple of the norm of its weights
+    parameters: tuple[nn.Parameter, ...]  # the parameters whose gradients are bounded
 
     @classmethod
     def of(cls, model: nn.Module, ratio: float) -> AdaptiveClip:

@@ -1,37 +1,34 @@
-"""Why the loss or the gradients of a step were not finite."""
+"""Where numbers first became not finite: `diagnose` looks for it after a step, `FiniteWatch` while training."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig
+from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
-from runner.instrument.observer import module_label
+from runner.instrument.observer import Observer, module_label, observe_gradients
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found about a step.
-
-    Attributes:
-        step: number of the optimizer step, from 1.
-        epoch: number of the epoch, from 1.
-        cause: a clause for people, such as `first in the output of layers.0 (Linear)`.
-        batch: the images, targets and indices of the batch that it came with, on the CPU; empty if none shows it again.
-    """
+    """What was found about an optimizer step; it and the epoch are counted from 1."""
 
     step: int
     epoch: int
-    cause: str
-    batch: dict[str, Tensor]
+    cause: str  # a clause for people, such as `first in the output of layers.0 (Linear)`
+    batch: dict[str, Tensor]  # images, targets and indices that it came with, on the CPU; empty if none shows it again
 
     def __str__(self) -> str:
         return f"the gradients of step {self.step} (epoch {self.epoch}) are not finite: {self.cause}"
@@ -75,3 +72,50 @@ def _cause(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
     loss.backward()  # type: ignore[no-untyped-call]
     wrong = [name for name, parameter in model.named_parameters() if not is_finite(parameter.grad)]
     return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
+
+
+class FiniteWatch:
+    """Ends training with `Diverged` at the first module output, or gradient that reaches it, that is not finite.
+
+    Each check waits for the device. Where the loss is scaled, gradients overflow as part of scaling, so only outputs are
+    checked.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._checks_gradients = state.scaler is None
+        self._passed = "the loss"  # where the gradient was last seen to be finite
+        Observer(state.model, before=self._check_inputs, names=[""])
+        Observer(state.model, after=self._check_output)
+        stepped = {parameter for group in state.optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in state.model.named_parameters():
+            if self._checks_gradients and parameter in stepped:
+                needed = parameter.requires_grad  # a parameter that is frozen for a while accepts no hook
+                parameter.requires_grad_(True)
+                observe_gradients(parameter, functools.partial(self._check_gradient, f"of {name}"))
+                parameter.requires_grad_(needed)
+
+    def _check_inputs(self, name: str, module: nn.Module, inputs: list[Any]) -> None:
+        self._passed = "the loss"
+        if not is_finite(inputs):
+            raise Diverged(f"{self._when()} the images of the batch have values that are not finite")
+
+    def _check_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        what = f"the output of {module_label(name, module, 'the model')}"
+        if not is_finite(output):
+            raise Diverged(f"{self._when()} {what} is the first that is not finite")
+        if self._checks_gradients:
+            floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+            observe_gradients(floats, functools.partial(self._check_gradient, f"at {what}"))
+
+    def _check_gradient(self, place: str, gradient: Tensor) -> None:
+        if not is_finite(gradient):
+            raise Diverged(
+                f"{self._when()} the gradient {place} is the first that is not finite; at {self._passed} it was finite"
+            )
+        if place.startswith("at "):
+            self._passed = place.removeprefix("at ")
+
+    def _when(self) -> str:
+        done = self._state.position.global_step
+        return f"in step {done + 1}" if self._state.model.training else f"in the evaluation after step {done}"

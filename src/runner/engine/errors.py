@@ -10,11 +10,7 @@ class Diverged(Exception):
 
 
 class NotFinite(Exception):
-    """A step was skipped because its loss or gradients are not finite; training goes back to an earlier state.
-
-    Attributes:
-        step: number of the optimizer step, from 1.
-    """
+    """Optimizer step number `step`, from 1, was skipped because its loss or gradients are not finite; training goes back."""
 
     def __init__(self, step: int, report: str) -> None:
         super().__init__(report)

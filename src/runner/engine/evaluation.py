@@ -24,28 +24,23 @@ def evaluate(
     limit: int | None = None,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Evaluate a split.
+    """Evaluate a split; modes and buffers of model and loss do not change.
 
     Args:
-        model: the model; its modes and buffers do not change, nor do buffers of the loss.
+        model: the model.
         source: the split.
         targets_of: converts targets of the data set to targets of the loss and the metrics.
         loss: (logits, targets) -> scalar mean over the samples.
         metrics: fresh metrics by name, on the model's device; afterwards they contain the whole split.
         autocast: context manager for the forward pass.
         limit: batches to use; None for all.
-        interrupted: called before every batch; True ends the evaluation.
+        interrupted: called before every batch; True raises `Interrupted`.
 
     Returns:
         `loss` and every metric with a scalar value, as floats.
-
-    Raises:
-        Interrupted: if `interrupted` returned True.
-        ValueError: if the split is empty.
     """
     batches = math.ceil(source.samples / source.batch_size)
-    if limit is not None:
-        batches = min(batches, limit)
+    batches = batches if limit is None else min(batches, limit)
     total: Tensor | None = None
     samples = 0
     with evaluating(model, loss):

@@ -9,30 +9,35 @@ from dataclasses import dataclass
 from torch import nn
 
 from runner.engine.position import Position
+from runner.instrument.no_trace import no_trace
 
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """A part of a model that is not trained, for a while or permanently.
-
-    Attributes:
-        name: for messages.
-        parameters: its weights.
-        modules: modules kept in evaluation mode meanwhile, such as BatchNorm, whose statistics then do not change.
-        steps: optimizer steps until it is trained.
-        epochs: the same in epochs; with neither, it is frozen permanently.
-    """
+    """A part of a model that is not trained: for so many steps, for so many epochs, or permanently."""
 
     name: str
     parameters: tuple[nn.Parameter, ...]
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # kept in evaluation mode meanwhile, so that BatchNorm's statistics do not change
     steps: int | None = None
     epochs: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of its weights."""
+        return sum(parameter.numel() for parameter in self.parameters)
 
     @property
     def permanent(self) -> bool:
         """Whether it is never trained."""
         return self.steps is None and self.epochs is None
+
+    @property
+    def until(self) -> str:
+        """For how long, for people."""
+        if self.permanent:
+            return "permanently"
+        return f"until after epoch {self.epochs:,}" if self.steps is None else f"until after step {self.steps:,}"
 
     def holds(self, position: Position) -> bool:
         """Whether the part is frozen in the step after this position."""
@@ -45,11 +50,8 @@ class Freezing:
     """Decides what is trained from the position alone, so that a resumed run agrees.
 
     Modules that are in evaluation mode at construction stay in it, as their constructor chose it. If the whole model is in
-    evaluation mode, as loaded models often are, all of it is trained.
-
-    Args:
-        model: the model.
-        parts: its frozen parts; a weight in several parts is frozen until the last of them is trained.
+    evaluation mode, as loaded models often are, all of it is trained. A weight in several parts is frozen until the last of
+    them is trained.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Frozen] = ()) -> None:
@@ -64,22 +66,15 @@ class Freezing:
 
     @contextlib.contextmanager
     def as_at(self, position: Position | None) -> Iterator[None]:
-        """The model in training mode as after a position; restored afterwards.
-
-        Args:
-            position: None for the time when only permanently frozen parts are left.
-        """
+        """The model in training mode as after a position, None for when only permanently frozen parts are left; see `no_trace`."""
         held = self._held
-        modes = [(module, module.training) for module in self._model.modules()]
-        needed = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
         try:
-            self._train_all_but([part for part in self.parts if (part.holds(position) if position else part.permanent)])
-            yield
+            with no_trace(self._model):
+                self._train_all_but(
+                    [part for part in self.parts if (part.holds(position) if position else part.permanent)]
+                )
+                yield
         finally:
-            for parameter, needs in needed:
-                parameter.requires_grad_(needs)
-            for module, mode in modes:
-                module.training = mode
             self._held = held
 
     def follow(self, position: Position) -> list[Frozen]:

@@ -50,7 +50,7 @@ class Loop:
         plan: how its epochs divide into steps.
         parts: how a step is computed.
         limits: when to stop and when to evaluate.
-        evaluate: evaluates the validation split, given a function that returns True to interrupt it; None without one.
+        evaluate: evaluates the validation split, and raises `Interrupted` if `interrupted` says so; None without one.
         callbacks: objects with some of the methods that `runner.engine.callbacks` lists.
         monitor: metric and mode (`min` or `max`) that decide which evaluation is best.
         interrupted: returns the name of the signal that asks the run to stop, or an empty string.
@@ -65,7 +65,7 @@ class Loop:
         plan: EpochPlan,
         parts: StepConfig,
         limits: Limits,
-        evaluate: Callable[[Callable[[], bool]], dict[str, float]] | None,
+        evaluate: Callable[[], dict[str, float]] | None,
         callbacks: Sequence[Any],
         monitor: tuple[str, str],
         interrupted: Callable[[], str] = lambda: "",
@@ -97,9 +97,7 @@ class Loop:
         self._prepare()
         self.emit("on_start")
         with collecting_between_steps():
-            if self.state.position.evaluation_due and self.finished:
-                self._boundary()
-            while not self.finished:
+            while self.state.position.evaluation_due or not self.finished:
                 try:
                     if self.state.position.evaluation_due:
                         self._boundary()
@@ -181,19 +179,16 @@ class Loop:
     def _evaluation_due(self) -> bool:
         """Whether to evaluate at the end of this epoch, interval or run."""
         position, limits = self.state.position, self.limits
-        by_epochs, by_steps = limits.evaluate_every_epochs, limits.evaluate_every_steps
-        if self._evaluate is None or (by_epochs is None and by_steps is None):
+        epochs, steps = limits.evaluate_every_epochs, limits.evaluate_every_steps
+        if self._evaluate is None or (epochs is None and steps is None):
             return False
-        return (
-            (by_epochs is not None and self.epoch_ended and position.epoch % by_epochs == 0)
-            or (by_steps is not None and position.global_step % by_steps == 0)
-            or self.finished
-        )
+        by_epochs = epochs is not None and self.epoch_ended and position.epoch % epochs == 0
+        return by_epochs or (steps is not None and position.global_step % steps == 0) or self.finished
 
     def _run_evaluation(self) -> None:
         assert self._evaluate is not None, "an evaluation is due without a validation split"
         state, (name, mode) = self.state, self.monitor
-        metrics = self._evaluate(lambda: bool(self.interrupted()))
+        metrics = self._evaluate()
         state.last_metrics, self._evaluated_at = metrics, state.position.global_step
         value = metrics[name]
         loss_name = loss_for(name)  # missing if a user-defined metric happens to be called ema_...
@@ -242,11 +237,7 @@ class Loop:
             method(self, *args)
 
     def collect(self, name: str, metrics: dict[str, float]) -> None:
-        """Call a method of every callback that receives metrics and may add to them.
-
-        Raises:
-            BadMetric: if one of them adds a value that is not a number, or uses a reserved name.
-        """
+        """Call a method of every callback that receives metrics and may add to them; `BadMetric` if they cannot be logged."""
         for method in self._methods(name):
             method(self, metrics)
             _check_metrics(f"callback {type(getattr(method, '__self__', method)).__name__}, {name}", metrics)
@@ -256,11 +247,8 @@ class Loop:
     def check_nonfinite(self) -> None:
         """Find out whether steps since the last call were skipped because they are not finite; waits for the device.
 
-        Called before numbers are read, the state is saved, or the validation split is evaluated.
-
-        Raises:
-            Diverged: if one was skipped, and the policy is to stop.
-            NotFinite: if one was skipped, and the policy is to continue from an earlier state.
+        Called before numbers are read, the state is saved, or the validation split is evaluated. If a step was skipped, the
+        policy decides: `raise` raises `Diverged`, and `rollback` raises `NotFinite`.
         """
         guard = self.parts.guard
         if guard is None or guard.steps == 0:
@@ -330,6 +318,5 @@ def _check_metrics(source: str, metrics: dict[str, Any]) -> None:
                 raise TypeError
             float(value)
         except (TypeError, ValueError, RuntimeError):
-            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-            kind = f"a {type(value).__name__}{shape}"
-            raise BadMetric(f"{source}: metric {name!r} is {kind}, not a number", "a float") from None
+            kind = type(value).__name__ + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+            raise BadMetric(f"{source}: metric {name!r} is a {kind}, not a number", "a float") from None

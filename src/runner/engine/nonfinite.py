@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -24,25 +24,21 @@ class NonFiniteGuard:
     somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before
     the step. Where the loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the
     guard then watches the loss.
-
-    Attributes:
-        policy: what is to happen.
-        scaled: whether the loss is scaled.
-        by_kernel: whether the optimizer's kernel obeys the flag.
-        steps: steps since `found` was asked.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:
         self.policy = policy
         self.scaled = scaled
         self._optimizer = optimizer
-        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        device = self._parameters[0].device
-        kinds = {(parameter.device, parameter.dtype) for parameter in self._parameters}
-        self._alike = len(kinds) == 1
+        self._lasting = policy != "skip" and not scaled  # whether the flag stays up once it is up
+        kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self._parameters = list(kinds.values())  # a kernel takes gradients of one kind
+        device = self._parameters[0][0].device
         self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
-        self.by_kernel = not scaled and _obeys_flag(optimizer)
-        undoes = not scaled and not self.by_kernel and _reading_waits(device) and _can_be_undone(optimizer)
+        self._by_kernel = not scaled and _obeys_flag(optimizer)
+        undoes = not scaled and not self._by_kernel and _reading_waits(device) and _can_be_undone(optimizer)
         self._undone = [p for group in optimizer.param_groups if not group.get("fused") for p in group["params"]]
         self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
         self._found = torch.zeros((), device=device)
@@ -64,7 +60,7 @@ class NonFiniteGuard:
         """Whether every step waits for the device."""
         if self.scaled:  # torch's GradScaler asks, unless the optimizer's kernel does
             return not getattr(self._optimizer, "_step_supports_amp_scaling", False)
-        return not self.by_kernel and self._before is None
+        return not self._by_kernel and self._before is None
 
     @property
     def skipped(self) -> Tensor | None:
@@ -96,7 +92,7 @@ class NonFiniteGuard:
         self._look()
         if self._before is not None:
             self._before = {key: tensor.clone() for key, tensor in self._changed_by_a_step()}
-        elif not self.by_kernel:
+        elif not self._by_kernel:
             return not bool(self._found)
         self._optimizer.found_inf = self._found  # type: ignore[attr-defined]
         return True
@@ -123,10 +119,8 @@ class NonFiniteGuard:
 
     def stepped(self) -> None:
         """Note the outcome of a step."""
-        lasting = self.policy != "skip"
-        if lasting and not self.scaled:
-            # It stays up, so the count of steps with it up gives the first.
-            self._flags[0].add_(self._found)
+        if self._lasting:
+            self._flags[0].add_(self._found)  # the count of steps with the flag up gives the first
         else:
             if self.steps and self.steps % _ROOM == 0:
                 self._read()
@@ -139,13 +133,10 @@ class NonFiniteGuard:
 
     def found(self) -> list[int]:
         """Which of the steps since the last call were not finite, counted from 0; waits for the device."""
-        if self.policy != "skip" and not self.scaled:
-            bad = int(self._flags[0])
-            first = self.steps - bad
-            found = [first] if bad else []
-            self.steps = 0
-            return found
-        self._read()
+        if not self._lasting:
+            self._read()
+        elif bad := int(self._flags[0]):
+            self._known = [self.steps - bad]
         found, self._known, self.steps = self._known, [], 0
         return found
 
@@ -155,13 +146,13 @@ class NonFiniteGuard:
         self._known += [since + index for index, flag in enumerate(flags) if flag]
 
     def _look(self) -> None:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
-        for some in ([gradients] if self._alike else _by_kind(gradients)) if gradients else []:
-            if self._has_kernel:
-                torch._amp_foreach_non_finite_check_and_unscale_(some, self._found, self._one)
-            else:
-                flags = torch.stack([gradient.isfinite().all() for gradient in some])
+        for parameters in self._parameters:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
+            if gradients and self._has_kernel:
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
+            elif gradients:
+                flags = torch.stack([gradient.isfinite().all() for gradient in gradients])
                 self._found.copy_(torch.where(flags.all(), self._found, self._one))
 
 
@@ -191,18 +182,10 @@ def _can_be_undone(optimizer: torch.optim.Optimizer) -> bool:
 
     Adam's is not: its count of steps lies in the host's memory unless it is fused, as the other part of Muon has to be.
     """
-    ours = type(optimizer).__module__.startswith(("torch.optim", "runner.optim"))
     groups = optimizer.param_groups
     return (
-        ours
+        type(optimizer).__module__.startswith(("torch.optim", "runner.optim"))
         and type(optimizer).__name__ in ("Muon", "RMSprop")
         and not any(group.get("differentiable") for group in groups)
         and all(group.get("fused") for group in groups if group.get("algorithm") == "adamw")
     )
-
-
-def _by_kind(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(kinds.values())

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import random
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, backward, batch_loss, update_weights
-from runner.instrument.no_trace import SavedBuffers
+from runner.instrument.no_trace import SavedBuffers, SavedRNG
 
 if TYPE_CHECKING:
     from runner.engine.loop import Loop
@@ -48,7 +47,7 @@ class OOMRetryStep:
         self._batch_size = batch_size
         self._window: list[tuple[Batch, float, int]] = []
         self._losses: list[Tensor] = []
-        self._before: _Snapshot | None = None
+        self._before: list[SavedBuffers | SavedRNG] = []  # buffers and generators when the window began
 
     def __call__(
         self, state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, update: bool
@@ -59,7 +58,7 @@ class OOMRetryStep:
             torch.OutOfMemoryError: if single samples do not fit either.
         """
         if not self._window:
-            self._before = _Snapshot(state.model, parts.loss)
+            self._before = [SavedBuffers(state.model, parts.loss), SavedRNG()]
         self._window.append((batch, weight, samples))
         if not self._fits(state, parts, len(self._window) - 1):
             self._retry(state, parts)
@@ -69,7 +68,7 @@ class OOMRetryStep:
             state.meter.add(loss, count)
             if parts.guard is not None:
                 parts.guard.watch_loss(loss)
-        self._window, self._losses, self._before = [], [], None
+        self._window, self._losses, self._before = [], [], []
         update_weights(state, parts)
 
     def _retry(self, state: TrainState, parts: StepConfig) -> None:
@@ -82,8 +81,8 @@ class OOMRetryStep:
                 parameter.grad = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            assert self._before is not None, "a window starts with a snapshot"
-            self._before.restore()
+            for saved in self._before:
+                saved.restore()
             fits = self._fits(state, parts, 0)
 
     def _fits(self, state: TrainState, parts: StepConfig, first: int) -> bool:
@@ -100,11 +99,7 @@ class OOMRetryStep:
 
 
 class ReportMicroBatches:
-    """Warns when batches begin to be divided into micro-batches.
-
-    Args:
-        warn: called with a sentence.
-    """
+    """Warns when batches begin to be divided into micro-batches."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
@@ -112,7 +107,6 @@ class ReportMicroBatches:
 
     def on_start(self, loop: Loop) -> None:
         """Report what a resumed run starts with."""
-        self._pieces = 1
         self.on_step(loop)
 
     def on_step(self, loop: Loop) -> None:
@@ -128,36 +122,13 @@ class ReportMicroBatches:
             )
 
 
-class _Snapshot:
-    """Generators and buffers at the start of a step."""
-
-    def __init__(self, model: nn.Module, loss: object) -> None:
-        self._buffers = SavedBuffers(model, loss)
-        self._device = next(model.parameters()).device
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._accelerator: Any = None
-        if self._device.type in ("cuda", "mps"):
-            self._accelerator = getattr(torch, self._device.type).get_rng_state()
-
-    def restore(self) -> None:
-        self._buffers.restore()
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._accelerator is not None:
-            getattr(torch, self._device.type).set_rng_state(self._accelerator)
-
-
 def _train(state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, count: int) -> Tensor:
     """Accumulate the gradients of a batch in `count` micro-batches; returns its mean loss."""
     targets = parts.targets(batch.targets)
-    total: Tensor | None = None
+    losses: list[Tensor] = []
     for images, some in zip(batch.images.tensor_split(count), targets.tensor_split(count), strict=True):
         loss = batch_loss(state, parts, images, some)
         share = len(images) / samples
         backward(state, loss, weight * share)
-        counted = loss.detach() if count == 1 else loss.detach() * share
-        total = counted if total is None else total + counted
-    assert total is not None, "a batch has samples"
-    return total
+        losses.append(loss.detach() if count == 1 else loss.detach() * share)
+    return functools.reduce(torch.add, losses)

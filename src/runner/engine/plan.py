@@ -13,21 +13,13 @@ from runner.engine.position import Position
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The batches of an epoch.
+    """The batches of an epoch."""
 
-    Attributes:
-        samples: samples per epoch.
-        batch_size: samples per batch.
-        accumulate: batches per optimizer step.
-        drop_last: skip the last batch if it is smaller.
-        limit: batches per epoch; None for all.
-    """
-
-    samples: int
-    batch_size: int
-    accumulate: int = 1
-    drop_last: bool = False
-    limit: int | None = None
+    samples: int  # samples per epoch
+    batch_size: int  # samples per batch
+    accumulate: int = 1  # batches per optimizer step
+    drop_last: bool = False  # skip the last batch if it is smaller
+    limit: int | None = None  # batches per epoch; None for all
 
     @cached_property
     def batches(self) -> int:
@@ -44,44 +36,29 @@ class EpochPlan:
         """Samples in batch number `batch`."""
         return min(self.batch_size, self.samples - batch * self.batch_size)
 
-    def weight(self, batch: int) -> float:
-        """This batch's share of the samples in its accumulation window, the factor of its mean loss.
-
-        The gradient of a window is then that of the mean over all its samples, even if the last window has fewer batches
-        or a smaller batch.
-        """
-        first = batch - batch % self.accumulate
-        last = min(first + self.accumulate, self.batches) - 1
-        total = (last - first) * self.batch_size + self.size(last)
-        return self.size(batch) / total
-
-    def ends_window(self, batch: int) -> bool:
-        """Whether the optimizer steps after this batch."""
-        return (batch + 1) % self.accumulate == 0 or batch + 1 == self.batches
-
     def parts(self, start: int) -> Iterator[tuple[int, float, bool]]:
-        """(size, weight, ends_window) of each batch of an epoch from number `start` on."""
-        if self.accumulate > 1:
-            for batch in range(start, self.batches):
-                yield self.size(batch), self.weight(batch), self.ends_window(batch)
-            return
-        # Without accumulation there is nothing to compute per batch.
-        yield from itertools.repeat((self.batch_size, 1.0, True), max(0, self.batches - 1 - start))
-        if start < self.batches:
-            yield self.size(self.batches - 1), 1.0, True
+        """(size, weight, ends_window) of each batch of an epoch from number `start`, which begins an accumulation window.
+
+        The weight is the batch's share of the samples in its window, the factor of its mean loss. The gradient of a window is
+        then that of the mean over all its samples, even if the last window has fewer batches or a smaller batch.
+        """
+        if self.accumulate == 1 and start < self.batches:  # the usual case, in which nothing is computed per batch
+            yield from itertools.repeat((self.batch_size, 1.0, True), self.batches - 1 - start)
+            start = self.batches - 1
+        for first in range(start, self.batches, self.accumulate):
+            last = min(first + self.accumulate, self.batches) - 1
+            total = (last - first) * self.batch_size + self.size(last)
+            for batch in range(first, last + 1):
+                size = self.size(batch)
+                yield size, size / total, batch == last
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Converts between optimizer steps and epochs in a run whose number of steps per epoch may have changed.
+    """Converts between optimizer steps and epochs in a run whose number of steps per epoch may have changed."""
 
-    Attributes:
-        steps: optimizer steps per epoch since the last change.
-        turns: (step, epoch) pairs at which the number of steps per epoch changed, in order.
-    """
-
-    steps: int
-    turns: tuple[tuple[int, int], ...] = ()
+    steps: int  # optimizer steps per epoch since the last change
+    turns: tuple[tuple[int, int], ...] = ()  # (step, epoch) at which the number of steps per epoch changed, in order
 
     @classmethod
     def of(cls, start: Position, plan: EpochPlan) -> Timeline:
@@ -115,39 +92,22 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Limits:
-    """When training ends and when the validation split is evaluated; None means never.
+    """When training ends and when the validation split is evaluated; None means never."""
 
-    Attributes:
-        epochs: epochs in total.
-        max_steps: optimizer steps in total.
-        evaluate_every_epochs: epochs between evaluations.
-        evaluate_every_steps: optimizer steps between evaluations.
-    """
-
-    epochs: int | None
-    max_steps: int | None
-    evaluate_every_epochs: int | None = 1
-    evaluate_every_steps: int | None = None
+    epochs: int | None  # epochs in total
+    max_steps: int | None  # optimizer steps in total
+    evaluate_every_epochs: int | None = 1  # epochs between evaluations
+    evaluate_every_steps: int | None = None  # optimizer steps between evaluations
 
     def epochs_decide(self, timeline: Timeline) -> bool:
         """Whether the number of epochs ends the run, so that shares of the run are shares of its epochs."""
         return self.epochs is not None and (self.max_steps is None or timeline.step(self.epochs) <= self.max_steps)
 
     def total_steps(self, plan: EpochPlan, start: Position | None = None) -> int:
-        """Optimizer steps of the whole run.
-
-        Args:
-            plan: how the remaining epochs divide into steps.
-            start: where training starts; completed epochs count with the steps that they had.
-
-        Raises:
-            ValueError: if neither epochs nor steps are limited.
-        """
+        """Optimizer steps of the whole run; epochs completed at `start` count with the steps that they had."""
         start = start or Position()
         limits = [] if self.max_steps is None else [self.max_steps]
         if self.epochs is not None:
             before_epoch = start.global_step - math.ceil(start.batch / plan.accumulate)
             limits.append(before_epoch + (self.epochs - start.epoch) * plan.steps)
-        if not limits:
-            raise ValueError("epochs or max_steps must be given")
         return min(limits)

@@ -7,27 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Position:
-    """Where training stands, always at a boundary between optimizer steps.
+    """Where training stands, always at a boundary between optimizer steps."""
 
-    Attributes:
-        epoch: completed epochs.
-        batch: completed batches of the current epoch.
-        micro_batch: accumulated batches of the current step; 0, because states are saved between steps.
-        global_step: completed optimizer steps.
-        evaluation_due: whether the validation split must be evaluated before training continues.
-        skipped_steps: numbers of the optimizer steps, from 1, that are skipped because their gradients are not finite.
-        pieces: micro-batches that each batch is divided into because memory ran out.
-        turns: [step, epoch] pairs at which the number of steps per epoch changed, see `runner.engine.plan.Timeline`.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    micro_batch: int = 0
-    global_step: int = 0
-    evaluation_due: bool = False
-    skipped_steps: list[int] = field(default_factory=list)
-    pieces: int = 1
-    turns: list[list[int]] = field(default_factory=list)
+    epoch: int = 0  # completed epochs
+    batch: int = 0  # completed batches of the current epoch
+    micro_batch: int = 0  # accumulated batches of the current step; 0, because states are saved between steps
+    global_step: int = 0  # completed optimizer steps
+    evaluation_due: bool = False  # whether the validation split must be evaluated before training continues
+    skipped_steps: list[int] = field(default_factory=list)  # numbers of steps, from 1, that are not finite
+    pieces: int = 1  # micro-batches that each batch is divided into because memory ran out
+    turns: list[list[int]] = field(default_factory=list)  # [step, epoch], see `runner.engine.plan.Timeline`
 
 
 @dataclass

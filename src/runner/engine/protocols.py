@@ -54,16 +54,12 @@ class Schedule(Protocol):
 
     def factor(self, step: int) -> float:
         """The multiple for optimizer step number `step`, from 0."""
-        ...
 
     def observe(self, metric: float) -> None:
         """Receive the monitored metric after an evaluation."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs; empty for a pure function of the step."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        ...

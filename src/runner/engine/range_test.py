@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +13,6 @@ from runner.engine.plan import EpochPlan
 from runner.engine.protocols import Source
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.step import StepConfig, StepFunction, train_step
-from runner.instrument.no_trace import no_trace
 
 _SMOOTHING = 0.8  # the running mean lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
@@ -28,38 +25,23 @@ _Window = list[tuple[Any, int, float, bool]]  # batch, size, weight, whether the
 
 @dataclass(frozen=True)
 class Curve:
-    """The result of a range test.
-
-    Attributes:
-        rates: the learning rate of each step.
-        losses: mean training loss of the batches of each step, before its update.
-        smoothed: running mean of the losses.
-        stopped: why the test ended before the last rate; empty if it did not.
-    """
+    """The result of a range test: for each step its rate, and the loss before its update."""
 
     rates: list[float]
     losses: list[float]
-    smoothed: list[float]
-    stopped: str = ""
+    smoothed: list[float]  # running mean of the losses
+    stopped: str = ""  # why the test ended before the last rate
 
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Suggested learning rates.
+    """Suggested learning rates."""
 
-    Attributes:
-        edge: the highest rate at which the smoothed loss is about as low as the lowest; above it, the loss rises.
-        fifth: a fifth of `edge`.
-        lowest: the rate of the lowest smoothed loss.
-        tenth: a tenth of `lowest`.
-        steepest: the rate at which the smoothed loss falls fastest over the logarithm of the rate.
-    """
-
-    edge: float
-    fifth: float
-    lowest: float
-    tenth: float
-    steepest: float
+    edge: float  # the highest at which the smoothed loss is about as low as the lowest; above it, the loss rises
+    fifth: float  # of `edge`
+    lowest: float  # where the smoothed loss is lowest
+    tenth: float  # of `lowest`
+    steepest: float  # where the smoothed loss falls fastest over the logarithm of the rate
 
 
 def exponential(start: float, end: float, steps: int) -> list[float]:
@@ -77,79 +59,57 @@ def range_test(
     step: StepFunction = train_step,
     interrupted: Callable[[], str] = lambda: "",
 ) -> Curve:
-    """Train one step at each rate until the loss diverges, then restore everything bit for bit.
+    """Train one step at each rate until the loss diverges. The state is of no use afterwards.
 
     The steps are those of training, with accumulation, clipping and loss scaling, over as many epochs as needed. The loss is
     read at every step, so each one waits for the device.
 
-    Args:
-        state: what training changes.
-        source: the training split.
-        plan: how its epochs divide into steps.
-        parts: how a step is computed.
-        rates: the rate of each step, for a parameter group whose `initial_lr` is `reference`; the other groups keep
-            their ratios to it.
-        reference: see `rates`.
-        step: trains on a batch as `train_step` does.
-        interrupted: returns the name of the signal that asks to stop, or an empty string.
-
-    Raises:
-        Preempted: when asked to stop.
+    `rates` are those of a parameter group whose `initial_lr` is `reference`; the other groups keep their ratios to it.
+    `interrupted` returns the name of the signal that asks to stop, or an empty string.
     """
     losses: list[float] = []
     smoothed: list[float] = []
-    mean, stopped = 0.0, ""
-    windows = _windows(source, plan, len(rates))
-    with _unchanged(state, parts.loss):
-        meter = state.meter = RunningMean(next(state.model.parameters()).device)
-        state.averaged = None  # averaging weights during a sweep of the rate is meaningless
-        state.train()
-        guard = parts.guard
-        if guard is not None:
-            guard.start()
-        try:
-            for rate, window in zip(rates, windows, strict=True):
-                if signal := interrupted():
-                    raise Preempted(signal)
-                for group in state.optimizer.param_groups:
-                    group["lr"] = group["initial_lr"] * (rate / reference)
-                meter.reset()
-                for batch, size, weight, update in window:
-                    step(state, parts, batch, weight, size, update)
-                loss = meter.read()
-                if not math.isfinite(loss):
-                    stopped = f"the loss is {loss} at a rate of {rate:.3g}"
-                    break
-                losses.append(loss)
-                mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-                # Without the bias towards the initial 0 (Kingma & Ba 2015).
-                smoothed.append(mean / (1 - _SMOOTHING ** len(losses)))
-                if smoothed[-1] > _diverged(smoothed):
-                    stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
-                    break
-                if guard is not None and guard.found():
-                    stopped = f"the gradients are not finite at a rate of {rate:.3g}"
-                    break
-        finally:
-            if guard is not None:
-                guard.start()
+    mean, stopped, guard = 0.0, "", parts.guard
+    meter = state.meter = RunningMean(next(state.model.parameters()).device)
+    state.averaged = None  # averaging weights during a sweep of the rate is meaningless
+    state.train()
+    if guard is not None:
+        guard.start()
+    for rate, window in zip(rates, _windows(source, plan, len(rates)), strict=True):
+        if signal := interrupted():
+            raise Preempted(signal)
+        for group in state.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (rate / reference)
+        meter.reset()
+        for batch, size, weight, update in window:
+            step(state, parts, batch, weight, size, update)
+        loss = meter.read()
+        if not math.isfinite(loss):
+            stopped = f"the loss is {loss} at a rate of {rate:.3g}"
+            break
+        losses.append(loss)
+        mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
+        # Without the bias towards the initial 0 (Kingma & Ba 2015).
+        smoothed.append(mean / (1 - _SMOOTHING ** len(losses)))
+        if smoothed[-1] > _diverged(smoothed):
+            stopped = f"the loss is {_DIVERGED:g} times its lowest at a rate of {rate:.3g}"
+            break
+        if guard is not None and guard.found():
+            stopped = f"the gradients are not finite at a rate of {rate:.3g}"
+            break
     return Curve(list(rates[: len(losses)]), losses, smoothed, stopped)
 
 
 def suggest(curve: Curve) -> Suggestions:
-    """Derive learning rates from a curve.
-
-    Raises:
-        ValueError: if the loss hardly falls; the message describes the curve.
-    """
-    smoothed = curve.smoothed
+    """Derive learning rates from a curve; `ValueError` describes one whose loss hardly falls."""
+    smoothed, because = curve.smoothed, f" ({curve.stopped})" if curve.stopped else ""
     if len(smoothed) < 2:
-        raise ValueError(f"the loss is not finite from the first step on{_because(curve)}")
+        raise ValueError(f"the loss is not finite from the first step on{because}")
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     if lowest == 0 or smoothed[0] - smoothed[lowest] < _LEAST_FALL * abs(smoothed[0]):
         raise ValueError(
             f"the loss hardly falls at any rate from {curve.rates[0]:.3g} to {curve.rates[-1]:.3g}: "
-            f"from {smoothed[0]:.4g} to {smoothed[lowest]:.4g} at best{_because(curve)}"
+            f"from {smoothed[0]:.4g} to {smoothed[lowest]:.4g} at best{because}"
         )
     # If the loss is level over many rates, noise decides where it is lowest, but not where it begins to rise.
     level = _level(smoothed)
@@ -174,51 +134,18 @@ def _diverged(smoothed: Sequence[float]) -> float:
     return max(low + (_DIVERGED - 1) * abs(low), low + _VALLEY * (first - low))
 
 
-def _because(curve: Curve) -> str:
-    return f" ({curve.stopped})" if curve.stopped else ""
-
-
 def _windows(source: Source, plan: EpochPlan, steps: int) -> Iterator[_Window]:
     """The batches of each step, epoch after epoch."""
     for epoch in itertools.count():
         # Only request batches that are used: workers would read the others in vain.
         count = min(plan.steps, steps)
         batches = source.batches(epoch, 0, min(plan.batches, count * plan.accumulate))
-        given = ((batch, *part) for batch, part in zip(batches, plan.parts(0), strict=False))
-        for _ in range(count):
-            window: _Window = []
-            for item in given:
-                window.append(item)
-                if item[-1]:
-                    break
-            yield window
+        window: _Window = []
+        for batch, part in zip(batches, plan.parts(0), strict=False):
+            window.append((batch, *part))
+            if part[-1]:
+                yield window
+                window = []
         steps -= count
         if steps == 0:
             return
-
-
-@contextlib.contextmanager
-def _unchanged(state: TrainState, loss: object = None) -> Iterator[None]:
-    """Restore everything that training changes: weights, optimizer, loss scale, position, and what `no_trace` restores."""
-    model, optimizer, scaler = state.model, state.optimizer, state.scaler
-    meter, averaged, position = state.meter, state.averaged, copy.deepcopy(state.position)
-    weights = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
-    moments = {weight: copy.deepcopy(found) for weight, found in optimizer.state.items()}
-    settings = [
-        {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
-    scale = copy.deepcopy(scaler.state_dict()) if scaler is not None else {}
-    try:
-        with no_trace(model, loss):
-            yield
-    finally:
-        for parameter, values in weights:
-            parameter.data.copy_(values)
-        optimizer.state.clear()
-        optimizer.state.update(moments)
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
-        if scaler is not None and scale:
-            scaler.load_state_dict(scale)
-        state.meter, state.averaged, state.position = meter, averaged, position

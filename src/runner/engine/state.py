@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,68 +19,54 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "squar
 
 
 class RunningMean:
-    """Mean of a loss over samples, summed on the device and read only on request."""
+    """Mean of a loss over samples, summed on the device and read only on request.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of the loss.
+        finite_only: skip losses that are not finite.
+    """
+
+    def __init__(self, device: torch.device, finite_only: bool = False) -> None:
         self._sum = torch.zeros((), device=device)
         self._samples = 0
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
 
     def add(self, loss: torch.Tensor, samples: int) -> None:
         """Add the mean `loss` of `samples` samples."""
-        self._sum.add_(loss.detach(), alpha=samples)
+        loss = loss.detach()
+        if self._skipped is not None:
+            finite = loss.isfinite()
+            self._skipped.add_(~finite, alpha=samples)
+            loss = torch.where(finite, loss, torch.zeros_like(loss))
+        self._sum.add_(loss, alpha=samples)
         self._samples += samples
 
     def read(self) -> float:
-        """The mean since `reset`; waits for the device."""
-        return float(self._sum) / max(1, self._samples)
+        """The mean since `reset`, 0 over no samples; waits for the device."""
+        return float(self._sum) / max(1, self._count())
 
     def reset(self) -> None:
         """Start again from zero."""
         self._sum.zero_()
         self._samples = 0
+        if self._skipped is not None:
+            self._skipped.zero_()
+
+    def _count(self) -> int:
+        """The samples that were not skipped."""
+        if self._skipped is not None:
+            self._samples -= int(self._skipped)
+            self._skipped.zero_()
+        return self._samples
 
     def state_dict(self) -> dict[str, Any]:
         """Sum and count; the sum is copied."""
-        return {"sum": self._sum.clone(), "samples": self._samples}
+        return {"sum": self._sum.clone(), "samples": self._count()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self._sum.copy_(state["sum"])
         self._samples = state["samples"]
-
-
-class FiniteMean(RunningMean):
-    """A mean over the finite losses only."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-
-    def add(self, loss: torch.Tensor, samples: int) -> None:
-        """Add the mean `loss` of `samples` samples if it is finite."""
-        loss = loss.detach()
-        finite = loss.isfinite()
-        self._skipped.add_(~finite, alpha=samples)
-        super().add(torch.where(finite, loss, torch.zeros_like(loss)), samples)
-
-    def read(self) -> float:
-        """The mean since `reset`, 0 if no loss was finite; waits for the device."""
-        self._subtract_skipped()
-        return super().read()
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        super().reset()
-        self._skipped.zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Sum and count of the finite losses."""
-        self._subtract_skipped()
-        return super().state_dict()
-
-    def _subtract_skipped(self) -> None:
-        self._samples -= int(self._skipped)
-        self._skipped.zero_()
 
 
 @dataclass
@@ -128,11 +114,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: if names or shapes of the weights, or the optimizer's groups, do not match.
-        """
+        """Continue from a saved state; `ValueError` if weights or optimizer groups do not match."""
         load_weights(self.model, state["model"])
         if self.averaged is not None:
             self.averaged.load_state_dict(state["averaged"])
@@ -147,17 +129,11 @@ class TrainState:
         self.last_metrics = dict(state["metrics"]["last"])
         self.meter.load_state_dict(state["metrics"]["train"])
 
-    def not_finite(self) -> str:
-        """See `not_finite`."""
-        return not_finite({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
-
 
 def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:
-    """Name of the first tensor of `model` or `optimizer` that is not finite, or an empty string; waits for the device.
+    """Name of the first tensor in the state dicts `model` and `optimizer` that is not finite, or ""; waits for the device.
 
-    Args:
-        contents: state dicts under these names.
-        by_design: tensors of the model that are never finite, such as a mask of infinities.
+    Tensors of the model that are `by_design` never finite, such as a mask of infinities, do not count.
     """
     found = [*named_tensors(contents["model"]), *named_tensors(contents["optimizer"], "optimizer")]
     named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
@@ -169,11 +145,7 @@ def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> 
 
 
 def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
-    """Load a complete state dict.
-
-    Raises:
-        ValueError: naming the first tensors that are missing, unexpected, or of another shape.
-    """
+    """Load a complete state dict; `ValueError` names the first tensors that do not fit."""
     own = model.state_dict()
     problems = {
         "missing": [name for name in own if name not in weights],
@@ -184,20 +156,27 @@ def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
             if name in weights and weights[name].shape != own[name].shape
         ],
     }
-    complaints = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-        for what, names in problems.items()
-        if names
-    ]
-    if complaints:
-        raise ValueError("the checkpoint's tensors are not those of this model: " + "; ".join(complaints))
+    if any(problems.values()):
+        raise ValueError(f"the checkpoint's tensors are not those of this model: {list_problems(problems)}")
     # Some models, such as MNASNet, refuse a state dict without version metadata, which a checkpoint does not keep.
     own.update(weights)
     model.load_state_dict(own)
 
 
+def list_problems(names: Mapping[str, Sequence[str]]) -> str:
+    """How many tensors have each problem, and the first names: `2 missing (a, b); 1 unexpected (c)`."""
+    return "; ".join(
+        f"{len(some)} {problem} ({', '.join(some[:3])}{', ...' if len(some) > 3 else ''})"
+        for problem, some in names.items()
+        if some
+    )
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's moments and counters, and keep the settings that it was built with.
+
+    A fused kernel walks through weight and moments by address and checks no shapes: moments of another shape would make it
+    write out of bounds, those of another memory layout pair the wrong numbers. So moments get the layout of their weights.
 
     Raises:
         ValueError: if the parameter groups do not match, or moments have another shape than their weights.
@@ -208,20 +187,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         # load_state_dict places the step counters by these settings: fused kernels need them on the device.
         groups = [{**saved, **own} for saved, own in zip(groups, settings, strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
-    _lay_out_moments(optimizer)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
-
-
-def _lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Check the shapes of the moments, and give them the memory layout of their weights.
-
-    A fused kernel walks through weight and moments by address and checks no shapes: moments of another shape would make it
-    write out of bounds, those of another layout pair the wrong numbers.
-
-    Raises:
-        ValueError: naming the moment that has another shape.
-    """
     for weight, moments in optimizer.state.items():
         for name, value in moments.items():
             if not isinstance(value, torch.Tensor) or (name not in _MOMENTS and value.numel() == 1):
@@ -230,6 +195,7 @@ def _lay_out_moments(optimizer: torch.optim.Optimizer) -> None:
                 if value.stride() != weight.stride():
                     moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
             elif name in _MOMENTS or any(group.get("fused") for group in optimizer.param_groups):
-                raise ValueError(
-                    f"the optimizer's {name} has the shape {tuple(value.shape)} for a weight of {tuple(weight.shape)}"
-                )
+                shapes = f"{tuple(value.shape)} for a weight of {tuple(weight.shape)}"
+                raise ValueError(f"the optimizer's {name} has the shape {shapes}")
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)

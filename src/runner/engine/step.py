@@ -17,29 +17,17 @@ from runner.engine.state import TrainState
 
 @dataclass(frozen=True)
 class StepConfig:
-    """How a step is computed.
+    """How a step is computed."""
 
-    Attributes:
-        targets: converts targets of the data set to targets of the loss.
-        loss: (logits, targets) -> scalar mean over the samples.
-        autocast: context manager for forward pass and loss.
-        clip_norm: largest 2-norm of all gradients together; None for no limit.
-        clip_value: largest absolute value of a gradient element; None for no limit.
-        clip_adaptive: bounds of each unit's gradient; None for no limit.
-        compiled_loss: (images, targets) -> loss, replaces model and loss; None to call these.
-        guard: prevents steps with gradients that are not finite; None allows them.
-        optimizer_step: a faster equivalent of `optimizer.step`; None for that itself.
-    """
-
-    targets: Callable[[Tensor], Tensor]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    clip_adaptive: AdaptiveClip | None = None
-    compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    guard: NonFiniteGuard | None = None
-    optimizer_step: Callable[[], object] | None = None
+    targets: Callable[[Tensor], Tensor]  # converts targets of the data set to targets of the loss
+    loss: Callable[[Tensor, Tensor], Tensor]  # (logits, targets) -> scalar mean over the samples
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around both
+    clip_norm: float | None = None  # largest 2-norm of all gradients together; None for no limit
+    clip_value: float | None = None  # largest absolute value of a gradient element; None for no limit
+    clip_adaptive: AdaptiveClip | None = None  # bounds of each unit's gradient; None for no limit
+    compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None  # (images, targets) -> loss, replaces both
+    guard: NonFiniteGuard | None = None  # prevents steps with gradients that are not finite; None allows them
+    optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
 
 
 StepFunction = Callable[[TrainState, StepConfig, Any, float, int, bool], None]
@@ -56,9 +44,7 @@ def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float
         state: what training changes.
         parts: how a step is computed.
         batch: samples on the device.
-        weight: share of this batch in its window, see `EpochPlan.weight`.
-        samples: size of the batch.
-        update: whether the window ends here.
+        weight, samples, update: see `EpochPlan.parts`.
     """
     loss = forward(state, parts, batch, samples)
     backward(state, loss, weight)

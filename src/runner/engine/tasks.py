@@ -29,23 +29,18 @@ class Task(Protocol):
 
     def outputs(self, classes: Sequence[str]) -> int:
         """Number of outputs of a model."""
-        ...
 
     def targets(self, targets: Tensor) -> Tensor:
         """Convert targets of the data set to those of the loss and the metrics."""
-        ...
 
     def metric_names(self) -> list[str]:
         """Names of the metrics that `metrics` returns."""
-        ...
 
     def metrics(self, device: torch.device) -> dict[str, Metric]:
         """Fresh metrics by name; each takes (logits, targets) batch by batch."""
-        ...
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """Fresh metrics with several values, for `eval`: `per_class` (C,) and `confusion` (C, C), or nothing."""
-        ...
 
 
 class Classification:

@@ -6,7 +6,7 @@ Views are made from normalised images on the device and draw nothing at random.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +19,14 @@ _SHIFT = 1 / 16
 _SCALES = (1.1, 0.9)
 
 
-def as_it_is(images: Tensor) -> Tensor:
-    """The images themselves."""
-    return images
-
-
-def mirrored(images: Tensor) -> Tensor:
-    """Flipped left to right."""
-    return images.flip(-1)
-
-
-def upside_down(images: Tensor) -> Tensor:
-    """Flipped top to bottom."""
-    return images.flip(-2)
-
-
-def rotated(images: Tensor, quarters: int) -> Tensor:
-    """Rotated anticlockwise by multiples of 90 degrees.
-
-    Raises:
-        ValueError: for images that are not square, whose shape would change.
-    """
+def _rotated(images: Tensor, quarters: int) -> Tensor:
     height, width = images.shape[-2:]
-    if height != width:
+    if height != width:  # the shape would change
         raise ValueError(f"rotations require square images, and these have {height}x{width} pixels")
     return torch.rot90(images, quarters, (-2, -1))
 
 
-def shifted(images: Tensor, down: int, right: int) -> Tensor:
+def _shifted(images: Tensor, down: int, right: int) -> Tensor:
     """Moved by a sixteenth of the size, at least a pixel, in each direction that is not 0; the edge is repeated."""
     height, width = images.shape[-2:]
     rows, columns = down * max(1, round(_SHIFT * height)), right * max(1, round(_SHIFT * width))
@@ -55,15 +35,16 @@ def shifted(images: Tensor, down: int, right: int) -> Tensor:
     return padded[..., top : top + height, left : left + width]
 
 
-def cropped(images: Tensor, down: float, right: float) -> Tensor:
+def _cropped(images: Tensor, down: float, right: float, mirror: bool = False) -> Tensor:
     """A crop of seven eighths of each edge, resized to full size (bilinear); 0, 0 is the top left, 1, 1 the bottom right."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(_CROP * size)) for size in (height, width))
     top, left = round(down * (height - rows)), round(right * (width - columns))
-    return _resized(images[..., top : top + rows, left : left + columns], height, width)
+    crop = _resized(images[..., top : top + rows, left : left + columns], height, width)
+    return crop.flip(-1) if mirror else crop
 
 
-def scaled(images: Tensor, scale: float) -> Tensor:
+def _scaled(images: Tensor, scale: float) -> Tensor:
     """Scaled by a factor about the centre (bilinear); the edge of a smaller image is repeated around it."""
     height, width = images.shape[-2:]
     rows, columns = (max(1, round(scale * size)) for size in (height, width))
@@ -79,37 +60,32 @@ def _resized(images: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(images, size=(height, width), mode="bilinear", align_corners=False)
 
 
-def _mirrored_crop(images: Tensor, down: float, right: float) -> Tensor:
-    return mirrored(cropped(images, down, right))
-
-
+_SAME: View = nn.Identity()
+_FLIP = partial(torch.flip, dims=(-1,))
 _CORNERS = ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0), (0.5, 0.5))
-_FIVE = tuple(partial(cropped, down=down, right=right) for down, right in _CORNERS)
+_FIVE = tuple(partial(_cropped, down=down, right=right) for down, right in _CORNERS)
 VIEWS: dict[str, tuple[View, ...]] = {
-    "flip": (mirrored,),
-    "hflip": (mirrored,),
-    "vflip": (upside_down,),
-    "rotations": tuple(partial(rotated, quarters=quarters) for quarters in (1, 2, 3)),
-    "shifts": tuple(partial(shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))),
-    "scales": tuple(partial(scaled, scale=scale) for scale in _SCALES),
+    "flip": (_FLIP,),
+    "hflip": (_FLIP,),
+    "vflip": (partial(torch.flip, dims=(-2,)),),
+    "rotations": tuple(partial(_rotated, quarters=quarters) for quarters in (1, 2, 3)),
+    "shifts": tuple(partial(_shifted, down=down, right=right) for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1))),
+    "scales": tuple(partial(_scaled, scale=scale) for scale in _SCALES),
     "five_crop": _FIVE,
-    "ten_crop": (*_FIVE, *(partial(_mirrored_crop, down=down, right=right) for down, right in _CORNERS)),
+    "ten_crop": (*_FIVE, *(partial(view, mirror=True) for view in _FIVE)),
 }
 """The views that each name selects, in addition to the original image."""
 
 
 def views_named(names: Sequence[str]) -> list[View]:
     """The original image and the views of each name, without duplicates."""
-    return list(dict.fromkeys([as_it_is, *(view for name in names for view in VIEWS[name])]))
+    return list(dict.fromkeys([_SAME, *(view for name in names for view in VIEWS[name])]))
 
 
 class TTAModel(nn.Module):
     """A model whose outputs are the mean over views of the images.
 
-    Args:
-        model: returns outputs (B, C) for images (B, C, H, W).
-        views: each returns images of the same shape.
-        probabilities: average softmax probabilities instead of outputs, and return their logarithms, whose softmax they are.
+    With `probabilities`, softmax probabilities are averaged, and their logarithms returned, whose softmax they are.
     """
 
     def __init__(self, model: nn.Module, views: Sequence[View], probabilities: bool = False) -> None:
@@ -120,15 +96,13 @@ class TTAModel(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Float32 outputs (B, C) of images (B, C, H, W)."""
-        total: Tensor | None = None
-        for view in self.views:
-            seen = view(images)
-            if images.is_contiguous(memory_format=torch.channels_last):
-                seen = seen.contiguous(memory_format=torch.channels_last)
-            outputs = self.model(seen).float()
-            outputs = outputs.softmax(1) if self.probabilities else outputs
-            total = outputs if total is None else total + outputs
-        assert total is not None, "there is at least one view"
-        mean = total / len(self.views)
+        mean = reduce(torch.add, (self._outputs(images, view) for view in self.views)) / len(self.views)
         # The smallest normal number replaces a probability of 0, whose logarithm is not finite.
         return mean.clamp_min(torch.finfo(mean.dtype).tiny).log() if self.probabilities else mean
+
+    def _outputs(self, images: Tensor, view: View) -> Tensor:
+        seen = view(images)
+        if images.is_contiguous(memory_format=torch.channels_last):
+            seen = seen.contiguous(memory_format=torch.channels_last)
+        outputs: Tensor = self.model(seen).float()
+        return outputs.softmax(1) if self.probabilities else outputs

@@ -46,10 +46,8 @@ class AveragedModel:
         kind: `ema` or `swa`.
         model: the trained model, on its device and in its memory layout.
         parameters: the parameters to average; the others keep their current values.
-        decay: of EMA; not used by SWA.
-        warmup: whether EMA's decay rises.
-        start: optimizer steps before the first that counts.
-        every: optimizer steps from one update to the next.
+        decay, warmup: of EMA.
+        start, every: optimizer steps before the first that counts, and from one update to the next.
         can_skip: whether steps may be skipped on the device.
     """
 
@@ -89,11 +87,9 @@ class AveragedModel:
         return self.kind == "ema" or self.updates > 0
 
     def update(self, step: int, skipped: Tensor | None = None) -> None:
-        """Add the weights after an optimizer step to the average.
+        """Add the weights after optimizer step number `step`, from 1, to the average.
 
-        Args:
-            step: its number, from 1.
-            skipped: above 0 if the device skipped the step, which then changes nothing; None if it cannot have.
+        `skipped` is above 0 if the device skipped the step, which then changes nothing; None if it cannot have.
         """
         if step <= self.start or (step - self.start) % self.every:
             return
@@ -112,9 +108,7 @@ class AveragedModel:
         """The share of the current weights in the average."""
         if self.kind == "swa":
             return 1 / (updates + 1)
-        if not self.warmup:
-            return (1 - self.decay) + 0 * updates
-        rising = 9 / (10 + updates)
+        rising = (9 if self.warmup else 0) / (10 + updates)
         return rising.clamp_min(1 - self.decay) if isinstance(rising, Tensor) else max(rising, 1 - self.decay)
 
     @contextlib.contextmanager
@@ -136,14 +130,13 @@ class AveragedModel:
     def recalibrate(self, feed: Callable[[], None]) -> None:
         """Compute BatchNorm's statistics for the averaged weights, which must be applied.
 
-        Args:
-            feed: sends training images through the model, without gradients; the statistics are the mean over its batches.
+        They are the mean over the batches of training images that `feed` sends through the model, without gradients.
         """
         norms = self.norms()
         if not norms:
             return
         modes = [(module, module.training) for module in self._model.modules()]
-        momenta = [module.momentum for module in norms]
+        momenta = [norm.momentum for norm in norms]
         try:
             self._model.eval()  # evaluations have no noise from dropout either
             for norm in norms:
@@ -177,16 +170,13 @@ class AveragedModel:
 
     def weights(self) -> dict[str, Any]:
         """A state dict of the model with averaged weights; its tensors are not copied."""
-        return {
-            name: self._statistics.get(name, self._averaged(value))
-            for name, value in self._model.state_dict(keep_vars=True).items()
-        }
+        averages = {name: self._average[place] for name, place in self._names().items()}
+        return self._model.state_dict() | averages | self._statistics
 
-    def _averaged(self, value: Any) -> Any:
-        place = self._places.get(id(value))
-        if place is not None:
-            return self._average[place]
-        return value.detach() if isinstance(value, Tensor) else value
+    def _names(self) -> dict[str, int]:
+        """The place of each averaged weight by its names in a state dict."""
+        named = self._model.state_dict(keep_vars=True).items()
+        return {name: self._places[id(value)] for name, value in named if id(value) in self._places}
 
     def state_dict(self) -> dict[str, Any]:
         """Kind, number of updates, averaged weights by name (None before the first), and whether BatchNorm is calibrated."""
@@ -205,13 +195,11 @@ class AveragedModel:
         if state is not None and state["kind"] == self.kind and state["weights"] is not None:
             saved, updates = state["weights"], int(state["updates"])
             self._calibrated = bool(state.get("calibrated", True))  # older files do not record it
-            for name, value in self._model.state_dict(keep_vars=True).items():
-                place = self._places.get(id(value))
-                if place is None:
-                    continue
-                if name not in saved or saved[name].shape != value.shape:
-                    raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(value.shape)}")
-                self._average[place].copy_(saved[name])
+            for name, place in self._names().items():
+                average = self._average[place]
+                if name not in saved or saved[name].shape != average.shape:
+                    raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(average.shape)}")
+                average.copy_(saved[name])
             for name, tensor in self._norm_buffers().items():
                 self._statistics[name] = saved[name].to(tensor.device, copy=True)
         self._updates = updates

@@ -96,22 +96,33 @@ def preserved_buffers(*modules: object) -> Iterator[None]:
         saved.restore()
 
 
+class SavedRNG:
+    """The global random generators of Python, NumPy and torch, on the CPU and on every device in use, as they are now."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if in_use else []
+        self._apple = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+
+    def restore(self) -> None:
+        """Put them back."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        torch.cuda.set_rng_state_all(self._cuda)
+        if self._apple is not None:
+            torch.mps.set_rng_state(self._apple)
+
+
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Put back the global random generators of Python, NumPy and torch, on the CPU and on every device in use."""
-    python, numpy = random.getstate(), np.random.get_state()
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = range(torch.cuda.device_count()) if in_use else ()
-    # fork_rng handles the CPU and one kind of device; Apple's GPU needs another call.
-    apple = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+    """Put back the global random generators, see `SavedRNG`."""
+    saved = SavedRNG()
     try:
-        with torch.random.fork_rng(devices=devices, device_type="cuda"):
-            yield
+        yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        if apple is not None:
-            torch.mps.set_rng_state(apple)
+        saved.restore()
 
 
 def uncompiled() -> contextlib.AbstractContextManager[object]:

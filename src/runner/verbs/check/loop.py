@@ -160,7 +160,7 @@ def build_loop(
         plan,
         options.get("parts", training.parts),
         limits,
-        (lambda _: evaluate_both(training, evaluate_once)) if held_out is not None else None,
+        (lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None,
         [*own, *extra],
         training.monitor,
         step=options.get("step", training.step),

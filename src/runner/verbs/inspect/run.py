@@ -21,7 +21,7 @@ from runner.config.schema.verbs import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
 from runner.instrument.no_trace import evaluating
-from runner.models.features import Extractor, ExtractorPerImage
+from runner.models.features import Extractor
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
 from runner.tracking.formats import compact
@@ -141,7 +141,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 def _written_features(config: Inspect, training: Run, new_folder: Callable[[], Path], report: Report) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
     split = split_of(config, training)
-    features = ExtractorPerImage(Extractor(training.model, config.features))
+    features = Extractor(training.model, config.features).rows
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
         path = output_folder(str(output.parent), None, "", "") / output.name

@@ -17,7 +17,7 @@ from runner.build.metrics import build_callbacks
 from runner.build.run import Run
 from runner.config.errors import UserError
 from runner.config.schema.verbs import Profile
-from runner.data.profiler_ranges import loader_in_ranges
+from runner.data.workers import loader_in_ranges
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
@@ -101,11 +101,11 @@ class Phases:
                     torch.cuda.synchronize(training.device)
             found.traced = self._done
         path = self._folder / "memory.pickle"
-        history = memory_history(path) if cuda else contextlib.nullcontext(False)
+        history = memory_history(path) if cuda else contextlib.nullcontext()
         saved = contextlib.nullcontext() if config.compile else SavedTensors(training.model)
-        with history as recording, saved as found.saved:
+        with history, saved as found.saved:
             yield "memory", 1, 1.0
-        found.snapshot = path if recording else None
+        found.snapshot = path if cuda else None
 
     def on_start(self, loop: Loop) -> None:
         """Begin the first phase."""
