@@ -9,13 +9,14 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+from composition_cache import install
 
 from runner.config.app import Composition, current, launch
 from runner.config.errors import Problem
@@ -38,6 +39,14 @@ FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow tests, so that no process is left alone with them in the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def composition_cache() -> Iterator[None]:
+    """Hydra merges the shipped files once for all commands of a process that select the same options."""
+    with pytest.MonkeyPatch.context() as patch:
+        install(patch)
+        yield
 
 
 @dataclass
@@ -105,11 +114,7 @@ def train(run: Callable[..., Result]) -> Callable[..., Result]:
 def spawn(workdir: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Call the program in a process of its own, and wait for it."""
 
-    def call(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "runner", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
-
-    return call
+    return lambda *words: forked.run(words)
 
 
 # The same words give the same composition, and composing is what takes the time.

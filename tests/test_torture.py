@@ -24,9 +24,8 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 @pytest.mark.parametrize(
     "sections",
     [
-        ("kills", "damage", "same_bits", "disk"),
-        ("writing", "sweep", "signals", "hostile", "memory"),
-        ("ending", "downloads", "special", "cache"),
+        ("kills", "damage", "same_bits", "disk", "hostile", "memory", "downloads"),
+        ("writing", "sweep", "signals", "ending", "special", "cache"),
     ],
     ids=" ".join,
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,14 +25,23 @@ def tiny() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a finished tiny run; to be read only."""
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, Path]]:
+    """Train in a new folder, once for all tests of a process: what was printed, and the directory of the run or sweep."""
     from runner.cli import main
 
-    folder = tmp_path_factory.mktemp("trained")
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.chdir(folder)
-        patch.delenv("RUNNER_TRUST", raising=False)
-        assert main(["train", *TINY, "name=first"]) == 0
-    return folder / out.getvalue().strip().splitlines()[-1]
+    @functools.cache
+    def call(*words: str) -> tuple[str, Path]:
+        out = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+            patch.chdir(tmp_path_factory.mktemp("made_once"))
+            patch.delenv("RUNNER_TRUST", raising=False)
+            assert main(["train", *TINY, *words]) == 0
+            return out.getvalue(), Path(out.getvalue().strip().splitlines()[-1]).absolute()
+
+    return call
+
+
+@pytest.fixture
+def trained(made_once: Callable[..., tuple[str, Path]]) -> Path:
+    """The directory of a finished tiny run; to be read only."""
+    return made_once("name=first")[1]

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from runner.checkpoint import file as checkpoint_file
+from runner.engine.errors import Diverged
 
 IMAGES = (
     "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "data=image_folder", "data.root=images",
@@ -559,3 +560,14 @@ def test_a_failure_that_is_no_mistake_of_the_users_has_its_traceback_and_status_
     assert result.status == 1, result.err
     assert "Traceback" in result.err
     assert "RuntimeError: broken inside" in result.err
+
+
+def test_a_verb_whose_training_diverges_reports_a_sentence_and_status_3(run, tiny, monkeypatch):
+    def diverging(composition):
+        raise Diverged("the loss is nan in step 7")
+
+    monkeypatch.setattr("runner.verbs.find_lr.run", diverging)
+    result = run("find-lr", *(word for word in tiny if "epochs" not in word))
+    assert result.status == 3
+    assert result.err.startswith("error: diverged: the loss is nan in step 7; lower optimizer.lr")
+    assert "Traceback" not in result.err

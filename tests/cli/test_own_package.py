@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
 FILES = {
@@ -118,8 +120,8 @@ TRAIN += ("threads=1", "device=cpu", "logger=none", "log.progress=false", "log.c
 
 
 def program(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runner", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    with contextlib.chdir(folder):
+        return forked.run(words)
 
 
 @pytest.fixture(scope="module")

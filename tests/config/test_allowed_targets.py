@@ -12,10 +12,11 @@ from torch import nn
 from torchvision import models
 
 from runner.config import stored
+from runner.config.allowed_targets import remedy
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.merge import merge_with_checkpoint
-from runner.config.targets import build, remedy
+from runner.config.targets import build
 from runner.models.torchvision_zoo import classifier
 
 Compose = Callable[..., Composition]

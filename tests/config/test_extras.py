@@ -7,7 +7,7 @@ import pytest
 from runner.config.resolve import problems_in
 from runner.config.schema import Train
 from runner.config.schema.sections import OptimizerExtras
-from runner.config.targets import bind, build, check_extras, extras_of
+from runner.config.targets import bind, build, extras_of
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
@@ -35,7 +35,7 @@ def test_extras_that_a_config_leaves_out_have_their_defaults():
 def test_an_argument_of_the_component_itself_is_none_of_the_extras():
     own = {"_target_": f"{__name__}.Scaling", "lr_base_batch_size": "mine"}
     assert build("optimizer", own).lr_base_batch_size == "mine"
-    assert check_extras("optimizer", own) == []
+    assert bind("optimizer", own) == []
     assert extras_of("optimizer", own) == OptimizerExtras()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import stat
 from collections.abc import Callable
@@ -98,8 +99,8 @@ def test_a_stored_config_takes_its_secrets_from_the_call(compose: Callable[..., 
     composed = {"logger": {"x": {"api_key": "abc", "url": "https://a:abc@b"}}, "seed": 1}
     kept = yaml.safe_load(stored.dump(composed))
     assert "abc" not in str(kept)
-    sources = compose().sources
-    assert stored.overlay(kept, composed, [], {}, sources) == composed
+    line = dataclasses.replace(compose(), values=composed, overrides=[])
+    assert stored.overlay(kept, line) == composed
     assert stored.differences(kept, composed) == []
 
 

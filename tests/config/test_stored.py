@@ -42,7 +42,7 @@ def overlaid(original, compose):
     def call(*words: str) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
         before = copy.deepcopy(original)
         line = compose(*words)
-        values = stored.overlay(original, line.values, line.overrides, line.group_choices, line.sources)
+        values = stored.overlay(original, line)
         assert original == before
         return values, {key: (old, new) for key, old, new in stored.differences(original, values)}
 
@@ -304,7 +304,7 @@ def test_only_texts_numbers_lists_and_mappings_are_read(text: str) -> None:
 def test_a_config_that_is_too_long_or_has_endless_numbers_is_refused() -> None:
     with pytest.raises(UserError, match="over 262,144 characters"):
         stored.load("a: " + "x" * 300_000, "c.pt")
-    with pytest.raises(UserError, match="seed is a number of over 1,000 bits"):
+    with pytest.raises(UserError, match="line 1 has a number of over 1,000 bits"):
         stored.load("seed: " + "9" * 400, "c.pt")
 
 

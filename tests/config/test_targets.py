@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from runner.config.allowed_targets import refusal
 from runner.config.errors import UserError
-from runner.config.targets import bind, build, refusal, resolve, targets_in
+from runner.config.targets import bind, build, resolve, targets_in
 
 PACKAGE = '''
 """A package of the user's."""

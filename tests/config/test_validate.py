@@ -13,8 +13,8 @@ from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.keys import describe
 from runner.config.resolve import resolve_config
 from runner.config.rules import conflicts
-from runner.config.schema.eval import Eval
 from runner.config.schema.train import Train
+from runner.config.schema.verbs import Eval
 from runner.config.sources import shipped
 from runner.config.validate import nodes, typed
 

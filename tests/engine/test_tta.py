@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.config.schema import checkpoints as schema
+from runner.config.schema import verbs as schema
 from runner.engine.tta import VIEWS, TTAModel, views_named
 
 

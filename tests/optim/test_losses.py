@@ -225,7 +225,7 @@ def test_class_weights_move_with_the_module_and_stay_out_of_its_state() -> None:
             r"needs training samples of every class; classes without: \[1, 3\]",
         ),
         (lambda: Focal(gamma=-1), "gamma must not be negative, got -1"),
-        (lambda: CrossEntropy(num_classes=0), "num_classes must be at least 1, got 0"),
+        (lambda: CrossEntropy(num_classes=0), "num_classes must be at least 2 to choose between, got 0"),
     ],
 )
 def test_an_argument_out_of_range_is_named(build: Callable[[], nn.Module], message: str) -> None:

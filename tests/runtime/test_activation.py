@@ -311,7 +311,7 @@ def test_draws_on_apple_s_gpu_are_repeated_too(monkeypatch: pytest.MonkeyPatch) 
     class Elsewhere:
         device = torch.device("mps")
 
-    _, again = activation._Shield([], [Elsewhere()]).contexts()  # type: ignore[list-item]
+    _, again = activation._contexts([], [Elsewhere()])()  # type: ignore[list-item]
     generator.state = torch.tensor(2)  # as the forward pass left it
     with again:
         assert generator.state == 1

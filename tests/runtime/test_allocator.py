@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
-from runner.runtime.allocator import keep_freed_memory
+from runner.runtime.memory import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -15,7 +15,7 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
-from runner.runtime import determinism, device
+from runner.runtime import device
 from runner.runtime.determinism import caller_in_backward, operation, operations_named, refusal
 
 NETS = """
@@ -198,7 +198,7 @@ def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Callable[.
 def test_memory_that_nothing_was_written_to_is_filled(monkeypatch: pytest.MonkeyPatch, refusing: Any) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     refusing(False)
-    determinism.fill_uninitialised_memory()
+    device.configure_torch(torch.device("cpu"), 1, True, False, False, False)
     assert torch.empty(1000).isnan().all()
 
 

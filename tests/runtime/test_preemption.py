@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkedProgram
 
 from runner.checkpoint.file import read
 
@@ -54,15 +53,12 @@ def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def start(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(here: Path) -> Iterator[Callable[..., ForkedProgram]]:
     """Start the program in a process group of its own."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[ForkedProgram] = []
 
-    def call(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "runner", *WORDS, "log.progress=false", "log.curves=false", *words],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+    def call(*words: str) -> ForkedProgram:
+        process = ForkedProgram([*WORDS, "log.progress=false", "log.curves=false", *words])
         started.append(process)
         return process
 
@@ -73,7 +69,7 @@ def start(here: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def wait_for(path: Path, process: subprocess.Popen[str], enough: Callable[[str], bool] = lambda text: True) -> None:
+def wait_for(path: Path, process: ForkedProgram, enough: Callable[[str], bool] = lambda text: True) -> None:
     deadline = time.monotonic() + 60
     while not (path.exists() and enough(path.read_text())):
         assert process.poll() is None, process.communicate()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from runner.config import reading
-from runner.config.schema.find_lr import FindLr
+from runner.config.schema.verbs import FindLr
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",

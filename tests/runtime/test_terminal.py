@@ -7,13 +7,12 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from forked import ForkedProgram
 
 WORDS = (
     "train", "data=synthetic", "data.dataset.samples=200", "data.image_size=8", "data.batch_size=8", "epochs=2",
@@ -31,17 +30,12 @@ class Slow:
         Path("steps").write_text(str(loop.state.position.global_step))
         time.sleep(self.step_s)
 """
-# The terminal becomes the controlling one, so that it signals the process as a shell's would.
-TAKE_TERMINAL = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
 
 
 class Terminal:
     """A terminal that the program runs on."""
 
-    def __init__(self, process: subprocess.Popen[bytes], master: int) -> None:
+    def __init__(self, process: ForkedProgram, master: int) -> None:
         self.process, self._master, self._said = process, master, b""
 
     def press(self, key: bytes) -> None:
@@ -81,13 +75,13 @@ def on_terminal(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     (workdir / "slow.py").write_text(SLOW, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(workdir))
     started: list[Terminal] = []
+    slaves: list[int] = []  # open, as a terminal that nobody has open is gone before the program opens it
 
-    def call(*words: str, python: tuple[str, ...] = ("-m", "runner", *WORDS)) -> Terminal:
+    def call(*words: str, verb: Sequence[str] = WORDS, ignored: Sequence[signal.Signals] = ()) -> Terminal:
         master, slave = os.openpty()
-        command = [sys.executable, "-c", TAKE_TERMINAL, *python, *words]
-        process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
-        os.close(slave)
+        process = ForkedProgram([*verb, *words], os.ttyname(slave), ignored)
         started.append(Terminal(process, master))
+        slaves.append(slave)
         return started[-1]
 
     yield call
@@ -96,6 +90,8 @@ def on_terminal(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
             os.killpg(terminal.process.pid, signal.SIGKILL)
         terminal.process.wait()
         terminal.close()
+    for slave in slaves:
+        os.close(slave)
 
 
 def at_step(step: int) -> bool:
@@ -130,10 +126,7 @@ def test_a_terminal_that_is_closed_saves_and_ends_with_75(on_terminal: Callable[
 
 
 def test_a_closed_terminal_does_not_stop_a_run_that_nohup_started(on_terminal: Callable[..., Terminal]) -> None:
-    nohup = (
-        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
-    )
-    terminal = on_terminal("callbacks.slow.step_s=0.01", python=("-c", nohup, sys.executable, "-m", "runner", *WORDS))
+    terminal = on_terminal("callbacks.slow.step_s=0.01", ignored=[signal.SIGHUP])
     terminal.wait(lambda: at_step(3))
     terminal.close()
     assert terminal.end() == 0
@@ -155,7 +148,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_traceback_of_any_process(on_term
 def test_ctrl_c_before_training_ends_without_a_traceback(on_terminal: Callable[..., Terminal]) -> None:
     waiting = "import time\nfrom pathlib import Path\nPath('steps').write_text('1')\ntime.sleep(60)\nSlow = None\n"
     Path("slow.py").write_text(waiting, encoding="utf-8")
-    terminal = on_terminal(python=("-m", "runner", "check", "data.dataset._target_=slow.Slow"))
+    terminal = on_terminal(verb=("check", "data.dataset._target_=slow.Slow"))
     terminal.wait(lambda: at_step(1))
     terminal.press(b"\x03")
     assert terminal.end() == 128 + signal.SIGINT, terminal.said

@@ -13,7 +13,7 @@ import torch
 
 from runner.checkpoint import file
 from runner.verbs._table import VERBS
-from runner.verbs.audit import instrumented_run
+from runner.verbs.audit.side import Side
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2", "json=true")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
@@ -166,7 +166,7 @@ def test_modules_of_a_compiled_model_are_not_looked_into(
     audit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = audit(*QUICK)
-    monkeypatch.setattr(instrumented_run.Side, "compiled", True)
+    monkeypatch.setattr(Side, "compiled", True)
     found = audit(*QUICK)
     assert found["same"]
     assert found["notes"] == ["activations are skipped: a compiled model cannot be observed"]
@@ -176,10 +176,10 @@ def test_modules_of_a_compiled_model_are_not_looked_into(
 def test_two_sides_that_do_not_fit_into_the_memory_are_a_sentence(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(side: instrumented_run.Side) -> None:
+    def no_room(side: Side) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(instrumented_run.Side, "step", no_room)
+    monkeypatch.setattr(Side, "step", no_room)
     result = run(*QUICK)
     assert result.status == 2
     assert "data.batch_size: two trainings side by side need more memory than the device has" in result.err

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from runner.verbs.audit.record import Difference, Entry, Recorder, amount, differences, same
+from runner.verbs.audit.record import Difference, Entry, Recorder, amount_of, differences, same
 
 
 def entry(value: object, budget: int = 1000) -> Entry:
@@ -75,12 +75,17 @@ def test_the_first_difference_is_the_first_that_was_computed_and_a_second_call_h
 
 def test_the_amount_says_how_many_elements_how_far_and_where() -> None:
     a, b = torch.tensor([[1.0, 2.0], [4.0, 0.0]]), torch.tensor([[1.0, 2.5], [5.0, 0.0]])
-    found = amount(Difference(entry(a), entry(b)))
-    assert found is not None
-    assert (found.elements, found.differing, found.largest, found.relative) == (4, 2, 1.0, pytest.approx(0.2))
-    assert (found.place, found.values) == ((0, 1), (2.0, 2.5))
-    endless = amount(Difference(entry(torch.tensor([1.0, math.nan])), entry(torch.tensor([2.0, 0.0]))))
+    found = amount_of(Difference(entry(a), entry(b)))
+    assert found == {
+        "elements": 4,
+        "differing": 2,
+        "largest": 1.0,
+        "relative": pytest.approx(0.2),
+        "place": [0, 1],
+        "values": [2.0, 2.5],
+    }
+    endless = amount_of(Difference(entry(torch.tensor([1.0, math.nan])), entry(torch.tensor([2.0, 0.0]))))
     assert endless is not None
-    assert (endless.differing, endless.largest) == (2, None)
-    assert amount(Difference(entry(a), entry(b[0]))) is None
-    assert amount(Difference(entry(a, 0), entry(b))) is None
+    assert (endless["differing"], endless["largest"]) == (2, None)
+    assert amount_of(Difference(entry(a), entry(b[0]))) is None
+    assert amount_of(Difference(entry(a, 0), entry(b))) is None

@@ -11,8 +11,8 @@ import pytest
 
 from runner.config.app import Composition, current, launch
 from runner.config.resolve import resolve_config
-from runner.config.schema.bench import Bench
-from runner.verbs.bench.candidates import Candidate, Facts, candidates, data_candidates, setting, together
+from runner.config.schema.verbs import Bench
+from runner.verbs.bench.candidates import Candidate, Facts, candidates, setting
 
 CPU = Facts(
     device="cpu",
@@ -126,9 +126,9 @@ def test_fused_and_foreach_take_each_others_place(tried: Tried) -> None:
         "optimizer.foreach": True,
         "optimizer.fused": False,
     }
-    fused, foreach = setting("toggle", optimizer__fused=True), setting("toggle", optimizer__foreach=True)
+    fused, foreach = (setting("toggle", {f"optimizer.{name}": True}) for name in ("fused", "foreach"))
     assert fused.clashes(foreach)
-    assert not fused.clashes(setting("toggle", amp="bf16"))
+    assert not fused.clashes(setting("toggle", {"amp": "bf16"}))
 
 
 def test_a_model_without_convolutions_has_no_memory_layout_to_try(tried: Tried) -> None:
@@ -140,8 +140,8 @@ def test_a_model_without_convolutions_has_no_memory_layout_to_try(tried: Tried) 
 def test_workers_are_tried_where_samples_are_read_one_by_one(tried: Tried, composed: Callable[..., Any]) -> None:
     found, _ = tried(WORKERS, toggles=["data.num_workers", "data.placement"])
     assert set(found) == {f"data.num_workers={count}" for count in (0, 1, 4, 6)}
-    config, _ = composed("part=data", "data.placement=disk", "data.num_workers=2")
-    names = {candidate.name for candidate in data_candidates(config, WORKERS)}
+    config, composition = composed("part=data", "data.placement=disk", "data.num_workers=2")
+    names = {candidate.name for candidate in candidates(config, WORKERS, composition.sources)[0]}
     assert {"data.num_workers=0", "data.prefetch=4", "data.placement=ram data.num_workers=auto"} <= names
     assert not {"data.num_workers=2", "data.prefetch=2"} & names
 
@@ -170,7 +170,7 @@ def test_an_own_preset_is_tried(composed: Callable[..., Any], workdir: Path) -> 
 
 
 def test_a_combination_is_both_sets_of_overrides() -> None:
-    both = together(setting("toggle", amp="bf16"), setting("toggle", optimizer__fused=True))
+    both = setting("toggle", {"amp": "bf16"}).combined(setting("toggle", {"optimizer.fused": True}))
     assert both.name == "amp=bf16 optimizer.fused=true"
     assert dict(both.settings) == {"amp": "bf16", "optimizer.fused": True}
-    assert both.clashes(setting("toggle", optimizer__foreach=True))
+    assert both.clashes(setting("toggle", {"optimizer.foreach": True}))

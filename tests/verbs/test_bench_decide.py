@@ -8,7 +8,7 @@ import random
 import pytest
 
 from runner.verbs.bench import stats
-from runner.verbs.bench.candidates import BASELINE, Candidate, setting, together
+from runner.verbs.bench.candidates import BASELINE, Candidate, setting
 from runner.verbs.bench.stats import Result, Sizes, Spread
 
 FASTER = [1.5, 1.4, 1.6, 1.5, 1.5]
@@ -26,7 +26,7 @@ def judged(*results: Result, allowed: float = 0.1, deterministic: bool = False) 
     return [baseline, *results]
 
 
-AMP, NHWC = setting("toggle", amp="bf16"), setting("toggle", channels_last=True)
+AMP, NHWC = setting("toggle", {"amp": "bf16"}), setting("toggle", {"channels_last": True})
 
 
 def test_speed_is_compared_within_a_round_so_that_drift_of_the_machine_cancels_out() -> None:
@@ -85,7 +85,7 @@ def test_the_fastest_that_is_fit_is_recommended() -> None:
 
 
 def test_of_equally_fast_ones_the_one_with_the_fewest_overrides_is_recommended() -> None:
-    both = result(together(AMP, NHWC), [1.51] * 5)
+    both = result(AMP.combined(NHWC), [1.51] * 5)
     best = stats.recommended(judged(both, result(AMP, [1.5] * 5)))
     assert best is not None
     assert best.candidate == AMP
@@ -109,8 +109,8 @@ def test_nothing_is_recommended_if_nothing_pays() -> None:
         (result(AMP, FASTER, repeats=False), False, ""),
         (result(AMP, [0.7] * 5), False, "slower"),
         (result(AMP, [0.9, 0.95, 1.0, 1.05, 1.1]), False, "no clear gain"),
-        (result(setting("varied", data__batch_size=256), FASTER), False, "another training"),
-        (result(setting("varied", data__prefetch=4), FASTER), False, ""),
+        (result(setting("varied", {"data.batch_size": 256}), FASTER), False, "another training"),
+        (result(setting("varied", {"data.prefetch": 4}), FASTER), False, ""),
     ],
     ids=["fit", "loss", "lower", "nan", "repeats", "not asked", "slower", "noise", "batch size", "prefetch"],
 )
@@ -128,20 +128,20 @@ def test_losses_may_differ_as_much_as_seeds_do_or_by_a_share() -> None:
 
 
 def test_what_pays_is_combined_from_the_fastest_on() -> None:
-    found = judged(result(NHWC, [1.2] * 5), result(AMP, FASTER), result(setting("toggle", tf32=True), SAME))
-    assert stats.to_combine(found) == [AMP, NHWC]
+    found = judged(result(NHWC, [1.2] * 5), result(AMP, FASTER), result(setting("toggle", {"tf32": True}), SAME))
+    assert [each.candidate for each in stats.paying(found)] == [AMP, NHWC]
 
 
 WANTED = Sizes(steps=20, warmup=3, repeats=5, compare=20)
 
 
 def test_as_much_is_measured_as_was_asked_for_if_there_is_time() -> None:
-    assert stats.sized(WANTED, step_s=0.01, build_s=0.1, share_s=10.0) == WANTED
+    assert WANTED.within(share_s=10.0, step_s=0.01, build_s=0.1) == WANTED
 
 
 @pytest.mark.parametrize("step_s", [0.05, 0.5, 2.0])
 def test_slow_models_get_fewer_steps_and_never_none(step_s: float) -> None:
-    sizes = stats.sized(WANTED, step_s, build_s=0.1, share_s=4.0)
+    sizes = WANTED.within(4.0, step_s, build_s=0.1)
     assert sizes.steps < WANTED.steps
     assert sizes.seconds(step_s, 0.1) <= 4.0 or sizes == Sizes(1, 1, 4, 3)
     assert min(sizes.steps, sizes.warmup) >= 1
@@ -157,11 +157,10 @@ def test_a_measurement_takes_a_quarter_of_a_second_and_outlasts_what_was_read_ah
     assert WANTED.beside_readers(64, 0.25) == (20, 3), "a second of steps is enough"
 
 
-def test_a_spread_is_median_and_quartiles_and_turns_round_with_its_inverse() -> None:
-    spread = Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert spread == Spread(3.0, 2.0, 4.0)
-    assert spread.inverse(12.0) == Spread(4.0, 3.0, 6.0)
-    assert Spread.of([2.0]).map(3.0) == Spread(6.0, 6.0, 6.0)
+def test_a_spread_is_median_and_quartiles_of_what_is_shown() -> None:
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert stats.rates([1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]) == Spread(3.0, 2.0, 4.0)
+    assert result(AMP, [0.5]).step_ms == Spread(128000.0, 128000.0, 128000.0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from runner.checkpoint.file import read
-from runner.config.schema.eval import Eval
+from runner.config.schema.verbs import Eval
 from runner.engine.tasks import Classification
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
 from runner.verbs import _checkpoint

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
 from runner.config.app import Composition
-from runner.config.schema.export import Export
+from runner.config.schema.verbs import Export
 from runner.data.sources.digits import digits
 from runner.verbs import _checkpoint
+from runner.verbs.export import formats
 
 CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
@@ -138,7 +139,7 @@ def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
         path.write_bytes(b"")
         return lambda images: model(images) + 1e-3
 
-    monkeypatch.setattr("runner.verbs.export.formats._torch_export", wrong)
+    monkeypatch.setitem(formats.FORMATS, "torch_export", ("model.pt2", wrong))
     result = run(*CALL, f"ckpt_path={trained}")
     assert result.status == 1
     assert "torch_export differs from the model by 0.001" in result.err

@@ -23,7 +23,7 @@ STEPS = ("num_steps=40", "start=1e-4", "end=10")
 @pytest.fixture
 def short_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `lr=auto` search as `STEPS` says."""
-    from runner.config.schema.find_lr import FindLr
+    from runner.config.schema.verbs import FindLr
 
     for name, value in (("num_steps", 40), ("start", 1e-4), ("end", 10.0)):
         monkeypatch.setattr(FindLr, name, value)

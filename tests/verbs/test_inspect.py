@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.build.run import Run
 from runner.config.resolve import resolve_config
-from runner.config.schema.inspect import Inspect
+from runner.config.schema.verbs import Inspect
 from runner.train import build_run
 from runner.verbs._table import VERBS
 from runner.verbs.inspect.observed_pass import pass_through
@@ -86,11 +86,11 @@ def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable
 
 
 def test_weights_that_two_modules_share_count_once() -> None:
-    from runner.verbs.inspect.layers import anatomy
+    from runner.verbs.inspect.layers import layers_of
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    layers = {layer.name: layer for layer in anatomy(model, torch.zeros(1, 3), {}, 1).layers}
+    layers = {layer.name: layer for layer in layers_of(model, torch.zeros(1, 3), {}, 1)}
     assert [layers[name].parameters for name in ("0", "1")] == [12, 3]
 
 

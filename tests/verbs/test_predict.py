@@ -21,7 +21,7 @@ from runner.data.build import DataModule
 from runner.data.sources.image_files import fitted
 from runner.data.sources.image_io import read_image
 from runner.data.sources.synthetic import synthetic
-from runner.models.features import Extractor, ExtractorPerImage
+from runner.models.features import Extractor
 from runner.verbs.predict.inputs import files_in
 
 DATA = (
@@ -368,17 +368,16 @@ class Turned(torch.nn.Module):
 @pytest.mark.parametrize("size", [64, 5])
 @pytest.mark.parametrize("layer", ["tokens", "whole"])
 def test_features_that_are_not_by_image_are_refused_even_if_as_many_as_the_batch(layer: str, size: int) -> None:
-    layers = ExtractorPerImage(Extractor(Turned(4, 3), ["head", layer]))
+    layers = Extractor(Turned(4, 3), ["head", layer]).rows
     with pytest.raises(UserError, match=f"features: '{layer}' gives .* not a row an image"):
         layers(torch.rand(size, 3, 8, 8))
-    assert ExtractorPerImage(Extractor(Turned(4, 3), ["head"]))(torch.rand(size, 3, 8, 8))["head"].shape == (size, 4)
+    assert Extractor(Turned(4, 3), ["head"]).rows(torch.rand(size, 3, 8, 8))["head"].shape == (size, 4)
 
 
 def test_a_layer_without_a_row_an_image_ends_the_call_and_leaves_no_file(
     run: Callable[..., Any], trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turned = "runner.verbs.predict.run.Extractor"
-    monkeypatch.setattr(turned, lambda *_: lambda images: {"stages.1": images.transpose(0, 1)})
+    monkeypatch.setattr(Extractor, "__call__", lambda self, images: {"stages.1": images.transpose(0, 1)})
     result = run(*CALL, f"ckpt_path={trained}", "input=photos", "output=rows.csv", "features=stages.1")
     assert result.status == 2
     assert "features: 'stages.1' gives (3, 1, 8, 8) for 1 image, which is not a row an image" in result.err

@@ -154,8 +154,7 @@ def test_profiling_leaves_the_next_training_in_the_process_alone(
 PLAIN: dict[str, Any] = {
     "shares": {WAIT: 0.0, PREPARE: 0.02, FORWARD: 0.4, BACKWARD: 0.5, OPTIMIZER: 0.05, OTHER: 0.03},
     "device": "cpu", "busy": None, "small_ops": 0.1, "utilization": 0.4, "batch_size": 64, "workers": None, "cores": 8,
-    "cached": True, "in_memory_possible": True, "on_device": True, "amp": True, "tf32": True, "channels_last": True,
-    "compiled": True, "fused": True, "accumulate": 1,
+    "cached": True, "in_memory_possible": True, "on_device": True, "off": [], "fused": True, "accumulate": 1,
 }  # fmt: skip
 
 
@@ -169,10 +168,10 @@ def of(**shares: float) -> dict[str, float]:
     ("changes", "said"),
     [
         ({}, ["Backward takes most of a step (50%, at 40% of what the cpu can compute)", "smaller model"]),
-        ({"amp": False}, ["try amp=true"]),
-        ({"tf32": False}, ["try tf32=true"]),
-        ({"channels_last": False}, ["try channels_last=true"]),
-        ({"compiled": False}, ["try compile=true"]),
+        ({"off": ["amp"]}, ["try amp=true"]),
+        ({"off": ["tf32"]}, ["try tf32=true"]),
+        ({"off": ["channels_last"]}, ["try channels_last=true"]),
+        ({"off": ["compile"]}, ["try compile=true"]),
         ({"shares": of(wait=0.5), "workers": 2, "in_memory_possible": False},
          ["Waiting for data takes 50% of a step", "data.num_workers=8 (now 2)"]),
         ({"shares": of(wait=0.5), "workers": 2}, ["data.placement=auto"]),
@@ -186,11 +185,11 @@ def of(**shares: float) -> dict[str, float]:
         ({"shares": of(optimizer=0.45), "fused": False}, ["The optimizer takes 45%", "optimizer.fused=true"]),
         ({"shares": of(optimizer=0.45), "accumulate": 2}, ["accumulate=4", "data.batch_size=256"]),
         ({"shares": of(other=0.5)}, ["Callbacks and the loop", "data.batch_size=256 (now 64)"]),
-        ({"device": "GPU", "busy": 0.3, "compiled": False}, ["The GPU computes in only 30% of a step", "compile=true"]),
+        ({"device": "GPU", "busy": 0.3, "off": ["compile"]}, ["The GPU computes in only 30% of a step", "compile=true"]),
         ({"device": "GPU", "busy": 0.3}, ["data.batch_size=256"]),
-        ({"device": "GPU", "busy": 0.95, "amp": False}, ["Backward takes most", "of what the GPU can compute", "amp=true"]),
-        ({"utilization": 0.02, "amp": False}, ["at 2.0% of what the cpu can compute", "data.batch_size=256"]),
-        ({"small_ops": 0.8, "amp": False}, ["less than 0.02 ms take 80%", "data.batch_size=256"]),
+        ({"device": "GPU", "busy": 0.95, "off": ["amp"]}, ["Backward takes most", "of what the GPU can compute", "amp=true"]),
+        ({"utilization": 0.02, "off": ["amp"]}, ["at 2.0% of what the cpu can compute", "data.batch_size=256"]),
+        ({"small_ops": 0.8, "off": ["amp"]}, ["less than 0.02 ms take 80%", "data.batch_size=256"]),
         ({"small_ops": None, "utilization": None, "shares": of(forward=0.8)}, ["Forward takes most of a step (80%):"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -13,8 +13,8 @@ from runner.build.run import Run
 from runner.build.validate import validate_limits
 from runner.config.errors import UserError
 from runner.config.frozen import with_changes
-from runner.config.schema.find_lr import FindLr
 from runner.config.schema.train import Train
+from runner.config.schema.verbs import FindLr
 from runner.config.targets import names_argument
 from runner.data.build import DataModule
 from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ from runner.config.schema.sections import OptimizerExtras
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.engine.protocols import Schedule
-from runner.optim.groups import Group, parameter_groups
+from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 from runner.optim.schedules import Annealed, Clock
 from runner.runtime.blocks import repeated_blocks
@@ -32,7 +34,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     kernels = choose_kernels(config.optimizer, parameters, sparse)
     extras: OptimizerExtras = extras_of("optimizer", config.optimizer)
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
-    groups = [group.arguments() for group in divide(config, extras, model)]
+    groups = divide(config, extras, model)
     try:
         optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
@@ -72,7 +74,7 @@ def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedu
     return Annealed(schedule, start, steps, config.averaging.lr_factor, timeline.scaled)
 
 
-def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[Group]:
+def divide(config: Train, extras: OptimizerExtras, model: nn.Module) -> list[dict[str, Any]]:
     """The parameter groups that the keys of `optimizer` ask for; none if all parameters are treated alike."""
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:
         return []

@@ -6,7 +6,7 @@ from typing import Any
 
 from runner.checkpoint.file import Parts
 from runner.config.errors import UserError
-from runner.config.schema.checkpoints import Weights
+from runner.config.schema.verbs import Weights
 
 
 def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[str, Any], str]:

@@ -1,43 +1,19 @@
-"""Which targets a file may name in which section of the config, and how they are built without downloads."""
+"""Which targets a file may name in which section of the config.
+
+Paths on the command line and in the user's config folder are trusted. A path in a file (a checkpoint) is not: the object
+that it resolves to must be on the allow-list or come from a package that the user trusts. Nothing else is even imported.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-# Modules whose public classes and functions are components; others of the program can write files or build in turn.
-COMPONENT_ROOMS = (
-    "runner.models",
-    "runner.optim",
-    "runner.data.sources.digits",
-    "runner.data.sources.torchvision_sets",
-    "runner.data.sources.folders",
-    "runner.data.sources.synthetic",
-    "runner.data.transforms.augment",
-    "runner.data.transforms.crops",
-    "runner.data.transforms.color_jitter",
-    "runner.data.transforms.mixing",
-    "runner.data.transforms.auto_augment",
-    "runner.data.transforms.resized_crop",
-    "runner.engine.callbacks",
-    "runner.engine.tasks",
-    "runner.tracking.loggers",
-)
-# Where classes that build parts are defined. Being a subclass of Module or Dataset is not enough: some of those compile
-# source text or unpickle what they are given (torch.fx.GraphModule, data pipes, torchvision's LSUN).
-PART_HOMES = (
-    "torch.nn.modules",
-    "torch.optim",
-    "torch.utils.data.dataset",
-    "torchvision.transforms",
-    "torchvision.models",
-    "torchvision.ops",
-    "torchmetrics.classification",
-    "torchmetrics.regression",
-    "torchmetrics.aggregation",
-)
-DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")
+from runner.config.errors import UserError
+from runner.config.keys import within
+from runner.config.targets import resolve
+
 _TRANSFORMS = (
     "torchvision.transforms",
     "runner.data.transforms.augment",
@@ -46,7 +22,9 @@ _TRANSFORMS = (
     "runner.data.transforms.auto_augment",
     "runner.data.transforms.resized_crop",
 )
-# Modules that the parts of a section come from, nested ones included.
+# Modules that the parts of a section come from, nested ones included. Other modules of the program can write files or
+# build in turn, and being a subclass of Module or Dataset is not enough: some of those compile source text or unpickle
+# what they are given (torch.fx.GraphModule, data pipes, torchvision's LSUN).
 _HOMES: dict[str, tuple[str, ...]] = {
     "data.dataset": (
         "runner.data.sources.digits",
@@ -63,17 +41,13 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "optimizer": ("runner.optim", "torch.optim"),
     "scheduler": ("runner.optim.schedules", "torch.optim.lr_scheduler"),
     "task": ("runner.engine.tasks",),
-    "metrics": ("torchmetrics",),
+    "metrics": ("torchmetrics.classification", "torchmetrics.regression", "torchmetrics.aggregation"),
     "callbacks": ("runner.engine.callbacks",),
     "logger": ("runner.tracking.loggers",),
 }
-_FLAGS = ("download", "pretrained", "pretrained_backbone", "fetch_weights")
-_WEIGHTS = ("weights", "weights_backbone")
-
-
-def within(path: str, prefixes: Iterable[str]) -> bool:
-    """Whether a dotted path is one of the prefixes, or inside one."""
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+_EVERY_HOME = {home for homes in _HOMES.values() for home in homes}
+_DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")
+_PACKAGES = ("runner", "torch", "torchvision", "torchmetrics")
 
 
 def section_of(key: str) -> str:
@@ -81,56 +55,76 @@ def section_of(key: str) -> str:
     return next((section for section in _HOMES if within(key, [section])), key.split(".")[0])
 
 
-def homes_of(section: str) -> tuple[str, ...]:
-    """The modules that the parts of a section come from; none where nothing is built."""
-    return _HOMES.get(section, ())
-
-
-def without_fetching(target: Callable[..., Any], node: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a component without those that make it download something or load trained weights.
-
-    A builder of torchvision gives the same layers as with the weights that the arguments name.
+def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
+    """Why a path that was read from a file may not be built, or an empty string if it may.
 
     Args:
-        target: what `_target_` names.
-        node: `_target_` and the arguments.
+        path: dotted path.
+        trust: packages that the user trusts.
+        section: where it stands, such as `loss`; parts of another kind may not be built there. Empty for any.
     """
+    trusted = tuple(trust)
+    if not within(path, (*_PACKAGES, *trusted)):
+        return "comes from a file and its package is not trusted"
     try:
-        names = list(inspect.signature(target).parameters)
-    except (ValueError, TypeError):
-        names = []
-    plain: dict[str, Any] = {name: False if name in _FLAGS and value else value for name, value in node.items()}
-    if "fetch_weights" in names:
-        plain["fetch_weights"] = False
-    home = str(getattr(target, "__module__", ""))
-    if not within(home, ["torchvision.models"]) or not inspect.isfunction(target):
-        return plain
-    # These builders take arguments by position too, the weights first, and load some where none are named.
-    positional: list[Any] = plain.pop("_args_", [])
-    plain |= dict(zip(names, positional, strict=False))
-    described = _described(target, "DEFAULT" if node.get("pretrained") else plain.get("weights"))
-    for name in _FLAGS:
-        plain.pop(name, None)
-    return described | plain | {name: None for name in _WEIGHTS if name in names}
+        found = resolve(path)
+    except UserError as error:
+        return str(error)
+    home, name = _home_of(found), str(getattr(found, "__qualname__", "?"))
+    if path.rpartition(".")[2].startswith("_"):
+        return "comes from a file and names something private"
+    if "." in name:
+        return "comes from a file and names a part of a class"
+    if within(home, trusted):
+        return ""
+    of_the_program = within(home, _EVERY_HOME) and within(home, ["runner"])
+    if of_the_program and not (inspect.isclass(found) or inspect.isfunction(found)):
+        return "is neither a class nor a function"
+    if not (of_the_program or _builds_a_part(found)):
+        return f"comes from a file and resolves to {home}.{name}, which is not on the list of things a file may build"
+    if section and not within(home, _HOMES.get(section, ())):
+        return f"comes from a file and resolves to {home}.{name}, which is not built in the section {section}"
+    return ""
 
 
-def _described(builder: Callable[..., Any], weights: Any) -> dict[str, Any]:
-    """What a builder of torchvision takes from the description of weights, for the same model without them."""
-    if not weights:
-        return {}
-    from torchvision import models
+def remedy(path: str, trust: Iterable[str], section: str) -> str:
+    """What would allow a path that `refusal` refuses."""
+    trusted = tuple(trust)
+    package = path.split(".")[0]
+    if within(path, trusted):
+        try:
+            home = _home_of(resolve(path))
+        except UserError:
+            return "a path that can be imported here"
+        if within(home, trusted):
+            return "a public class or function at the top of its module"
+        package = home.split(".")[0] or package
+    elif within(path, _PACKAGES):
+        homes = ", ".join(_HOMES.get(section, ()))
+        return f"parts of {homes}, or {section}=... on the command line" if homes else "nothing: no part is built here"
+    return f"trust=[{package}] if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)"
 
-    members = models.get_model_weights(builder).__members__
-    name = "DEFAULT" if weights is True else str(weights).rpartition(".")[2]
-    if name not in members:
-        return {}
-    meta, found = members[name].meta, {}
-    if "categories" in meta:
-        found["num_classes"] = len(meta["categories"])
-    if builder.__name__.startswith("vit_"):
-        found["image_size"] = meta["min_size"][0]
-    if builder.__name__ in ("googlenet", "inception_v3"):
-        found |= {"transform_input": True, "init_weights": False}
-    if builder.__name__ == "googlenet":
-        found["aux_logits"] = False
-    return found
+
+def _home_of(found: Any) -> str:
+    return str(getattr(found, "__module__", None) or "")
+
+
+def _builds_a_part(found: Any) -> bool:
+    """Whether a torch or torchvision object builds modules, optimizers, schedules, data sets, transforms or metrics."""
+    import torch
+    import torchvision
+
+    home = _home_of(found)
+    if inspect.isfunction(found) and within(home, ["torchvision.models"]):
+        try:
+            return bool(torchvision.models.get_model_builder(found.__name__) is found)
+        except ValueError:
+            return False
+    if not inspect.isclass(found) or not within(home, _EVERY_HOME):
+        return False
+    if within(home, ["torchvision.datasets"]):
+        return found.__name__ in _DATA_SETS
+    data, schedules = torch.utils.data.Dataset, torch.optim.lr_scheduler.LRScheduler
+    # The older transforms are plain classes with a __call__; a class's own comes before that of `type`.
+    is_transform = within(home, ["torchvision.transforms"]) and any("__call__" in vars(base) for base in found.__mro__)
+    return is_transform or issubclass(found, (torch.nn.Module, torch.optim.Optimizer, schedules, data))

@@ -9,7 +9,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
+from hydra.core.utils import configure_log
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -43,7 +44,6 @@ def current(cfg: DictConfig) -> Composition:
     folders = [Path(source.path) for source in hc.runtime.config_sources if source.schema == "file" and source.path]
     extra = [folder for folder in folders if folder.resolve() != shipped().resolve() and folder.is_dir()]
     sweep = hc.mode is not None and hc.mode.name == "MULTIRUN"
-    explicit = not sweep and hc.run.dir != "."
     if sweep:
         mask_sweep(Path(hc.sweep.dir) / "multirun.yaml")
     return Composition(
@@ -53,15 +53,18 @@ def current(cfg: DictConfig) -> Composition:
         sources=Sources(extra),
         primary=str(hc.job.config_name),
         job_dir=Path(hc.runtime.output_dir) if sweep else None,
-        run_dir=Path(hc.run.dir) if explicit else None,
+        run_dir=Path(hc.run.dir) if not sweep and hc.run.dir != "." else None,
     )
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
-    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    values = OmegaConf.to_container(own, resolve=True, throw_on_missing=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+    """A config without `hydra` as plain containers, interpolations resolved."""
+    names = [name for name in cfg if name != "hydra"]
+    values = {str(name): "???" if OmegaConf.is_missing(cfg, name) else cfg[name] for name in names}
+    return {
+        name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        for name, value in values.items()
+    }
 
 
 def _choices(hydra_config: Any) -> dict[str, str]:
@@ -70,19 +73,8 @@ def _choices(hydra_config: Any) -> dict[str, str]:
     return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
 
 
-@dataclass(frozen=True)
-class Request:
-    """A command line taken apart: Hydra's flags and the overrides."""
-
-    flags: argparse.Namespace
-    words: list[str]
-    primary: str
-    multirun: bool
-    only_shows: bool
-
-
-def parse(argv: Sequence[str], primary: str) -> Request:
-    """Take the words after a verb apart.
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Hydra's flags and the overrides among the words after a verb.
 
     Raises:
         UserError: for a flag that Hydra does not have, or one that is refused.
@@ -108,9 +100,7 @@ def parse(argv: Sequence[str], primary: str) -> Request:
         raise UserError(
             "--config-path would replace the configs that come with the program; add yours with --config-dir"
         )
-    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
-    name = (flags.config_name or primary).removesuffix(".yaml")
-    return Request(flags, flags.overrides, name, bool(flags.multirun), shows)
+    return flags
 
 
 @dataclass(frozen=True)
@@ -149,43 +139,48 @@ def launch(
         ConfigError: with every problem found in the overrides and the composition.
         UserError: for a flag that Hydra does not have, or one that is refused.
     """
-    request = parse(argv, primary)
-    if request.flags.resolve and not request.only_shows:
+    flags = parse(argv)
+    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    if flags.resolve and not shows:
         raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
-    sources = Sources(_folders(request))
+    sources = sources_of(flags)
     for path in sources.hidden():
         print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
-    sweeps = request.multirun or _asks_for_sweep(request, sources)
-    known = overrides.check_overrides(request.words, schema, sources, sweeps)
-    flag_words = [word for word in argv if word not in request.words]
-    if request.only_shows:
-        unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
-        if known.problems or unknown:
-            raise ConfigError([*known.problems, *unknown])
-        return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
-    if not (sweeps or known.problems or known.unknown or not_folders(known.accepted)):
-        status = _run_one(task, request, known.accepted)
-        if status is not None:
-            return Outcome(status)
-    composition, multirun = _compose(request, known, schema, sources, also)
-    if not (multirun or request.multirun):
-        return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted]))
-    if not request.multirun:  # Hydra 1.4 sweeps for a preset only with the flag
-        flag_words.append("--multirun")
-    given = [word.split("=", 1)[1].strip("'\"") for word in known.accepted if word.startswith("hydra.sweep.dir=")]
-    resumes = composition.resumes
-    if given and (problem := why_occupied(Path(given[-1]), known.accepted, resumes)):
-        raise ConfigError([problem])
-    folder = Path(given[-1]) if given else sweep_root(composition.values)
-    extra = [] if given else [f"hydra.sweep.dir='{folder}'"]
-    return Outcome(_call_hydra(task, primary, [*flag_words, *known.accepted, *extra]), folder)
+    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
+    checked = overrides.check_overrides(flags.overrides, schema, sources, several)
+    if shows:
+        unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in checked.unknown]
+        if checked.problems or unknown:
+            raise ConfigError([*checked.problems, *unknown])
+        return Outcome(
+            _main(task, primary, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
+        )
+    primary = (flags.config_name or primary).removesuffix(".yaml")
+    with application(task, sources) as app:
+        composition, cfg = compose(app, primary, checked, schema, sources, also)
+        sweeps = _is_sweep(cfg)
+        if not (sweeps or flags.multirun):
+            # Composing takes most of the time until a run begins, so it is not done again.
+            app.compose_config = lambda **_: cfg
+            configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
+            return Outcome(_status(lambda: app.run(primary, task, checked.accepted)))
+        if common := _of_every_job(cfg, checked.accepted, also(composition)):
+            raise ConfigError(common)
+        given = [word.split("=", 1)[1].strip("'\"") for word in checked.accepted if word.startswith("hydra.sweep.dir=")]
+        if given and (problem := why_occupied(Path(given[-1]), checked.accepted, composition.resumes)):
+            raise ConfigError([problem])
+        folder = Path(given[-1]) if given else sweep_root(composition.values)
+        words = [*checked.accepted, *([] if given else [f"hydra.sweep.dir='{folder}'"])]
+        words += [] if sweeps else ["hydra.mode=MULTIRUN"]
+        with _results_without_configs():
+            return Outcome(_status(lambda: app.multirun(primary, task, words)), folder)
 
 
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
     """Let Hydra answer a query of tab completion; what options have in common is no option."""
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
-        status = _call_hydra(task, primary, list(argv))
+        status = _main(task, primary, list(argv))
     text = answer.getvalue()
     if any(word.startswith("query=") for word in argv):
         text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
@@ -193,66 +188,85 @@ def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str
     return status
 
 
-def _folders(request: Request) -> list[Path]:
-    folders = [Path(request.flags.config_dir)] if request.flags.config_dir else []
-    for word in request.words:
+def sources_of(flags: argparse.Namespace) -> Sources:
+    """The folders of configs that a command line names."""
+    folders = [Path(flags.config_dir)] if flags.config_dir else []
+    for word in flags.overrides:
         if word.lstrip("+").startswith("hydra.searchpath="):
             entries = yaml.safe_load(word.split("=", 1)[1])
             folders += [path for entry in entries or [] if (path := searchpath_folder(str(entry)))]
-    return folders
+    return Sources(folders)
 
 
-def _asks_for_sweep(request: Request, sources: Sources) -> bool:
+def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
     """Whether a selected preset turns a plain call into a sweep."""
     return any(
         (option := sources.option("sweep", word.split("=", 1)[1])) is not None and "MULTIRUN" in text_of(option.path)
-        for word in request.words
+        for word in words
         if word.lstrip("+").startswith("sweep=")
-    ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in request.words)
+    ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in words)
 
 
-def _compose(
-    request: Request,
-    known: overrides.CheckedOverrides,
+@contextlib.contextmanager
+def application(task: Callable[[DictConfig], Any], sources: Sources) -> Iterator[Any]:
+    """Hydra's object for an application that searches the shipped configs and those of the user."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    name = task.__module__.rpartition(".")[2]
+    with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=name, **_VERSION_BASE):
+        # As `--config-dir` does; an override of `hydra.searchpath` would not find a primary config.
+        loader: Any = GlobalHydra.instance().config_loader()
+        path = loader.get_search_path()
+        schema = path.get_path().pop()  # has to stay the last
+        for folder in sources.extra:
+            path.append("command-line", f"file://{folder}")
+        path.append(schema.provider, schema.path)
+        loader.repository.initialize_sources(path)
+        yield GlobalHydra.instance().hydra
+
+
+def compose(
+    app: Any,
+    primary: str,
+    checked: overrides.CheckedOverrides,
     schema: type,
     sources: Sources,
     also: Callable[[Composition], list[Problem]],
-) -> tuple[Composition, bool]:
-    """Compose once to find every problem before anything starts; also tells whether a preset asks for a sweep."""
-    problems = [*known.problems, *not_folders(known.accepted)]
-    if sources.primary(request.primary) is None:
+) -> tuple[Composition, DictConfig]:
+    """Compose the first job, before folders are made, callbacks run and loggers are built.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems = [*checked.problems, *not_folders(checked.accepted)]
+    if sources.primary(primary) is None:
         names = [path.stem for folder in sources.folders for path in folder.glob("*.yaml")]
-        close = nearest(request.primary, names)
-        raise ConfigError(
-            [Problem("--config-name", f"there is no config '{request.primary}'", ", ".join(names), close)]
-        )
-    words = overrides.first_of_sweeps(known.accepted)
-    words = [word for word in words if not word.startswith("hydra.searchpath=")]
+        message, close = f"there is no config '{primary}'", nearest(primary, names)
+        raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
+    words = overrides.first_of_sweeps(checked.accepted)
+    names, failure = [], []
     try:
-        with hydra.initialize_config_dir(config_dir=str(shipped()), **_VERSION_BASE):
-            _search_also(sources.extra)
-            cfg = hydra.compose(request.primary, words, return_hydra_config=True)
+        cfg: DictConfig = app.compose_config(primary, words, RunMode.RUN)
         values = _plain(cfg)
+        names = list(flatten(values))
     except (HydraException, OmegaConfBaseException) as error:
-        problems += [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in known.unknown]
-        raise ConfigError([*problems, _as_problem(error)]) from error
-    if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
-        problems += overrides.intervals(known.accepted)
-    names = list(flatten(values))
-    problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in known.unknown]
-    problems += unasked(cfg, known.accepted)
+        failure = [_as_problem(error)]
+    else:
+        if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
+            problems += overrides.intervals(checked.accepted)
+    problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
+    if failure:
+        raise ConfigError([*problems, *failure])
+    problems += unasked(cfg, checked.accepted)
     composition = Composition(
         values=values,
-        overrides=overrides.canonical(w for w in words if not w.startswith("hydra")),
+        overrides=overrides.canonical(word for word in words if not word.startswith("hydra")),
         group_choices=_choices(cfg.hydra),
         sources=sources,
-        primary=request.primary,
+        primary=primary,
     )
     if problems:
         raise ConfigError([*problems, *also(composition)])
-    if (_is_sweep(cfg) or request.multirun) and (common := _of_every_job(cfg, known.accepted, also(composition))):
-        raise ConfigError(common)
-    return composition, _is_sweep(cfg)
+    return composition, cfg
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
@@ -261,17 +275,6 @@ def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Prob
     if any(key.split(".")[0] in ("data", "experiment", "debug") for key in swept):
         return []
     return [problem for problem in problems if problem.key.startswith("data.split")]
-
-
-def _search_also(folders: Sequence[Path]) -> None:
-    """Search `folders` as `--config-dir` does; an override of `hydra.searchpath` would not find a primary config."""
-    loader: Any = GlobalHydra.instance().config_loader()
-    path = loader.get_search_path()
-    schema = path.get_path().pop()  # has to stay the last
-    for folder in folders:
-        path.append("command-line", f"file://{folder}")
-    path.append(schema.provider, schema.path)
-    loader.repository.initialize_sources(path)
 
 
 def _as_problem(error: Exception) -> Problem:
@@ -287,80 +290,45 @@ def _as_problem(error: Exception) -> Problem:
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
 
 
-class _NotOne(BaseException):
-    """What was composed is no single run, or has a mistake; no `Exception`, as Hydra would show a traceback of it."""
-
-
-def _run_one(task: Callable[[DictConfig], Any], request: Request, words: list[str]) -> int | None:
-    """Run a single job; returns its exit status, or None if nothing was begun, and why is still to be found out.
-
-    What `hydra.main` makes composes everything twice, once to find out whether it is a sweep, and composing is most of the
-    time until a run begins.
-    """
-    from hydra._internal.utils import run_and_report
-    from hydra.core.utils import configure_log
-
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
-    name = task.__module__.rpartition(".")[2]
-    with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=name, **_VERSION_BASE):
-        folder = request.flags.config_dir
-        _search_also([Path(folder).resolve()] if folder else [])
-        application: Any = GlobalHydra.instance().hydra
-        compose = application.compose_config
-
-        def checked(**given: Any) -> DictConfig:
-            """Compose, and look at it before folders are made, callbacks run and loggers are built."""
-            try:
-                cfg: DictConfig = compose(**given | {"with_log_configuration": False})
-                _plain(cfg)
-            except Exception as error:
-                raise _NotOne from error
-            if _is_sweep(cfg) or unasked(cfg, words):
-                raise _NotOne
-            if given["with_log_configuration"]:
-                configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            return cfg
-
-        application.compose_config = checked
-        config = request.flags.config_name or request.primary
-        try:
-            run_and_report(lambda: application.run(config_name=config, task_function=task, overrides=words))
-        except _NotOne:
-            return None
-        except SystemExit as stop:
-            return _status(stop)
-    return 0
-
-
 def _is_sweep(cfg: DictConfig) -> bool:
     return str(cfg.hydra.mode or "").endswith("MULTIRUN")
 
 
-def _status(stop: SystemExit) -> int:
-    return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+def _status(run: Callable[[], Any]) -> int:
+    """The exit status of what Hydra runs."""
+    from hydra._internal.utils import run_and_report
+
+    try:
+        run_and_report(run)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
 
 
-def _call_hydra(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
-    """Hand over to Hydra as if it had been started by itself; returns the exit status."""
-    Plugins.instance()  # the first time, this loads the launcher's module again
+@contextlib.contextmanager
+def _results_without_configs() -> Iterator[None]:
+    """Hydra's launcher keeps the results of all jobs until a sweep ends, with two configs of 0.5 MiB in each: drop those."""
     launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
     run_job = launcher.run_job
 
     def run_job_and_drop_configs(**given: Any) -> Any:
-        # Hydra's launcher keeps the results of all jobs until the sweep ends, with two configs of 0.5 MiB in each.
         result = run_job(**given)
         result.cfg = result.hydra_cfg = None
         return result
 
+    launcher.run_job = run_job_and_drop_configs
+    try:
+        yield
+    finally:
+        launcher.run_job = run_job
+
+
+def _main(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
+    """Hand over to Hydra as if it had been started by itself; returns the exit status."""
     saved = sys.argv
     sys.argv = [saved[0], *argv]
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
-    launcher.run_job = run_job_and_drop_configs
     try:
-        hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task)()
-    except SystemExit as stop:
-        return _status(stop)
+        return _status(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
     finally:
         sys.argv = saved
-        launcher.run_job = run_job
-    return 0

@@ -22,59 +22,32 @@ class Change(Enum):
 
 
 _OF = {
-    Change.REFUSED: (
-        *("model", "task", "data.dataset", "data.image_size", "optimizer._target_"),
-        *("optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay"),
-        *("data.split.val", "data.split.test", "data.split.seed", "data.split.stratified"),
-        *("init", "init_from", "init_mismatch", "freeze", "unfreeze_at"),
-        *("data.split.folds", "data.split.fold", "data.split.group"),
-    ),
-    Change.REFUSED_INSIDE_EPOCH: (
-        *("seed", "accumulate", "data.batch_size", "data.shuffle", "data.drop_last", "limit.train_batches"),
-    ),
-    Change.REPORTED: (
-        *(
-            "epochs",
-            "max_steps",
-            "lr",
-            "optimizer",
-            "scheduler",
-            "loss",
-            "grad_clip.norm",
-            "grad_clip.value",
-            "grad_clip.agc",
-        ),
-        *("transform.sample_train", "transform.sample_eval", "transform.train", "transform.eval", "transform.mix"),
-        *("data.shift", "data.hflip", "data.normalize.mean", "data.normalize.std", "data.on_error", "data.max_pixels"),
-        *("device", "threads", "amp", "channels_last", "compile", "cudnn_benchmark", "tf32", "matmul_precision"),
-        *("compiler.mode", "compiler.fullgraph", "compiler.dynamic", "deterministic"),
-        *("evaluate.every_epochs", "evaluate.every_steps", "limit.eval_batches", "metrics", "callbacks"),
-        *("checkpoint.monitor", "checkpoint.mode", "on_nonfinite"),
-        *("on_oom", "ema", "swa", "averaging.warmup", "averaging.lr_factor", "averaging.anneal_epochs"),
-        "averaging.recalibrate_batches",
-    ),
-    Change.ALLOWED: (
-        *(
-            "name",
-            "output_root",
-            "ckpt_path",
-            "resume",
-            "max_time",
-            "trust",
-            "logger",
-            "detect_anomaly",
-            "activation_checkpointing",
-        ),
-        *("post_mortem", "watch.shapes", "watch.finite"),
-        *("data.name", "data.root", "data.download", "data.placement", "data.cache", "data.cache_dir"),
-        *("data.num_workers", "data.prefetch", "data.persistent_workers", "data.pin_memory", "data.non_blocking"),
-        *("data.timeout_s", "data.identity", "evaluate.batch_size", "evaluate.test"),
-        *("checkpoint.every_epochs", "checkpoint.every_steps", "checkpoint.min_seconds", "checkpoint.keep"),
-        "checkpoint.async",
-        *("log.every_steps", "log.progress", "log.utilization", "log.curves"),
-    ),
+    Change.REFUSED: """
+        model task data.dataset data.image_size data.split.val data.split.test data.split.seed data.split.stratified
+        data.split.folds data.split.fold data.split.group init init_from init_mismatch freeze unfreeze_at
+        optimizer._target_ optimizer.no_decay optimizer.lr_mult optimizer.layer_decay
+    """,
+    Change.REFUSED_INSIDE_EPOCH: """
+        seed accumulate data.batch_size data.shuffle data.drop_last limit.train_batches
+    """,
+    Change.REPORTED: """
+        epochs max_steps lr optimizer scheduler loss grad_clip.norm grad_clip.value grad_clip.agc
+        transform.sample_train transform.sample_eval transform.train transform.eval transform.mix data.shift data.hflip
+        data.normalize.mean data.normalize.std data.on_error data.max_pixels
+        device threads amp channels_last compile compiler.mode compiler.fullgraph compiler.dynamic cudnn_benchmark tf32
+        matmul_precision deterministic on_nonfinite on_oom
+        evaluate.every_epochs evaluate.every_steps limit.eval_batches metrics callbacks checkpoint.monitor checkpoint.mode
+        ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
+    """,
+    Change.ALLOWED: """
+        name output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
+        watch.shapes watch.finite data.name data.root data.download data.placement data.cache data.cache_dir
+        data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
+        data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
+        checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
+    """,
 }
-CHANGES = {key: change for change, keys in _OF.items() for key in keys}
+CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}
 
 
 def declared(key: str) -> Change:
@@ -95,12 +68,11 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
     """
     problems = []
     for key in changed:
-        change = declared(key)
-        if change is Change.REFUSED:
+        if declared(key) is Change.REFUSED:
             problems.append(Problem(key, "cannot change when resuming", "the checkpoint's value, or a new run"))
-        elif change is Change.REFUSED_INSIDE_EPOCH and inside_epoch:
-            message = "cannot change when resuming inside an epoch"
-            problems.append(Problem(key, message, "the checkpoint's value, or a checkpoint from the end of an epoch"))
+        elif inside_epoch and declared(key) is Change.REFUSED_INSIDE_EPOCH:
+            allowed = "the checkpoint's value, or a checkpoint from the end of an epoch"
+            problems.append(Problem(key, "cannot change when resuming inside an epoch", allowed))
     return problems
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from runner.config.errors import Problem, UserError
+from runner.config.keys import at, key_of, within
 from runner.config.sources import Sources, text_of
 
 
@@ -49,18 +50,17 @@ class Composition:
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
         for word in reversed(self.overrides):
-            target = word.split("=", 1)[0].lstrip("+~")
-            if key == target or (key.startswith(target + ".") and target not in self.group_choices):
+            target = key_of(word)
+            if key == target or (within(key, [target]) and target not in self.group_choices):
                 return f"the override {word.lstrip('+')}"
-        for group, name in reversed(list(self.group_choices.items())):
-            option = self.sources.option(group, str(name)) if name else None
-            if option is None:
+        for group, name in reversed(self.group_choices.items()):
+            option, section = self.sources.option(group, name), group.replace("/", ".")
+            if option is None or not (option.is_global or within(key, [section])):
                 continue
-            inside = key if option.is_global else key.removeprefix(group.replace("/", ".") + ".")
-            if option.is_global or inside != key or key == group:
-                for path in (option.path, option.path.with_name("_base.yaml")):
-                    if path.is_file() and (_defines(path, inside) or (key == group and path == option.path)):
-                        return str(path)
+            inside = key if option.is_global else key.removeprefix(f"{section}.")
+            for path in (option.path, option.path.with_name("_base.yaml")):
+                if _defines(path, inside) or (key == section and path == option.path):
+                    return str(path)
         file = self.sources.primary(self.primary) if self.primary else None
         return str(file) if file is not None and _defines(file, key) else ""
 
@@ -71,7 +71,7 @@ class Composition:
         """
         known = self
         if checkpoint:
-            given = {word.split("=", 1)[0].lstrip("+~") for word in self.overrides}
+            given = set(map(key_of, self.overrides))
             choices = {group: name for group, name in self.group_choices.items() if group in given}
             known = dataclasses.replace(self, group_choices=choices, primary="")
         return [
@@ -80,13 +80,8 @@ class Composition:
         ]
 
 
-def _defines(path: Any, key: str) -> bool:
+def _defines(path: Path, key: str) -> bool:
     try:
-        content = yaml.safe_load(text_of(path))
+        return at(yaml.safe_load(text_of(path)), key) is not ...
     except (UserError, yaml.YAMLError, ValueError, RecursionError):
         return False
-    for part in key.split("."):
-        if not isinstance(content, dict) or part not in content:
-            return False
-        content = content[part]
-    return True

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
 from runner.config.errors import Problem
+from runner.config.keys import key_of, walk, within
 from runner.config.validate import shown
 
 _BUILT = ("callbacks", "launcher", "sweeper")
@@ -28,19 +28,15 @@ def unasked(cfg: DictConfig, words: Sequence[str]) -> list[Problem]:
         cfg: the composed config with `hydra`.
         words: overrides of the command line.
     """
-    given = [word.partition("=")[0].lstrip("+~").replace("/", ".") for word in words]
+    given = [key_of(word).replace("/", ".") for word in words]
     problems = []
     for section in (*_BUILT, *_LOGGING):
         node = OmegaConf.to_container(cfg.hydra[section], resolve=False) if section in cfg.hydra else None
-        for key, value in _leaves(node, f"hydra.{section}"):
-            named = any(key == word or key.startswith(f"{word}.") for word in given)
-            if not named and _builds(section, key, str(value)):
-                message = (
-                    f"'{value}' comes from a folder of configs, and only the command line can make Hydra build things"
-                )
-                problems.append(
-                    Problem(key, message, f"'{key}={shown(str(value))}' on the command line, or without it")
-                )
+        for key, value in walk(node, f"hydra.{section}"):
+            if not (isinstance(value, dict | list) or within(key, given)) and _builds(section, key, str(value)):
+                message = "comes from a folder of configs, and only the command line can make Hydra build things"
+                allowed = f"'{key}={shown(str(value))}' on the command line, or without it"
+                problems.append(Problem(key, f"'{value}' {message}", allowed))
     return problems
 
 
@@ -54,12 +50,3 @@ def _builds(section: str, key: str, value: str) -> bool:
     if last == "filename":
         return not value.startswith(_OF_THE_RUN) or ".." in value
     return (last == "()" and value not in _FACTORIES) or (last == "class" and value not in _HANDLERS)
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    pairs: Iterable[tuple[Any, Any]]
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in pairs:
-        yield from _leaves(inner, f"{key}.{name}")
-    if not isinstance(value, dict | list):
-        yield key, value

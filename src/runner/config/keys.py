@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
-
+from runner.config.errors import nearest
 from runner.config.schema.sections import HasTarget
+
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
 
 
 @functools.cache
@@ -28,6 +30,17 @@ def members(annotation: Any) -> list[Any]:
 def bare(annotation: Any) -> Any:
     """An annotation without the constraints around it."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def is_node(annotation: Any) -> bool:
+    """Whether values of this annotation are components: mappings with `_target_`."""
+    return any(isinstance(mark, HasTarget) for mark in getattr(annotation, "__metadata__", ()))
+
+
+def component_inside(annotation: Any) -> Any:
+    """The annotation of the components in a list or mapping of them; None for any other annotation."""
+    insides = (get_args(bare(member)) for member in members(annotation))
+    return next((inside[-1] for inside in insides if inside and is_node(inside[-1])), None)
 
 
 def is_open(annotation: Any) -> bool:
@@ -60,6 +73,24 @@ def all_keys(section: type, prefix: str = "") -> list[str]:
     return keys
 
 
+def within(path: str, prefixes: Iterable[str]) -> bool:
+    """Whether a dotted path is one of the prefixes, or inside one."""
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in prefixes)
+
+
+def key_of(word: str) -> str:
+    """The key or group that an override is about."""
+    return word.partition("=")[0].lstrip("+~")
+
+
+def closest(key: str, pool: Sequence[str]) -> str:
+    """The key of `pool` that is meant by a wrong one: one with the same last part, or spelled much like it; else empty."""
+    by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(pool)}
+    leaf = key.rpartition(".")[2]
+    same_leaf = [candidate for candidate in pool if candidate.rpartition(".")[2] == leaf]
+    return min(same_leaf, key=len, default="") or nearest(key, pool) or by_leaf.get(nearest(leaf, by_leaf), "")
+
+
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys of a nested mapping with their leaf values; empty mappings count as leaves."""
     if isinstance(values, dict) and (values or not prefix):
@@ -68,6 +99,27 @@ def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
             leaves |= flatten(value, f"{prefix}.{name}" if prefix else str(name))
         return leaves
     return {prefix: values}
+
+
+def at(values: Any, key: str) -> Any:
+    """The value under a dotted key of nested mappings and lists; `...` if there is none."""
+    for part in key.split("."):
+        if isinstance(values, list) and part.isdigit() and int(part) < len(values):
+            values = values[int(part)]
+        elif isinstance(values, dict) and part in values:
+            values = values[part]
+        else:
+            return ...
+    return values
+
+
+def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, value) of nested mappings and lists, outer ones first; items of lists by number."""
+    yield prefix, value
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from walk(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
 def describe(annotation: Any) -> str:
@@ -80,37 +132,21 @@ def describe(annotation: Any) -> str:
 
 
 def _words(member: Any) -> list[str]:
-    inner: Any = member
-    limits: tuple[Any, ...] = ()
-    if get_origin(member) is Annotated:
-        inner, *rest = get_args(member)
-        limits = tuple(rest)
-    if any(isinstance(limit, HasTarget) for limit in limits):
+    inner, *limits = get_args(member) if get_origin(member) is Annotated else (member,)
+    if is_node(member):
         return ["a mapping with _target_"]
     if get_origin(inner) is Literal:
         return [str(choice) for choice in get_args(inner)]
     if inner is bool:
         return ["true", "false"]
-    if inner is type(None):
-        return ["null"]
     if dataclasses.is_dataclass(inner):
         return ["a mapping of " + ", ".join(hints(inner))]  # type: ignore[arg-type]
     if get_origin(inner) is list:
         return [f"a list, each item {describe(get_args(inner)[0])}"]
     if get_origin(inner) is dict:
         return [f"a mapping of names, each to {describe(get_args(inner)[1])}"]
-    return [{int: "a whole number", float: "a number", str: "text"}.get(inner, "any value") + _bounds(limits)]
-
-
-def _bounds(limits: tuple[Any, ...]) -> str:
-    parts = []
-    for limit in limits:
-        if isinstance(limit, Ge):
-            parts.append(f"of at least {limit.ge}")
-        elif isinstance(limit, Gt):
-            parts.append(f"above {limit.gt}")
-        elif isinstance(limit, Le):
-            parts.append(f"at most {limit.le}")
-        elif isinstance(limit, Lt):
-            parts.append(f"below {limit.lt}")
-    return (" " + " and ".join(parts)) if parts else ""
+    bounds = [
+        f"{words} {getattr(limit, name)}" for limit in limits for name, words in _BOUNDS.items() if hasattr(limit, name)
+    ]
+    names = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    return [" ".join([names.get(inner, "any value"), " and ".join(bounds)]).rstrip()]

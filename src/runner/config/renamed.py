@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from runner.config.errors import Problem
+from runner.config.keys import walk, within
 
 KEYS = {
     "clip": "grad_clip",
@@ -35,7 +35,7 @@ MODULES = {
 def new_key(key: str) -> str | None:
     """The present name of a dotted key that was renamed, or that lies in a section that was; None for any other key."""
     for old, new in KEYS.items():
-        if key == old or key.startswith(f"{old}."):
+        if within(key, [old]):
             return new + key.removeprefix(old)
     return None
 
@@ -46,10 +46,10 @@ def new_target(path: str) -> str:
     return f"{MODULES[module]}.{name}" if module in MODULES else path
 
 
-def renamed_problem(key: str, origin: str = "") -> Problem | None:
+def renamed_problem(key: str) -> Problem | None:
     """The problem of a key that was renamed; None if it was not."""
     new = new_key(key)
-    return None if new is None else Problem(key, f"was renamed to {new}", new, origin=origin)
+    return None if new is None else Problem(key, f"was renamed to {new}", new)
 
 
 def migrate(values: dict[str, Any]) -> dict[str, Any]:
@@ -64,14 +64,7 @@ def migrate(values: dict[str, Any]) -> dict[str, Any]:
             items = [(name if key == last else key, value) for key, value in section.items()]
             section.clear()
             section.update(items)
-    for node in _mappings(values):
-        if isinstance(node.get("_target_"), str):
+    for _, node in walk(values):
+        if isinstance(node, dict) and isinstance(node.get("_target_"), str):
             node["_target_"] = new_target(node["_target_"])
     return values
-
-
-def _mappings(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _mappings(inner)

@@ -13,9 +13,9 @@ from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.merge import FACTS, PREPARATION, merge_with_checkpoint, says, two_rates
 from runner.config.rules import conflicts
-from runner.config.schema.sections import EXTRAS, Normalize
+from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
-from runner.config.targets import bind, check_extras, optimizers_taking, preferred_data
+from runner.config.targets import bind, optimizers_taking, preferred_data
 from runner.config.validate import nodes, shown, typed
 
 T = TypeVar("T", bound=Train)
@@ -41,8 +41,6 @@ def problems_in(
             section = key if key in FACTS else key.split(".")[0]
             found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
             problems += [_listing_optimizers(problem) for problem in found]
-            if key in EXTRAS:
-                problems += check_extras(key, node)
     return config, composition.with_origins(problems, where)
 
 

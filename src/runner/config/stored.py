@@ -7,25 +7,25 @@ object, so that neither a tag nor an interpolation in it does anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from runner.config.composition import Composition
 from runner.config.errors import UserError, first_line
 from runner.config.frozen import to_plain
-from runner.config.keys import flatten
+from runner.config.keys import at, flatten
+from runner.config.overrides import parsed
 from runner.config.renamed import migrate
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_values, unmasked
 from runner.config.sources import Sources, text_of
 from runner.config.validate import shown
 
-_MISSING = object()
 _DEEPEST = 64  # levels of nesting; configs have about six
 _LONGEST = 2**18  # characters; configs have about six thousand, and reading takes a second for each such length
-_MOST_EVENTS = 2**15  # of the YAML reader, one or two a value; configs have about a thousand
+_MOST_VALUES = 2**15  # keys and values; configs have about five hundred
+_TAGS = [f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map")]
 
 
 def dump(config: Train | dict[str, Any]) -> str:
@@ -41,6 +41,45 @@ class _WithoutAliases(yaml.SafeDumper):
         return True
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """Reads texts, numbers, lists and mappings with text as keys; refuses what would take much time or memory."""
+
+    yaml_constructors = {  # noqa: RUF012  as PyYAML has it
+        None: yaml.SafeLoader.yaml_constructors[None],
+        **{tag: yaml.SafeLoader.yaml_constructors[tag] for tag in _TAGS},
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.values = self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.values += 1
+        self.depth += 1
+        # A few lines of aliases of aliases stand for more values than fit into memory.
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has YAML aliases")
+        if self.values > _MOST_VALUES:
+            raise yaml.YAMLError(f"it has over {_MOST_VALUES:,} keys and values")
+        if self.depth > _DEEPEST:
+            raise yaml.YAMLError(f"it has over {_DEEPEST} levels of nesting")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        value = super().construct_object(node, deep)
+        if isinstance(value, int) and abs(value) >= 2**1000:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1} has a number of over 1,000 bits")
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is not text")
+        return super().construct_mapping(node, deep)
+
+
 def load(text: str, where: str) -> dict[str, Any]:
     """YAML text as plain containers.
 
@@ -50,45 +89,15 @@ def load(text: str, where: str) -> dict[str, Any]:
     if len(text) > _LONGEST:
         raise UserError(f"{where}: its config is not plain YAML: it has over {_LONGEST:,} characters")
     try:
-        depth = 0
-        for number, event in enumerate(yaml.parse(text, Loader=yaml.SafeLoader)):
-            if number > _MOST_EVENTS:
-                raise UserError(f"{where}: its config is not plain YAML: it has over {_MOST_EVENTS:,} keys and values")
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            # A few lines of aliases of aliases stand for more values than fit into memory.
-            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
-                what = "YAML aliases" if isinstance(event, yaml.AliasEvent) else f"over {_DEEPEST} levels of nesting"
-                raise UserError(f"{where}: its config is not plain YAML: it has {what}")
-        values = yaml.safe_load(text)
-    except UserError:
-        raise
+        values = yaml.load(text, Loader=_PlainLoader)
     except Exception as error:  # the reader raises whatever a value's text makes Python raise
-        reason = first_line(error)
-        raise UserError(f"{where}: its config is not plain YAML: {reason}") from error
+        raise UserError(f"{where}: its config is not plain YAML: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise UserError(f"{where}: its config is not a mapping")
-    if place := _foreign(values, ""):
-        raise UserError(f"{where}: its config is not plain YAML: {place}")
     return migrate(values)
 
 
-def _foreign(value: Any, place: str) -> str:
-    """Where a value is no text, number, list, or mapping with text keys; an empty string if all are."""
-    if isinstance(value, dict):
-        wrong = [key for key in value if not isinstance(key, str)]
-        if wrong:
-            return f"{place or 'the top level'} has the key {wrong[0]!r}"
-        return next(filter(None, (_foreign(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), "")
-    if isinstance(value, list):
-        return next(filter(None, (_foreign(item, f"{place}.{index}") for index, item in enumerate(value))), "")
-    if isinstance(value, int) and abs(value) >= 2**1000:
-        return f"{place} is a number of over 1,000 bits"
-    return "" if value is None or isinstance(value, str | int | float) else f"{place} is a {type(value).__name__}"
-
-
-def overlay(
-    stored: dict[str, Any], composed: dict[str, Any], words: Sequence[str], choices: dict[str, str], sources: Sources
-) -> dict[str, Any]:
+def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
     """A stored config with the command line laid on top.
 
     A selected group replaces the stored section as a whole; a preset sets the keys in its file; any other override sets
@@ -96,27 +105,22 @@ def overlay(
 
     Args:
         stored: the config from the file.
-        composed: the config that the same command line gives without the file.
-        words: overrides of the command line, without those of `hydra.*`.
-        choices: options chosen for each group in `composed`.
-        sources: where options are found.
+        composition: what the same command line gives without the file.
     """
-    merged = copy.deepcopy(stored)
+    composed, choices, sources = composition.values, composition.group_choices, composition.sources
     groups = set(sources.groups())
-    parser = OverridesParser.create()
-    overrides = [(word, parser.parse_override(word)) for word in words]
-    for _, override in overrides:
-        group = override.key_or_group
-        if group in groups and not isinstance(override.value(), dict):
-            for key in _keys_of_choice(group, choices.get(group), sources):
-                _set(merged, key, _get(composed, key))
-    for _, override in overrides:
-        key, given = override.key_or_group, override.value()
-        if isinstance(given, dict) and given:
-            for inner in flatten(given):
-                _set(merged, f"{key}.{inner}", _get(composed, f"{key}.{inner}"))
+    chosen, given = list[str](), list[str]()
+    for override in parsed(composition.overrides):
+        key, value = override.key_or_group, override.value()
+        if isinstance(value, dict) and value:
+            given += [f"{key}.{inner}" for inner in flatten(value)]
         elif key not in groups:
-            _set(merged, key, _get(composed, key))
+            given.append(key)
+        elif not isinstance(value, dict):
+            chosen += _keys_of_choice(key, choices.get(key), sources)
+    merged = copy.deepcopy(stored)
+    for key in (*chosen, *given):
+        _set(merged, key, copy.deepcopy(at(composed, key)))
     restored: dict[str, Any] = unmasked(merged, composed)
     return restored
 
@@ -137,37 +141,17 @@ def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]
     return found + list(flatten(content)) if content else found
 
 
-def _get(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(values, list) and part.isdigit() and int(part) < len(values):
-            values = values[int(part)]
-        elif isinstance(values, dict) and part in values:
-            values = values[part]
-        else:
-            return _MISSING
-    return copy.deepcopy(values)
-
-
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    if value is _MISSING:
-        _delete(values, key)
-        return
-    *parents, last = key.split(".")
-    for part in parents:
-        inner = values.get(part)
-        if not isinstance(inner, dict):
-            inner = values[part] = {}
-        values = inner
-    values[last] = value
-
-
-def _delete(values: dict[str, Any], key: str) -> None:
+    """Set a dotted key, or delete it if the value is `...`."""
     *parents, last = key.split(".")
     for part in parents:
         if not isinstance(values.get(part), dict):
-            return
+            values[part] = {}
         values = values[part]
-    values.pop(last, None)
+    if value is ...:
+        values.pop(last, None)
+    else:
+        values[last] = value
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -175,7 +159,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
     old, new = flatten(mask_values(before)), flatten(mask_values(after))
     changed = []
     for key in dict.fromkeys([*old, *new]):
-        if old.get(key, _MISSING) != new.get(key, _MISSING):
+        if old.get(key, ...) != new.get(key, ...):
             before_text, after_text = (shown(side[key]) if key in side else "-" for side in (old, new))
             changed.append((key, before_text, after_text))
     return changed

@@ -20,21 +20,15 @@ class Flops:
 
     Only matrix products, convolutions and attention are counted, as everywhere: they are nearly all of the work, and
     what a device's peak refers to. Operations that torch has no formula for count as none.
-
-    Attributes:
-        samples: samples of the batch.
-        forward: of model and loss.
-        backward: of the gradients, not counting `recomputed`.
-        recomputed: of forward passes that activation checkpointing makes again in backward. They bring training no
-            further, so utilisation leaves them out.
-        by_module: forward, by dotted name of the module, its children included; the empty name is the model itself.
     """
 
-    samples: int
-    forward: int
-    backward: int
+    samples: int  # samples of the batch
+    forward: int  # of model and loss
+    backward: int  # of the gradients, not counting `recomputed`
+    # Of forward passes that activation checkpointing makes again in backward. They bring training no further, so
+    # utilisation leaves them out.
     recomputed: int
-    by_module: dict[str, int]
+    by_module: dict[str, int]  # forward, by dotted name of the module ("" is the model), its children included
 
     @property
     def of_sample(self) -> float:
@@ -51,18 +45,11 @@ def count_flops(
     """Count the operations of a forward and a backward pass, with `torch.utils.flop_counter`.
 
     Both are carried out, uncompiled, in the modes that the modules are in. Weights, gradients, buffers and random
-    generators are left as they were.
-
-    Args:
-        model: the model; of DistributedDataParallel, the module inside it.
-        images: (B, C, H, W), as the model is given them.
-        loss: logits -> scalar.
-        autocast: gives the context that forward and loss run in.
+    generators are left as they were. `images` are (B, C, H, W), as the model is given them; `loss` is logits -> scalar;
+    `autocast` gives the context that forward and loss run in.
     """
     from torch.utils.flop_counter import FlopCounterMode  # a tenth of a second that most runs need not spend
 
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
     with no_trace(model), uncompiled(), torch.enable_grad():
         with FlopCounterMode(display=False) as forward, autocast():
             value = loss(model(images))

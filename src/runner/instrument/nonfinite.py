@@ -17,13 +17,9 @@ _NAMED = 8  # names that a sentence lists
 
 def is_finite(value: Any) -> bool:
     """Whether every floating-point tensor in nested containers is finite; waits for the device."""
-    return all(bool(stored_values(each).isfinite().all()) for each in tensors_in(value) if each.is_floating_point())
-
-
-def stored_values(tensor: Tensor) -> Tensor:
-    """The elements of a tensor that are stored: the tensor itself unless it is sparse."""
-    tensor = tensor.detach()
-    return tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+    tensors = (tensor.detach() for tensor in tensors_in(value) if tensor.is_floating_point())
+    stored = (tensor if tensor.layout is torch.strided else tensor.coalesce().values() for tensor in tensors)
+    return all(bool(tensor.isfinite().all()) for tensor in stored)
 
 
 @contextlib.contextmanager

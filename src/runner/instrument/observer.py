@@ -43,10 +43,10 @@ class Observer:
         for name in dict(model.named_modules()) if names is None else dict.fromkeys(names):
             module = model.get_submodule(name)
             if before is not None:
-                hook = _before(name, before)
+                hook = _hook(name, before)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=always, with_kwargs=True))
             if after is not None:
-                hook = _after(name, after)
+                hook = _hook(name, after)
                 self._handles.append(module.register_forward_hook(hook, always_call=always, with_kwargs=True))
 
     def remove(self) -> None:
@@ -64,16 +64,9 @@ class Observer:
         self.remove()
 
 
-def _before(name: str, call: Before) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call(name, module, [*args, *kwargs.values()])
-
-    return hook
-
-
-def _after(name: str, call: After) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        call(name, module, [*args, *kwargs.values()], output)
+def _hook(name: str, call: Callable[..., object]) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        call(name, module, [*args, *kwargs.values()], *output)
 
     return hook
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -43,13 +45,6 @@ class SavedTensors:
     A view counts as its whole storage, which it keeps alive. Nothing is added to the graph, no result changes and no
     device is waited for; it works on any device, `meta` too.
 
-    Attributes are read after the block, or inside it:
-        activations: bytes kept that would be free otherwise, copies of weights that autocast makes among them.
-        parameters: bytes of the model's parameters and buffers that the graph refers to; they stay in memory anyway.
-        inputs: bytes of the model's inputs, as it saves them, and of those given.
-        by_module: activations by the dotted name of the module that was running, not counting its children; the empty
-            name is the model itself.
-
     Args:
         model: whose parameters, inputs and modules are counted separately; without one, all but `inputs` are activations.
         inputs: further tensors that are in memory anyway; kept until the block ends.
@@ -58,16 +53,13 @@ class SavedTensors:
     def __init__(self, model: nn.Module | None = None, inputs: Iterable[Tensor] = ()) -> None:
         self._model, self._given = model, list(inputs)
         self._released: collections.deque[int] = collections.deque()
-        self._live: dict[int, list[Any]] = {}  # storage -> [times saved, bytes, kind, module]
-        self._now = {"activations": 0, "parameters": 0, "inputs": 0}
-        self._modules_now: dict[str, int] = {}
-        self._most = dict(self._now)
-        self._modules_most: dict[str, int] = {}
+        self._live: dict[int, list[Any]] = {}  # storage -> [times saved, bytes, (kind, module)]
+        self._now: Counter[tuple[str, str]] = Counter()  # bytes by kind and module
+        self._most: Counter[tuple[str, str]] = Counter()  # the same when the activations were most
         self._running: list[str] = []
-        self._known: dict[int, str] = {}
-        self._noted: list[int] = []
-        self._observer: Observer | None = None
-        self._context: Any = None
+        self._known: dict[int, str] = {}  # kind of what is in memory anyway, by storage
+        self._noted: list[int] = []  # inputs of the model among them
+        self._contexts = contextlib.ExitStack()
 
     def __enter__(self) -> SavedTensors:
         self._known = {_storage(tensor)[0]: "inputs" for tensor in self._given}
@@ -75,45 +67,42 @@ class SavedTensors:
             for tensor in (*self._model.parameters(), *self._model.buffers()):
                 self._known[_storage(tensor)[0]] = "parameters"
             # Recomputing a checkpointed region stops by an exception as soon as it has all it needs, hence `always`.
-            self._observer = Observer(self._model, self._enter, self._leave, always=True)
-        self._context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._context.__enter__()
+            self._contexts.enter_context(Observer(self._model, self._enter, self._leave, always=True))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda held: held.tensor)
+        self._contexts.enter_context(hooks)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._context.__exit__(kind, error, traceback)
-        if self._observer is not None:
-            self._observer.remove()
+        self._contexts.close()
         self._running.clear()
         self._known.clear()
         self._given.clear()
 
     @property
     def activations(self) -> int:
-        """Bytes kept that would be free otherwise."""
-        return self._at_most()["activations"]
+        """Bytes kept that would be free otherwise, copies of weights that autocast makes among them."""
+        return _total(self._at_most(), "activations")
 
     @property
     def parameters(self) -> int:
-        """Bytes of parameters and buffers that the graph refers to."""
-        return self._at_most()["parameters"]
+        """Bytes of the model's parameters and buffers that the graph refers to; they stay in memory anyway."""
+        return _total(self._at_most(), "parameters")
 
     @property
     def inputs(self) -> int:
-        """Bytes of inputs that the graph refers to."""
-        return self._at_most()["inputs"]
+        """Bytes of the model's inputs, as it saves them, and of those given, that the graph refers to."""
+        return _total(self._at_most(), "inputs")
 
     @property
     def by_module(self) -> dict[str, int]:
-        """Activations by module, in the order in which the modules first saved something."""
-        self._at_most()
-        return {name: count for name, count in self._modules_most.items() if count}
+        """Activations by the dotted name of the module that was running, without its children, in the order of saving."""
+        return {name: count for (kind, name), count in self._at_most().items() if kind == "activations" and count}
 
-    def _at_most(self) -> dict[str, int]:
-        if self._now["activations"] >= self._most["activations"]:
-            self._most, self._modules_most = dict(self._now), dict(self._modules_now)
+    def _at_most(self) -> Counter[tuple[str, str]]:
+        if _total(self._now, "activations") >= _total(self._most, "activations"):
+            self._most = self._now.copy()
         return self._most
 
     def _enter(self, name: str, module: nn.Module, inputs: list[Any]) -> None:
@@ -133,45 +122,36 @@ class SavedTensors:
             self._noted.clear()
 
     def _pack(self, tensor: Tensor) -> _Held:
-        self._let_go()
+        if self._released:
+            self._let_go()
         key, size = _storage(tensor)
-        entry = self._live.get(key)
-        if entry is None:
-            kind = self._known.get(key, "activations")
-            module = self._running[-1] if self._running else OUTSIDE
-            self._live[key] = entry = [0, size, kind, module]
-            self._add(kind, module, size)
-        entry[0] += 1
+        if key not in self._live:
+            place = (self._known.get(key, "activations"), self._running[-1] if self._running else OUTSIDE)
+            self._live[key] = [0, size, place]
+            self._now[place] += size
+        self._live[key][0] += 1
         return _Held(tensor, key, self._released)
-
-    @staticmethod
-    def _unpack(held: _Held) -> Tensor:
-        return held.tensor
 
     def _let_go(self) -> None:
         """Subtract what the graph has let go since the last tensor was saved."""
-        if not self._released:
-            return
         self._at_most()
         while self._released:
             key = self._released.popleft()
             entry = self._live[key]
             entry[0] -= 1
             if entry[0] == 0:
-                _, size, kind, module = self._live.pop(key)
-                self._add(kind, module, -size)
+                _, size, place = self._live.pop(key)
+                self._now[place] -= size
 
-    def _add(self, kind: str, module: str, size: int) -> None:
-        self._now[kind] += size
-        if kind == "activations":
-            self._modules_now[module] = self._modules_now.get(module, 0) + size
+
+def _total(counts: Counter[tuple[str, str]], kind: str) -> int:
+    return sum(count for (each, _), count in counts.items() if each == kind)
 
 
 def _storage(tensor: Tensor) -> tuple[int, int]:
     """The identity of a tensor's storage, unique while it lives, and its bytes."""
-    local = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the part that is here
     try:
-        storage = local.untyped_storage()
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse tensors have several
-        return id(tensor), local.element_size() * (local._nnz() if local.is_sparse else local.numel())
+        return id(tensor), tensor.element_size() * (tensor._nnz() if tensor.is_sparse else tensor.numel())
     return int(storage._cdata), int(storage.nbytes())

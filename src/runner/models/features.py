@@ -14,7 +14,7 @@ from runner.instrument.observer import Observer
 _MOST_LISTED = 60
 
 
-class Extractor(nn.Module):
+class Extractor:
     """Intermediate features of a model: images (B, C, H, W) -> dict of name -> tensor, in the order of `names`.
 
     A name is that of a module, such as `stages.2`, whose output is returned, or that of an operation in a forward method,
@@ -36,16 +36,15 @@ class Extractor(nn.Module):
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str], key: str = "features") -> None:
-        super().__init__()
-        self.model = model.eval()
-        self.eval()
+        model.eval()
         if not names:
             raise UserError(key, "names no layer", _join(_modules(model)))
         self._names, self._key = tuple(dict.fromkeys(names)), key
         self._found: dict[str, Tensor] = {}
         self._run = listener(model, names, lambda name, tensor: self._found.update({name: tensor.clone()}), key, False)
+        self._tried = False
 
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
         """Features of images (B, C, H, W)."""
         self._found.clear()
         self._run(images)
@@ -54,28 +53,20 @@ class Extractor(nn.Module):
                 raise UserError(self._key, f"'{name}' does not run when the model is evaluated", "other layers")
         return {name: self._found.pop(name) for name in self._names}
 
-
-class ExtractorPerImage:
-    """Intermediate features with a row for each image."""
-
-    def __init__(self, layers: Extractor, key: str = "features") -> None:
-        self._layers, self._key = layers, key
-        self._tried = False
-
-    def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """Features of images (B, C, H, W): name -> (B, ...).
+    def rows(self, images: Tensor) -> dict[str, Tensor]:
+        """Features with a row for each image (B, C, H, W): name -> (B, ...).
 
         Raises:
             UserError: if the first axis of a feature is not the batch, as with windows, or tokens first. The first batch
                 is tried in another size too, since an axis may be as long as the batch by accident.
         """
         if not self._tried:
-            self._checked(images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1))
+            self._check(images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1))
             self._tried = True
-        return self._checked(images)
+        return self._check(images)
 
-    def _checked(self, images: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._layers(images)
+    def _check(self, images: Tensor) -> dict[str, Tensor]:
+        found = self(images)
         for name, tensor in found.items():
             if tensor.ndim == 0 or len(tensor) != len(images):
                 count = f"{len(images)} image{'s' * (len(images) != 1)}"

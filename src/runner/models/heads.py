@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,9 +49,7 @@ def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
     It must be a Linear or a 1x1 convolution that is used once, and its outputs alone must decide the logits: with its outputs
     set to zero, all logits are equal.
 
-    Args:
-        model: the model, in evaluation mode.
-        forward: sends one image through the model, and returns the logits (1, C).
+    `forward` sends one image through the model, in evaluation mode, and returns the logits (1, C).
 
     Raises:
         HeadNotFound: if there is no such layer.
@@ -62,17 +61,16 @@ def find_head(model: nn.Module, forward: Callable[[], Any]) -> Head:
             return Head(path, None)
     path = _last_started(model, forward)
     layer = model.get_submodule(path)
-    width = _outputs(layer)
     if not path:
         raise HeadNotFound(f"{type(model).__name__} is a single layer")
-    if width is None:
+    if not (isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and set(layer.kernel_size) == {1})):
         raise HeadNotFound(
             f"its last layer with weights is {path} ({type(layer).__name__}), neither Linear nor 1x1 convolution"
         )
     with layer.register_forward_hook(lambda module, inputs, output: torch.zeros_like(output)):
         logits = forward()
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] != width:
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    if shape != (1, width := len(layer.weight)):
         raise HeadNotFound(f"its last layer {path} has {width} outputs, and the model returns {shape} for one image")
     if not bool((logits == logits[:, :1]).all()):
         raise HeadNotFound(f"its last layer {path} does not decide the outputs alone")
@@ -92,55 +90,34 @@ def _last_started(model: nn.Module, forward: Callable[[], Any]) -> str:
     return started[-1]
 
 
-def _outputs(layer: nn.Module) -> int | None:
-    """Outputs of a Linear or a 1x1 convolution; None for anything else."""
-    if isinstance(layer, nn.Linear):
-        return layer.out_features
-    if isinstance(layer, nn.Conv2d) and set(layer.kernel_size) == {1}:
-        return layer.out_channels
-    return None
-
-
 def replace_head(model: nn.Module, head: Head, hidden: Sequence[int] | None, outputs: int) -> None:
     """Replace the head.
 
     Hidden layers are initialised after He et al. (arXiv:1502.01852), each followed by a ReLU; the last one starts small, see
     `draw_small_head`.
 
-    Args:
-        model: the model.
-        head: its head, see `find_head`.
-        hidden: widths of the hidden layers, empty for a single layer; None removes the head.
-        outputs: outputs of the new head.
+    `hidden` are the widths of the hidden layers, empty for a single layer; None removes the head.
     """
     old = model.get_submodule(head.path)
-    fresh = NoHead() if hidden is None else _fresh(old, [*hidden, outputs])
+    fresh = NoHead() if hidden is None else new_layers(old, [*hidden, outputs])
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
             model.set_submodule(path, fresh)
 
 
-def _fresh(old: nn.Module, widths: Sequence[int]) -> nn.Module:
-    """New layers of the kind of `old`, for the same features."""
+def new_layers(old: nn.Module, widths: Sequence[int]) -> nn.Module:
+    """New layers of the kind of `old`, a Linear or a 1x1 convolution, for the same features."""
     assert isinstance(old, nn.Linear | nn.Conv2d), "find_head returns these"
+    kind: Any = nn.Linear if isinstance(old, nn.Linear) else functools.partial(nn.Conv2d, kernel_size=1)
+    place = {"device": old.weight.device, "dtype": old.weight.dtype}
     inputs = old.in_features if isinstance(old, nn.Linear) else old.in_channels
-    place: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
     layers: list[nn.Module] = []
-    for index, width in enumerate(widths):
-        is_last = index == len(widths) - 1
-        bias = old.bias is not None if is_last else True
-        layer: nn.Linear | nn.Conv2d
-        if isinstance(old, nn.Linear):
-            layer = nn.Linear(inputs, width, bias=bias, **place)
-        else:
-            layer = nn.Conv2d(inputs, width, kernel_size=1, bias=bias, **place)
-        if is_last:
-            draw_small_head(layer)
-            layers.append(layer)
-        else:
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-            if layer.bias is not None:  # for the type checker: hidden layers have one
-                nn.init.zeros_(layer.bias)
-            layers += [layer, nn.ReLU(inplace=True)]
+    for width in widths[:-1]:
+        layer = kind(inputs, width, **place)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+        layers += [layer, nn.ReLU(inplace=True)]
         inputs = width
-    return layers[0] if len(layers) == 1 else MLPHead(*layers)
+    last = kind(inputs, widths[-1], bias=old.bias is not None, **place)
+    draw_small_head(last)
+    return MLPHead(*layers, last) if layers else last

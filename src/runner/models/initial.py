@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -10,9 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from runner.instrument.observer import Observer
+
 Scheme = Literal["normal", "xavier", "kaiming", "orthogonal", "trunc_normal"]
 
 _STD = 0.02
+_SCHEMES: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": functools.partial(nn.init.normal_, std=_STD),
+    "trunc_normal": functools.partial(nn.init.trunc_normal_, std=_STD, a=-2 * _STD, b=2 * _STD),
+    "xavier": nn.init.xavier_uniform_,
+    "kaiming": functools.partial(nn.init.kaiming_normal_, nonlinearity="relu"),
+    "orthogonal": nn.init.orthogonal_,
+}
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _ADDITIONS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 
@@ -38,7 +47,7 @@ def draw_weights(model: nn.Module, scheme: Scheme) -> None:
     count = 0
     for weight, bias in _layers(model):
         count += 1
-        _draw(weight, scheme)
+        _SCHEMES[scheme](weight)
         if bias is not None:
             nn.init.zeros_(bias)
     if not count:
@@ -61,29 +70,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
             yield from ((weight, None) for weight in weights[1:])
 
 
-def _draw(weight: Tensor, scheme: Scheme) -> None:
-    match scheme:
-        case "normal":
-            nn.init.normal_(weight, std=_STD)
-        case "trunc_normal":
-            nn.init.trunc_normal_(weight, std=_STD, a=-2 * _STD, b=2 * _STD)
-        case "xavier":
-            nn.init.xavier_uniform_(weight)
-        case "kaiming":
-            nn.init.kaiming_normal_(weight, nonlinearity="relu")
-        case "orthogonal":
-            nn.init.orthogonal_(weight)
-
-
 def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
     """Let every residual block start as its shortcut: set the scale of the norm that ends its branch to zero.
 
     After Goyal et al., "Accurate, Large Minibatch SGD" (arXiv:1706.02677), section 5.1. The branches are found in a forward
-    pass: a norm whose output is added to features that have passed fewer layers.
-
-    Args:
-        model: the model, in evaluation mode.
-        forward: sends one image through the model.
+    pass: a norm whose output is added to features that have passed fewer layers. `forward` sends one image through the
+    model, in evaluation mode.
 
     Returns:
         Dotted names of the norms.
@@ -91,19 +83,16 @@ def zero_last_norms(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
     Raises:
         ValueError: if no residual branch ends in a norm.
     """
-    trace = _Trace()
-    norms = [module for module in model.modules() if isinstance(module, _NORMS)]
-    with contextlib.ExitStack() as hooks, trace:
-        for module in norms:
-            hooks.enter_context(module.register_forward_hook(trace.norm_ended))
+    trace, modules = _Trace(), dict(model.named_modules())
+    norms = [name for name, module in modules.items() if isinstance(module, _NORMS) and module.weight is not None]
+    with Observer(model, after=trace.norm_ended, names=norms), trace:
         forward()
-    ends = {id(module) for module in trace.ends}
-    found = [(name, module) for name, module in model.named_modules() if id(module) in ends]
+    found = [name for name in norms if name in trace.ends]
     if not found:
         raise ValueError(f"{type(model).__name__} has no residual branch that ends in a norm with a scale")
-    for _, module in found:
-        nn.init.zeros_(module.weight)
-    return [name for name, _ in found]
+    for name in found:
+        nn.init.zeros_(modules[name].weight)
+    return found
 
 
 class _Trace(TorchFunctionMode):
@@ -111,15 +100,14 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ends: list[nn.Module] = []
+        self.ends: set[str] = set()
         self._depth: dict[int, int] = {}
-        self._norm: dict[int, nn.Module] = {}
+        self._norm: dict[int, str] = {}
         self._kept: list[Tensor] = []  # an id is unique only while its tensor exists
 
-    def norm_ended(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Record the output of a norm: a forward hook."""
-        if isinstance(output, Tensor) and getattr(module, "weight", None) is not None:
-            self._norm[id(output)] = module
+    def norm_ended(self, name: str, module: nn.Module, inputs: list[Any], output: Tensor) -> None:
+        """Record the output of a norm, see `Observer`."""
+        self._norm[id(output)] = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -144,15 +132,13 @@ class _Trace(TorchFunctionMode):
         if norm is None or isinstance(shortcut, nn.Parameter) or branch.shape != shortcut.shape:
             return
         if self._depth[id(branch)] > self._depth.get(id(shortcut), 0):
-            self.ends.append(norm)
+            self.ends.add(norm)
 
 
 def set_prior(layer: nn.Module, counts: Tensor) -> None:
     """Set a head's bias to the logarithm of each class's share, so that the first loss is the entropy of the classes.
 
-    Args:
-        layer: the layer that returns the logits (B, C).
-        counts: training samples per class, int64 (C,); a class without samples counts as one.
+    `counts` are the training samples per class, int64 (C,); a class without samples counts as one.
 
     Raises:
         ValueError: if the layer has no bias per class.

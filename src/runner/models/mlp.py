@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from runner.models.checks import at_least, share
+from runner.models.checks import at_least_1, share
 from runner.models.initial import draw_small_head
 
 
@@ -14,9 +14,7 @@ class MLP(nn.Module):
     """Multi-layer perceptron on flattened pixels: Linear, ReLU and dropout per hidden layer, then a linear head.
 
     Args:
-        in_channels: channels of the images.
         image_size: (height, width) of the images, in pixels.
-        num_classes: number of outputs.
         hidden: width of each hidden layer; None means [128], an empty list a linear classifier.
         dropout: probability of zeroing a hidden unit while training.
 
@@ -35,12 +33,9 @@ class MLP(nn.Module):
         super().__init__()
         widths = [128] if hidden is None else list(hidden)
         height, width = image_size
-        at_least("in_channels", in_channels)
-        at_least("image_size", min(height, width))
-        at_least("num_classes", num_classes)
-        for index, units in enumerate(widths):
-            at_least(f"hidden[{index}]", units)
-        share("dropout", dropout)
+        at_least_1(in_channels=in_channels, image_size=min(height, width), num_classes=num_classes)
+        at_least_1(**{f"hidden[{index}]": units for index, units in enumerate(widths)})
+        share(dropout=dropout)
 
         sizes = [in_channels * height * width, *widths]
         layers: list[nn.Module] = []

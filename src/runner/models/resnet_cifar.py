@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.models.checks import at_least, share
+from runner.models.checks import at_least_1, share
 from runner.models.drop_path import DropPath, linear_rates
 from runner.models.initial import draw_small_head
 
@@ -14,8 +14,6 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions with a shortcut (He et al., "Deep Residual Learning", arXiv:1512.03385, figure 5 left).
 
     Args:
-        inputs: channels of the incoming features.
-        outputs: channels of the outgoing features.
         stride: stride of the first convolution, and of the shortcut's 1x1 convolution.
         drop_path: probability of skipping a sample's residual branch in training.
     """
@@ -45,8 +43,6 @@ class ResNet18(nn.Module):
     """ResNet-18 with a 3x3 stem of stride 1, for images of about 32 pixels; 11.2 million parameters at width 64.
 
     Args:
-        in_channels: channels of the images.
-        num_classes: number of outputs.
         width: channels of the stem and of the first stage; they double in each of the three later ones.
         dropout: probability of zeroing a feature before the head in training.
         drop_path: probability of skipping a sample's residual branch in training, in the last of the eight blocks; it rises
@@ -60,11 +56,8 @@ class ResNet18(nn.Module):
         self, in_channels: int, num_classes: int, width: int = 64, dropout: float = 0.0, drop_path: float = 0.0
     ) -> None:
         super().__init__()
-        at_least("in_channels", in_channels)
-        at_least("num_classes", num_classes)
-        at_least("width", width)
-        share("dropout", dropout)
-        share("drop_path", drop_path)
+        at_least_1(in_channels=in_channels, num_classes=num_classes, width=width)
+        share(dropout=dropout, drop_path=drop_path)
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, kernel_size=3, padding=1, bias=False),
             nn.BatchNorm2d(width),

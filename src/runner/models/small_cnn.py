@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.models.checks import at_least, share
+from runner.models.checks import at_least_1, share
 from runner.models.initial import draw_small_head
 
 _SMALLEST_POOLED = 4
@@ -20,8 +20,6 @@ class SmallCNN(nn.Module):
     it. Any image size works, because the last pooling is global; 8 to 64 pixels suit it best.
 
     Args:
-        in_channels: channels of the images.
-        num_classes: number of outputs.
         width: channels of the first block; the later ones have twice and four times as many.
         dropout: probability of zeroing a feature before the head in training.
 
@@ -31,10 +29,8 @@ class SmallCNN(nn.Module):
 
     def __init__(self, in_channels: int, num_classes: int, width: int = 32, dropout: float = 0.2) -> None:
         super().__init__()
-        at_least("in_channels", in_channels)
-        at_least("num_classes", num_classes)
-        at_least("width", width)
-        share("dropout", dropout)
+        at_least_1(in_channels=in_channels, num_classes=num_classes, width=width)
+        share(dropout=dropout)
         channels = [in_channels, width, 2 * width, 4 * width]
         self.stages = nn.ModuleList(_block(inputs, outputs) for inputs, outputs in pairwise(channels))
         self.dropout = nn.Dropout(dropout)

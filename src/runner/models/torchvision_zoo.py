@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
-from runner.models.checks import at_least
-from runner.models.initial import draw_small_head
+from runner.models.checks import at_least_1
+from runner.models.heads import new_layers
 
 # Auxiliary heads would make the output a tuple in training; without init_weights torchvision warns.
 _PLAIN_OUTPUT: dict[str, dict[str, Any]] = {
@@ -37,8 +37,6 @@ def classifier(
 
     Args:
         name: one of `torchvision.models.list_models(module=torchvision.models)`.
-        num_classes: number of outputs.
-        in_channels: channels of the images.
         weights: None (random), "DEFAULT" (the best ones) or a name such as "IMAGENET1K_V1".
         image_size: (height, width) of the images, in pixels. If given, it is checked, and the `vit_*` models are built for
             it if they start from random weights.
@@ -51,8 +49,7 @@ def classifier(
     """
     from torchvision import models
 
-    at_least("num_classes", num_classes)
-    at_least("in_channels", in_channels)
+    at_least_1(num_classes=num_classes, in_channels=in_channels)
     names = models.list_models(module=models)
     if name not in names:
         raise _unknown("model.name", f"no torchvision classification model '{name}'", name, names)
@@ -79,10 +76,7 @@ def classifier(
 def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict[str, Any]:
     """The image size in pixels and the normalisation that trained weights expect, from torchvision.
 
-    Args:
-        name: see `classifier`.
-        weights: see `classifier`.
-        **others: further arguments of `classifier`, which are ignored.
+    Arguments are those of `classifier`.
 
     Returns:
         `image_size` and `normalize` for the section `data` of the config; empty for random weights.
@@ -96,13 +90,8 @@ def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict
     if entry is None:
         return {}
     transforms = entry.transforms()
-    return {
-        "image_size": int(transforms.crop_size[0]),
-        "normalize": {
-            "mean": [float(value) for value in transforms.mean],
-            "std": [float(value) for value in transforms.std],
-        },
-    }
+    normalize = {"mean": [float(value) for value in transforms.mean], "std": [float(value) for value in transforms.std]}
+    return {"image_size": int(transforms.crop_size[0]), "normalize": normalize}
 
 
 classifier.preferred_data = preferred_data  # type: ignore[attr-defined]
@@ -120,13 +109,12 @@ def _weights_entry(name: str, weights: str | None) -> Any:
         return None
     from torchvision import models
 
-    available = models.get_model_weights(name)
-    members = dict(available.__members__)
-    wanted = weights.rpartition(".")[2]
-    for spelled, entry in members.items():
-        if spelled.lower() == wanted.lower():
-            return entry
-    raise _unknown("model.weights", f"{name} has no weights '{weights}'", wanted.upper(), [*members, "null"])
+    members = {spelled.lower(): entry for spelled, entry in models.get_model_weights(name).__members__.items()}
+    wanted = weights.rpartition(".")[2].lower()
+    if wanted not in members:
+        choices = [*(spelled.upper() for spelled in members), "null"]
+        raise _unknown("model.weights", f"{name} has no weights '{weights}'", wanted.upper(), choices)
+    return members[wanted]
 
 
 def _with_weights(name: str, entry: Any) -> nn.Module:
@@ -158,34 +146,17 @@ def _shaped_like(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
 
 def _replace_head(model: nn.Module, num_classes: int) -> None:
     """Replace the model's last layer by a new one with `num_classes` outputs, unless it has them already."""
-    for path, module in reversed(list(model.named_modules())):
-        fresh: nn.Linear | nn.Conv2d
-        if isinstance(module, nn.Linear):
-            if module.out_features == num_classes:
-                return
-            fresh = nn.Linear(module.in_features, num_classes, bias=module.bias is not None)
-        elif isinstance(module, nn.Conv2d):  # squeezenet classifies with a 1x1 convolution
-            if module.out_channels == num_classes:
-                return
-            fresh = nn.Conv2d(module.in_channels, num_classes, kernel_size=1, bias=module.bias is not None)
-        else:
-            continue
-        draw_small_head(fresh)
-        model.set_submodule(path, fresh)
-        return
+    layers = [found for found in model.named_modules() if isinstance(found[1], nn.Linear | nn.Conv2d)]
+    path, old = layers[-1]  # squeezenet classifies with a 1x1 convolution
+    if len(old.weight) != num_classes:
+        model.set_submodule(path, new_layers(old, [num_classes]))
 
 
 def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
     """Replace the model's first convolution by one with `in_channels` input channels."""
     path, stem = next((path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d))
-    fresh = nn.Conv2d(
-        in_channels,
-        stem.out_channels,
-        kernel_size=stem.kernel_size,  # type: ignore[arg-type]
-        stride=stem.stride,  # type: ignore[arg-type]
-        padding=stem.padding,  # type: ignore[arg-type]
-        bias=stem.bias is not None,
-    )
+    same: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
+    fresh = nn.Conv2d(in_channels, stem.out_channels, **same, bias=stem.bias is not None)
     with torch.no_grad():
         fresh.weight.copy_(_stem_kernels(stem.weight, in_channels, pretrained))
         if stem.bias is not None and fresh.bias is not None:

@@ -6,17 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.models.checks import at_least, share
+from runner.models.checks import at_least_1, share
 from runner.models.drop_path import DropPath, linear_rates
 
 
 class Attention(nn.Module):
     """Multi-head self-attention over the tokens of each image.
 
-    Args:
-        dim: width of a token.
-        heads: number of heads; divides `dim`.
-        dropout: probability of zeroing an attention weight or an output in training.
+    `heads` divides `dim`, the width of a token; `dropout` applies to attention weights and to outputs.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
@@ -41,12 +38,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: attention, then a two-layer perceptron, each added to its input.
 
-    Args:
-        dim: width of a token.
-        heads: number of attention heads.
-        mlp_ratio: width of the perceptron's hidden layer, as a multiple of `dim`.
-        dropout: probability of zeroing an activation in training.
-        drop_path: probability of skipping a sample's branch in training, drawn for each of the two.
+    Arguments are those of `ViT`; a sample's branch is skipped with probability `drop_path`, drawn for each of the two.
     """
 
     def __init__(self, dim: int, heads: int, mlp_ratio: float, dropout: float, drop_path: float = 0.0) -> None:
@@ -73,9 +65,7 @@ class ViT(nn.Module):
     After Dosovitskiy et al. (arXiv:2010.11929); averaging the tokens follows Beyer et al. (arXiv:2205.01580).
 
     Args:
-        in_channels: channels of the images.
         image_size: (height, width) of the images, in pixels; `patch_size` divides both.
-        num_classes: number of outputs.
         patch_size: side of a square patch, in pixels; one patch is one token.
         dim: width of a token.
         depth: number of transformer blocks.
@@ -103,11 +93,10 @@ class ViT(nn.Module):
     ) -> None:
         super().__init__()
         height, width = image_size
-        sizes = {"in_channels": in_channels, "num_classes": num_classes, "patch_size": patch_size}
-        for name, value in {**sizes, "dim": dim, "depth": depth, "heads": heads}.items():
-            at_least(name, value)
-        share("dropout", dropout)
-        share("drop_path", drop_path)
+        at_least_1(
+            in_channels=in_channels, num_classes=num_classes, patch_size=patch_size, dim=dim, depth=depth, heads=heads
+        )
+        share(dropout=dropout, drop_path=drop_path)
         if int(dim * mlp_ratio) < 1:
             raise ValueError(f"mlp_ratio must leave at least one hidden unit, got {mlp_ratio} for dim={dim}")
         if dim % heads:
@@ -128,10 +117,9 @@ class ViT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-        fan_in = self.embed.weight[0].numel()
-        nn.init.trunc_normal_(self.embed.weight, std=fan_in**-0.5)
-        if self.embed.bias is not None:
-            nn.init.zeros_(self.embed.bias)
+        nn.init.trunc_normal_(self.embed.weight, std=self.embed.weight[0].numel() ** -0.5)  # by the fan-in
+        assert self.embed.bias is not None
+        nn.init.zeros_(self.embed.bias)
         nn.init.trunc_normal_(self.positions, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:

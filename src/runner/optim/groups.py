@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
@@ -18,36 +17,14 @@ _MATRICES = (nn.Linear, nn.Bilinear, _ConvNd)
 _TABLES = ("bias", "pos", "token", "embed")
 
 
-@dataclass
-class Group:
-    """Parameters with equal settings.
-
-    Attributes:
-        name: for messages, such as `layer 2, no decay`.
-        factor: multiplier of the optimizer's rate.
-        decays: whether weight decay applies.
-        parameters: by dotted name.
-    """
-
-    name: str
-    factor: float
-    decays: bool
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-
-    def arguments(self) -> dict[str, Any]:
-        """The parameter group of an optimizer, with `name`, and `lr_mult`, which is not yet applied to its rate."""
-        decay = {} if self.decays else {"weight_decay": 0.0}
-        return {"params": list(self.parameters.values()), "name": self.name, "lr_mult": self.factor} | decay
-
-
 def parameter_groups(
     model: nn.Module,
     no_decay: Literal["auto"] | Sequence[str] | None = None,
     lr_mult: Mapping[str, float] | None = None,
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
-) -> list[Group]:
-    """Divide the trainable parameters of a model into groups.
+) -> list[dict[str, Any]]:
+    """Divide the trainable parameters of a model into groups for an optimizer.
 
     The group with the model's last matrix comes after all others with matrices: optimizers that treat the head separately,
     such as Muon, find it at the end, as they do without groups.
@@ -59,6 +36,10 @@ def parameter_groups(
         layer_decay: factor of the rate from each layer to the one before it; the last layer, the head, has 1.
         blocks: names of the model's blocks, see `depths`.
 
+    Returns:
+        Parameter groups with a `name` for messages, such as `layer 2, no decay`, and `lr_mult`, a factor that is not yet
+        applied to the rate.
+
     Raises:
         UserError: if a pattern matches no parameter.
     """
@@ -67,30 +48,31 @@ def parameter_groups(
         spared = tables(model)
     else:
         spared = {name for _, name in _matches("optimizer.no_decay", no_decay or (), named)}
-    chosen = {name: pattern for pattern, name in _matches("optimizer.lr_mult", lr_mult or (), named)}
+    factors = lr_mult or {}
+    chosen = {name: pattern for pattern, name in _matches("optimizer.lr_mult", factors, named)}
     deep = depths(model, blocks) if layer_decay is not None else {}
     last = max(deep.values(), default=0)
-    groups: dict[str, Group] = {}
-    for name, parameter in named.items():
+    groups: dict[str, dict[str, Any]] = {}
+    last_matrix: dict[str, int] = {}
+    for index, (name, parameter) in enumerate(named.items()):
         if not parameter.requires_grad:
             continue
         words, factor = [], 1.0
         if layer_decay is not None:
             words.append(f"layer {deep[name]}")
             factor *= layer_decay ** (last - deep[name])
-        if name in chosen and lr_mult is not None:
+        if name in chosen:
             words.append(chosen[name])
-            factor *= lr_mult[chosen[name]]
+            factor *= factors[chosen[name]]
         if name in spared:
             words.append("no decay")
         label = ", ".join(words) or "all others"
-        groups.setdefault(label, Group(label, factor, name not in spared)).parameters[name] = parameter
-    order = {name: index for index, name in enumerate(named)}
-
-    def last_matrix(group: Group) -> int:
-        return max((order[name] for name, parameter in group.parameters.items() if parameter.ndim == 2), default=-1)
-
-    return sorted(groups.values(), key=last_matrix)
+        decay = {"weight_decay": 0.0} if name in spared else {}
+        group = groups.setdefault(label, {"params": [], "name": label, "lr_mult": factor, **decay})
+        group["params"].append(parameter)
+        if parameter.ndim == 2:
+            last_matrix[label] = index
+    return sorted(groups.values(), key=lambda group: last_matrix.get(group["name"], -1))
 
 
 def tables(model: nn.Module) -> set[str]:
@@ -126,15 +108,11 @@ def depths(model: nn.Module, blocks: Sequence[str] = ()) -> dict[str, int]:
             layer += parameter.ndim > 1
             found[name] = max(layer, 0)
         return found
-    names = [name for name, _ in model.named_parameters()]
-    inside = {name: at for at, block in enumerate(blocks, 1) for name in names if name.startswith(f"{block}.")}
-    ends = {
-        index: max(place for place, name in enumerate(names) if inside.get(name) == index)
-        for index in set(inside.values())
-    }
-    for place, name in enumerate(names):
-        passed = max((index for index, end in ends.items() if end < place), default=0)
-        found[name] = inside.get(name, passed + (passed > 0))
+    passed = 0
+    for name, _ in model.named_parameters():
+        inside = next((layer for layer, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), 0)
+        passed = max(passed, inside)
+        found[name] = inside or passed + (passed > 0)
     return found
 
 

@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.config.errors import UserError, first_line
-from runner.config.extras import without_extras
-from runner.config.targets import optimizers_taking, resolve, signature_of
+from runner.config.targets import Component, optimizers_taking
 from runner.optim.muon import Muon
 
 KINDS = ("fused", "foreach")
-
-_NAMES = {"fused": "fused", "foreach": "foreach", "": "one tensor after the other"}
 
 
 @dataclass(frozen=True)
@@ -50,26 +47,28 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     Raises:
         UserError: if a setting is not supported, or the optimizer cannot take a step at all.
     """
-    target = resolve(str(node["_target_"]))
-    arguments = _arguments(target)
-    has = [kind for kind in KINDS if kind in arguments]
+    component = Component("optimizer", node)
+    target, name = component.target, str(getattr(component.target, "__name__", component.target))
+    trial = _Trial(target, node, set(component.parameters or ()), parameters, sparse)
+    has = [kind for kind in KINDS if kind in trial.arguments]
     for kind in KINDS:
         if node.get(kind) and kind not in has:
             allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
-            raise UserError(f"optimizer.{kind}", f"{_name(target)} has no such kernels", allowed)
-    if not _is_known(target):
+            raise UserError(f"optimizer.{kind}", f"{name} has no such kernels", allowed)
+    if not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
         return Kernels({}, "", "")
-    trial = _Trial(target, node, arguments, parameters, sparse)
-    for kind in has:
-        if node.get(kind):
-            if obstacle := trial.obstacle(kind):
-                raise UserError(f"optimizer.{kind}", f"true is not supported: {obstacle}", "null or false")
-            return _chosen(kind, has, f"optimizer.{kind}=true")
-    chosen, reason = _automatic(trial, node, has)
+    chosen = next((kind for kind in has if node.get(kind)), "")
+    if chosen:
+        reason = f"optimizer.{chosen}=true"
+        if obstacle := trial.obstacle(chosen):
+            raise UserError(f"optimizer.{chosen}", f"true is not supported: {obstacle}", "null or false")
+    else:
+        chosen, reason = _automatic(trial, name, has)
     if not chosen and not sparse and (failure := trial.obstacle("")):
-        problem = f"{_name(target)} cannot take a step: {failure}"
-        raise UserError("optimizer", problem, "other arguments, or another optimizer")
-    return _chosen(chosen, has, reason) if has else Kernels({}, "", "")
+        raise UserError("optimizer", f"{name} cannot take a step: {failure}", "other arguments, or another optimizer")
+    if not has:
+        return Kernels({}, "", "")
+    return Kernels({kind: kind == chosen for kind in has}, chosen or "one tensor after the other", reason)
 
 
 def start_momentum(optimizer: Optimizer) -> None:
@@ -107,42 +106,23 @@ def plain_step(optimizer: Optimizer) -> Callable[[], object]:
     return step
 
 
-def _automatic(trial: _Trial, node: Mapping[str, Any], has: Sequence[str]) -> tuple[str, str]:
+def _automatic(trial: _Trial, name: str, has: Sequence[str]) -> tuple[str, str]:
     """The kind of kernels if the settings are null, and the reason."""
-    against = f"{_name(trial.target)} has no fused kernel"
+    against = f"{name} has no fused kernel"
     if "fused" in has:
-        against = "optimizer.fused=false" if node.get("fused") is False else trial.obstacle("fused")
+        against = "optimizer.fused=false" if trial.node.get("fused") is False else trial.obstacle("fused")
         if not against:
-            whose = "its AdamW" if trial.target is Muon else _name(trial.target)
+            whose = "its AdamW" if trial.target is Muon else name
             return "fused", f"auto: {whose} has one kernel for the whole update on {trial.device}"
     if "foreach" not in has:
         return "", f"auto: {against}"
-    if node.get("foreach") is False:
+    if trial.node.get("foreach") is False:
         return "", f"{against}, and optimizer.foreach=false"
     if trial.device == "cpu":
         return "", f"auto: {against}, and foreach is no faster on the CPU"
     if obstacle := trial.obstacle("foreach"):
         return "", f"auto: {against}; {obstacle}"
     return "foreach", f"auto: {against}"
-
-
-def _chosen(kind: str, has: Sequence[str], reason: str) -> Kernels:
-    return Kernels({name: name == kind for name in has}, _NAMES[kind], reason)
-
-
-def _arguments(target: Any) -> set[str]:
-    try:
-        return set(inspect.signature(target).parameters)
-    except (ValueError, TypeError):
-        return set()
-
-
-def _is_known(target: Any) -> bool:
-    return target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))
-
-
-def _name(target: Any) -> str:
-    return str(getattr(target, "__name__", target))
 
 
 @dataclass(frozen=True)
@@ -163,14 +143,13 @@ class _Trial:
         """Why kernels of a kind (empty for plain ones) cannot update these parameters; or an empty string."""
         if kind and self.node.get("differentiable"):
             return f"{kind} kernels are not differentiable, which optimizer.differentiable=true requires"
-        if kind == "fused" and self.sparse:
-            return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
-        if kind == "fused" and not all(parameter.is_floating_point() for parameter in self.parameters):
-            return "fused kernels only support real floating-point weights"
-        if kind == "fused" and self.node.get("momentum") and self.node.get("dampening"):
-            return (
-                "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
-            )
+        if kind == "fused":
+            if self.sparse:
+                return "fused kernels do not support sparse gradients, which a layer with sparse=true has"
+            if not all(parameter.is_floating_point() for parameter in self.parameters):
+                return "fused kernels only support real floating-point weights"
+            if self.node.get("momentum") and self.node.get("dampening"):
+                return "fused SGD with dampening initialises its momentum wrongly if the first step is skipped as not finite"
         kinds = {(parameter.device, parameter.dtype) for parameter in self.parameters}
         failures = (self._failure(kind, device, dtype) for device, dtype in sorted(kinds, key=str))
         return next(filter(None, failures), "")
@@ -179,28 +158,20 @@ class _Trial:
         weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
         weight.grad = torch.zeros_like(weight)
         try:
-            optimizer = self._optimizer(kind, weight)
-        except Exception as error:
-            # Arguments that are wrong with any kernel are reported when the optimizer itself is built.
-            return first_line(error) if kind and self._can_be_built(weight) else ""
+            self._optimizer("", weight)
+        except Exception:
+            return ""  # arguments that are wrong with any kernel are reported when the optimizer itself is built
         try:
-            optimizer.step()
+            self._optimizer(kind, weight).step()
         except Exception as error:
             return first_line(error)
         return ""
 
-    def _can_be_built(self, weight: Tensor) -> bool:
-        try:
-            self._optimizer("", weight)
-        except Exception:
-            return False
-        return True
-
     def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
         if self.target is Muon:  # only its AdamW has a choice
             return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
-        node = without_extras("optimizer", self.node, signature_of(self.target))
-        given = {name: value for name, value in node.items() if not name.startswith("_") and name not in KINDS}
+        arguments = Component("optimizer", self.node).arguments
+        given = {name: value for name, value in arguments.items() if name not in KINDS}
         kinds = {name: name == kind for name in KINDS if name in self.arguments}
         optimizer: Optimizer = self.target([weight], **given, **kinds)
         return optimizer

@@ -27,27 +27,23 @@ class _ClassLoss(nn.Module):
         class_counts: Tensor | None,
     ) -> None:
         super().__init__()
-        if num_classes is not None and num_classes < 1:
-            raise ValueError(f"num_classes must be at least 1, got {num_classes}")
-        if num_classes == 1:
+        if num_classes is not None and num_classes < 2:
             # The softmax of a single output is always 1, so nothing would be learned.
-            raise ValueError("num_classes must be at least 2 to choose between, got 1; for one number use loss=mse")
+            raise ValueError(
+                f"num_classes must be at least 2 to choose between, got {num_classes}; for one number use loss=mse"
+            )
         self.num_classes = num_classes
         # Not persistent: it follows from config and data, and a checkpoint only contains the model's tensors.
         self.register_buffer("weight", _class_weights(class_weights, num_classes, class_counts), persistent=False)
 
     def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) in at least float32, and the class weights (C,) of their type."""
-        shape, of_targets = logits.shape, targets.shape
-        if len(shape) != 2 or shape[0] == 0 or shape[1] != (self.num_classes or shape[1]):
-            _check_matrix(logits, self.num_classes)
-        # The usual case first, because this runs at every step: one class per sample.
-        is_classes = len(of_targets) == 1 and of_targets[0] == shape[0] and targets.dtype is torch.int64
-        if not is_classes and not (targets.is_floating_point() and of_targets == shape):
+        _check_matrix(logits, self.num_classes)
+        is_classes = targets.shape == logits.shape[:1] and targets.dtype is torch.int64
+        if not is_classes and not (targets.is_floating_point() and targets.shape == logits.shape):
             raise ValueError(_mismatch(logits, targets, "classes int64 (B,) or probabilities float (B, C)"))
-        weight = self.weight
         full = _at_least_float32(logits)
-        return full, None if weight is None else weight.to(full.dtype)
+        return full, None if self.weight is None else self.weight.to(full.dtype)
 
 
 class CrossEntropy(_ClassLoss):
@@ -59,7 +55,7 @@ class CrossEntropy(_ClassLoss):
         label_smoothing: share of each target that is spread evenly over all classes, from 0 to 1.
         class_weights: one weight per class, or "balanced" (inverse to the class's count in the training data);
             scaled to a mean of 1 over the classes.
-        num_classes: number of classes, checked against the logits if given.
+        num_classes: checked against the logits if given.
         class_counts: training samples per class, int64 (C,); required for "balanced".
 
     Raises:
@@ -100,9 +96,7 @@ class Focal(_ClassLoss):
 
     Args:
         gamma: strength of the scaling; not negative.
-        class_weights: see `CrossEntropy`.
-        num_classes: see `CrossEntropy`.
-        class_counts: see `CrossEntropy`.
+        class_weights, num_classes, class_counts: see `CrossEntropy`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -161,21 +155,13 @@ class _DenseLoss(nn.Module):
 
 
 class BinaryCrossEntropy(_DenseLoss):
-    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities.
-
-    Args:
-        num_classes: number of outputs, checked against the logits if given.
-    """
+    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities."""
 
     loss = staticmethod(F.binary_cross_entropy_with_logits)
 
 
 class MeanSquaredError(_DenseLoss):
-    """Squared difference, averaged over the outputs: for regression, or for classes made one-hot.
-
-    Args:
-        num_classes: number of outputs, checked against the logits if given.
-    """
+    """Squared difference, averaged over the outputs: for regression, or for classes made one-hot."""
 
     loss = staticmethod(F.mse_loss)
 
@@ -218,24 +204,19 @@ def _class_weights(
     if given is None:
         return None
     if isinstance(given, str):
-        weights = _balanced(given, class_counts)
+        if given != "balanced":
+            raise ValueError(f"class_weights must be a list of numbers, 'balanced' or null, got '{given}'")
+        if class_counts is None:
+            raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
+        if empty := (class_counts == 0).nonzero().flatten().tolist():
+            raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
+        weights = 1.0 / class_counts.double()
     else:
         weights = torch.tensor(given, dtype=torch.float64)
-        if weights.ndim != 1 or not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+        if weights.ndim != 1 or not bool((torch.isfinite(weights) & (weights >= 0)).all()):
             raise ValueError(f"class_weights must be a list of numbers that are not negative, got {list(given)}")
-        if float(weights.sum()) <= 0:
+        if not weights.any():
             raise ValueError("class_weights must not all be 0")
     if num_classes is not None and len(weights) != num_classes:
         raise ValueError(f"class_weights must have one weight for each of {num_classes} classes, got {len(weights)}")
     return (weights / weights.mean()).float()
-
-
-def _balanced(given: str, class_counts: Tensor | None) -> Tensor:
-    if given != "balanced":
-        raise ValueError(f"class_weights must be a list of numbers, 'balanced' or null, got '{given}'")
-    if class_counts is None:
-        raise ValueError("class_weights=balanced needs data with classes, whose samples can be counted")
-    empty = (class_counts == 0).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"class_weights=balanced needs training samples of every class; classes without: {empty}")
-    return 1.0 / class_counts.double()

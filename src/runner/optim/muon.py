@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,17 +27,9 @@ class Muon(Optimizer):
     Args:
         params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
             in the same proportion. A group's "weight_decay" applies to both.
-        lr: learning rate of Muon.
-        adamw_lr: learning rate of AdamW.
-        momentum: momentum of Muon.
-        nesterov: whether Muon's momentum is Nesterov's.
-        ns_steps: Newton-Schulz iterations of Muon.
-        adjust_lr_fn: how Muon's rate depends on a matrix's shape, see `torch.optim.Muon`; None is "original".
+        lr, momentum, nesterov, ns_steps, adjust_lr_fn: of Muon; None for `adjust_lr_fn` is "original".
+        adamw_lr, betas, eps, foreach, fused: of AdamW; None for `foreach` and `fused` lets torch choose.
         weight_decay: decoupled weight decay of both.
-        betas: decay rates of AdamW's two averages.
-        eps: term added to AdamW's denominator.
-        foreach: whether AdamW updates many tensors per kernel; None lets torch choose.
-        fused: whether AdamW runs as one kernel; None lets torch choose.
 
     Raises:
         ValueError: an argument is out of range.
@@ -58,29 +50,14 @@ class Muon(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        if not lr >= 0:
-            raise ValueError(f"lr must not be negative, got {lr}")
-        if not adamw_lr >= 0:
-            raise ValueError(f"adamw_lr must not be negative, got {adamw_lr}")
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        for name, value, least in (("lr", lr, 0), ("adamw_lr", adamw_lr, 0), ("ns_steps", ns_steps, 1)):
+            if not value >= least:
+                raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
+        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        adamw = {"betas": (betas[0], betas[1]), "eps": eps, "foreach": foreach, "fused": fused}
         self._options: dict[_Part, dict[str, Any]] = {
-            "muon": {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-            },
-            "adamw": {
-                "lr": adamw_lr,
-                "weight_decay": weight_decay,
-                "betas": (betas[0], betas[1]),
-                "eps": eps,
-                "foreach": foreach,
-                "fused": fused,
-            },
+            "muon": {"lr": lr, "weight_decay": weight_decay, **own},
+            "adamw": {"lr": adamw_lr, "weight_decay": weight_decay, **adamw},
         }
         self._parts: dict[_Part, Optimizer] = {}
         given = list(params)
@@ -95,14 +72,13 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, split into the matrices for Muon and the rest for AdamW."""
-        items = _listed(param_group["params"])
-        ours = [item for item in items if _tensor(item).ndim == 2 and _tensor(item) is not self._head]
-        chosen = {id(item) for item in ours}
-        rest = [item for item in items if id(item) not in chosen]
-        if ours:
-            self._add_part("muon", {**param_group, "params": ours})
-        if rest:
-            self._add_part("adamw", {**param_group, "params": rest})
+        parts: dict[_Part, list[Any]] = {"muon": [], "adamw": []}
+        for item in _listed(param_group["params"]):
+            is_hidden = _tensor(item).ndim == 2 and _tensor(item) is not self._head
+            parts["muon" if is_hidden else "adamw"].append(item)
+        for algorithm, items in parts.items():
+            if items:
+                self._add_part(algorithm, {**param_group, "params": items})
         if self._parts:  # the constructor connects its groups itself
             self._connect()
 
@@ -139,18 +115,8 @@ class Muon(Optimizer):
         self._parts = self.__dict__.get("_parts", {})
         self._connect()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have gradients.
-
-        Args:
-            closure: computes the loss and the gradients again, and returns the loss.
-        """
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have gradients; returns the loss of `closure`, which computes the gradients again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

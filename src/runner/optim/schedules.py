@@ -34,28 +34,30 @@ class Clock:
     epochs: Callable[[float], float] = _same
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+# Of the arguments of all schedules: what holds for a value, and in words.
+_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "total_steps": (lambda value: value >= 1, "must be at least 1"),
+    "warmup": (lambda value: math.isfinite(value) and value >= 0, "must not be negative"),
+    "final": (lambda value: 0 <= value <= 1, "must be from 0 to 1"),
+    "div": (lambda value: math.isfinite(value) and value >= 1, "must be at least 1"),
+    "steps_per_epoch": (lambda value: value >= 1, "must be at least 1"),
+    "every": (lambda value: value >= 1, "must be at least 1 epoch"),
+    "gamma": (lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
+    "decay": (lambda value: 0 <= value <= 1, "must be a share from 0 to 1"),
+    "curve": (lambda value: value in ("linear", "1-sqrt"), "must be 'linear' or '1-sqrt'"),
+    "mode": (lambda value: value in ("min", "max"), "must be 'min' or 'max'"),
+    "factor": (lambda value: 0 < value < 1, "must be above 0 and below 1"),
+    "patience": (lambda value: value >= 0, "must not be negative"),
+    "min_factor": (lambda value: 0 <= value <= 1, "must be from 0 to 1"),
+    "threshold": (lambda value: math.isfinite(value) and value >= 0, "must not be negative"),
+    "clock": (lambda value: isinstance(value, Clock), "comes from the run, and cannot be set"),
+}
 
 
-def _require_final(final: float) -> None:
-    _require(0 <= final <= 1, f"final must be from 0 to 1, got {final}")
-
-
-def _warmup_steps(warmup: float, total_steps: int) -> int:
-    """Number of warm-up steps.
-
-    Raises:
-        ValueError: `warmup` is negative, not finite, or above 1 and not whole; or `total_steps` is not positive.
-    """
-    _require(total_steps >= 1, f"total_steps must be at least 1, got {total_steps}")
-    _require(math.isfinite(warmup) and warmup >= 0, f"warmup must not be negative, got {warmup}")
-    if warmup < 1:
-        return round(warmup * total_steps)
-    whole = float(warmup).is_integer()
-    _require(whole, f"warmup must be a share below 1 or a whole number of steps, got {warmup}")
-    return int(warmup)
+def _check(arguments: dict[str, Any]) -> None:
+    for name, (holds, words) in _LIMITS.items():
+        if name in arguments and not holds(arguments[name]):
+            raise ValueError(f"{name} {words}, got {arguments[name]!r}")
 
 
 def _half_cosine(progress: float) -> float:
@@ -81,13 +83,14 @@ class Schedule:
     clock: Clock = field(default=Clock(), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
-        _warmup_steps(self.warmup, self.total_steps)
-        _require(isinstance(self.clock, Clock), "clock comes from the run, and cannot be set")
+        _check(vars(self))
+        if self.warmup >= 1 and not float(self.warmup).is_integer():
+            raise ValueError(f"warmup must be a share below 1 or a whole number of steps, got {self.warmup}")
 
     @cached_property
     def warmup_steps(self) -> int:
         """Number of warm-up steps."""
-        return _warmup_steps(self.warmup, self.total_steps)
+        return round(self.warmup * self.total_steps) if self.warmup < 1 else int(self.warmup)
 
     @cached_property
     def warmup_end(self) -> float:
@@ -127,70 +130,36 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Half a cosine from 1 down to `final` (Loshchilov and Hutter, arXiv:1608.03983, without restarts).
-
-    Args:
-        final: factor at the end, from 0 to 1.
-    """
+    """Half a cosine from 1 down to `final` (Loshchilov and Hutter, arXiv:1608.03983, without restarts)."""
 
     final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_final(self.final)
 
     def _shape(self, step: int) -> float:
         return self.final + (1 - self.final) * _half_cosine(self._progress(step, self.warmup_end))
 
 
 @dataclass(frozen=True)
-class OneCycle(Schedule):
+class OneCycle(Cosine):
     """Half a cosine up from 1/`div` to 1, then half a cosine down to `final` (Smith and Topin, arXiv:1708.07120).
 
     Only the learning rate is scheduled, not the momentum. The optimizer's `lr` is the peak.
-
-    Args:
-        warmup: share of the run, or number of steps, of the rise.
-        div: the first factor is 1/div; at least 1.
-        final: factor at the end, from 0 to 1.
     """
 
     warmup: float = 0.3
     div: float = 25.0
-    final: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(math.isfinite(self.div) and self.div >= 1, f"div must be at least 1, got {self.div}")
-        _require_final(self.final)
 
     def _rise(self, done: float) -> float:
         low = 1 / self.div
         return low + (1 - low) * (1 - _half_cosine(done / self.warmup_steps))
 
-    def _shape(self, step: int) -> float:
-        return self.final + (1 - self.final) * _half_cosine(self._progress(step, self.warmup_end))
-
 
 @dataclass(frozen=True)
 class Step(Schedule):
-    """Multiplied by `gamma` every `every` epochs.
-
-    Args:
-        steps_per_epoch: optimizer steps per epoch.
-        every: epochs between two drops.
-        gamma: factor of each drop, above 0 and at most 1.
-    """
+    """Multiplied by `gamma` every `every` epochs."""
 
     steps_per_epoch: int = field(kw_only=True)
     every: int = 10
     gamma: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.steps_per_epoch >= 1, f"steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
-        _require(self.every >= 1, f"every must be at least 1 epoch, got {self.every}")
-        _require(0 < self.gamma <= 1, f"gamma must be above 0 and at most 1, got {self.gamma}")
 
     def _shape(self, step: int) -> float:
         return float(self.gamma ** (self.clock.epochs(step) // (self.every * self.steps_per_epoch)))
@@ -198,14 +167,10 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class WSD(Schedule):
-    """Warm-up, stable, decay: the full rate until the last share of the run, then down to `final`.
+    """Warm-up, stable, decay: the full rate until the last share `decay` of the run, then down to `final`.
 
-    After Hu et al. (arXiv:2404.06395); the decay 1 - sqrt(progress) follows Hägele et al. (arXiv:2405.18392).
-
-    Args:
-        decay: share of the run over which the rate falls; must not overlap with the warm-up.
-        curve: "linear", or "1-sqrt", which falls steeply first.
-        final: factor at the end, from 0 to 1.
+    After Hu et al. (arXiv:2404.06395); the curve `1-sqrt`, which falls steeply first, follows Hägele et al.
+    (arXiv:2405.18392).
     """
 
     decay: float = 0.2
@@ -214,11 +179,8 @@ class WSD(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(0 <= self.decay <= 1, f"decay must be a share from 0 to 1, got {self.decay}")
-        shares = self.decay + (self.warmup if self.warmup < 1 else 0)
-        _require(shares <= 1, f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
-        _require(self.curve in ("linear", "1-sqrt"), f"curve must be 'linear' or '1-sqrt', got '{self.curve}'")
-        _require_final(self.final)
+        if self.decay + (self.warmup if self.warmup < 1 else 0) > 1:
+            raise ValueError(f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
 
     def _shape(self, step: int) -> float:
         if self.decay == 0:
@@ -244,8 +206,8 @@ class Plateau:
         patience: number of evaluations without improvement that are tolerated.
         min_factor: lower bound of the factor.
         threshold: smallest change of the metric that counts as improvement, in the metric's unit.
-        warmup: share of the run (below 1) or number of steps (from 1 on) of linear warm-up.
-        clock: converts steps if the number of steps per epoch has changed.
+        warmup: see `Schedule`.
+        clock: see `Schedule`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -263,11 +225,8 @@ class Plateau:
         clock: Clock | None = None,
     ) -> None:
         self._warming = Schedule(total_steps, warmup, clock=clock or Clock())
-        _require(mode in ("min", "max"), f"mode must be 'min' or 'max', got {mode!r}")
-        _require(0 < factor < 1, f"factor must be above 0 and below 1, got {factor}")
-        _require(patience >= 0, f"patience must not be negative, got {patience}")
-        _require(0 <= min_factor <= 1, f"min_factor must be from 0 to 1, got {min_factor}")
-        _require(math.isfinite(threshold) and threshold >= 0, f"threshold must not be negative, got {threshold}")
+        limited = {"mode": mode, "factor": factor, "patience": patience, "min_factor": min_factor}
+        _check({**limited, "threshold": threshold})
         self._sign = 1.0 if mode == "max" else -1.0
         self._drop, self._patience, self._min_factor, self._threshold = factor, patience, min_factor, threshold
         self._current = 1.0
@@ -302,8 +261,8 @@ class Plateau:
         """
         if not state:
             return
-        expected = {"factor", "best", "waited"}
-        _require(set(state) == expected, f"the state of Plateau has {sorted(expected)}, got {sorted(state)}")
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"the state of Plateau has {sorted(self.state_dict())}, got {sorted(state)}")
         self._current, self._waited = float(state["factor"]), int(state["waited"])
         self._best = self._sign * float(state["best"])
 
@@ -312,7 +271,7 @@ class Annealed:
     """Another schedule up to a step, then half a cosine to a constant factor, as SWA uses (Izmailov et al., arXiv:1803.05407).
 
     Args:
-        schedule: the schedule before that step.
+        schedule: the schedule before that step, which has the state and observes the metric.
         start: the step, from 0, at which the cosine begins.
         steps: optimizer steps of the cosine.
         final: the constant factor, at least 0.
@@ -323,6 +282,8 @@ class Annealed:
         self, schedule: Any, start: int, steps: int, final: float, epochs: Callable[[float], float] = _same
     ) -> None:
         self._schedule, self._start, self._steps, self._final, self._epochs = schedule, start, steps, final, epochs
+        self.observe, self.state_dict = schedule.observe, schedule.state_dict
+        self.load_state_dict = schedule.load_state_dict
 
     def factor(self, step: int) -> float:
         """Multiplier of every group's `initial_lr` for optimizer step `step`, counted from 0 and without end."""
@@ -331,16 +292,3 @@ class Annealed:
         passed = self._epochs(step) - self._epochs(self._start)
         left = _half_cosine(min((passed + 1) / self._steps, 1.0))
         return self._final + (float(self._schedule.factor(self._start)) - self._final) * left
-
-    def observe(self, metric: float) -> None:
-        """Pass a metric on to the first schedule."""
-        self._schedule.observe(metric)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the first schedule."""
-        state: dict[str, Any] = self._schedule.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the first schedule."""
-        self._schedule.load_state_dict(state)

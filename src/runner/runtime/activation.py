@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,25 +24,25 @@ from runner.config.errors import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Buffers = Mapping[str, Tensor | None]
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 _PLAIN = "_forward_without_checkpointing"
 _NAME = "_name_for_checkpointing"
 
 
-class _Switch:
-    """Whether functions marked with `checkpointed` are: one answer for the process, set by each run."""
-
-    on = False
+_switched_on = False  # one answer for the process, set by each run
 
 
 def switch(on: bool) -> None:
     """Turn the functions marked with `checkpointed` on or off, for a run and whatever it trains."""
-    _Switch.on = on
+    global _switched_on
+    _switched_on = on
 
 
 def is_switched_on() -> bool:
     """Whether the functions marked with `checkpointed` are."""
-    return _Switch.on
+    return _switched_on
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
@@ -58,7 +58,7 @@ def checkpointed(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def either(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _Switch.on or not torch.is_grad_enabled():
+        if not _switched_on or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         modules = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
         return _twice(function, args, kwargs, modules, function.__qualname__)  # type: ignore[no-any-return]
@@ -73,22 +73,19 @@ def wrap(module: nn.Module, name: str) -> None:
         module: a module whose forward depends on nothing but its arguments, weights and buffers.
         name: its dotted name, for messages.
     """
-    if is_wrapped(module):
-        return
-    # As methods these follow the module when it is copied: a copy computes with its own weights.
-    plain = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
-    module.__dict__[_PLAIN], module.__dict__[_NAME] = plain, name
-    module.__dict__["forward"] = types.MethodType(_forward, module)
+    if not is_wrapped(module):
+        # As methods these follow the module when it is copied: a copy computes with its own weights.
+        plain = module.__dict__.get("forward") or types.MethodType(type(module).forward, module)
+        module.__dict__ |= {_PLAIN: plain, _NAME: name, "forward": types.MethodType(_forward, module)}
 
 
 def unwrap(module: nn.Module) -> None:
     """Undo `wrap`."""
-    if not is_wrapped(module):
-        return
-    plain = module.__dict__.pop(_PLAIN)
-    del module.__dict__[_NAME], module.__dict__["forward"]
-    if getattr(plain, "__func__", None) is not type(module).forward:
-        module.__dict__["forward"] = plain
+    if is_wrapped(module):
+        plain = module.__dict__.pop(_PLAIN)
+        del module.__dict__[_NAME], module.__dict__["forward"]
+        if getattr(plain, "__func__", None) is not type(module).forward:
+            module.__dict__["forward"] = plain
 
 
 def is_wrapped(module: nn.Module) -> bool:
@@ -117,8 +114,8 @@ def _twice(
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and not value.is_inference()]
     versions = [value._version for value in given]
-    shield = _Shield(modules, given)
-    result = checkpoint(function, *args, use_reentrant=False, context_fn=shield.contexts, **kwargs)
+    contexts = _contexts(modules, given)
+    result = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     if [value._version for value in given] != versions:
         raise UserError(
             "activation_checkpointing",
@@ -128,68 +125,39 @@ def _twice(
     return result
 
 
-class _Shield:
-    """Keeps buffers as they are while a block is computed again, and shows it those that it saw the first time.
+def _contexts(modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> Callable[[], Contexts]:
+    """Makes the contexts of the two computations: the second one sees the buffers of the first, and changes only copies.
 
     Random draws are repeated by torch itself, but for those of Apple's GPU.
     """
-
-    def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor] = ()) -> None:
-        self._mps = torch.mps.get_rng_state() if any(tensor.device.type == "mps" for tensor in inputs) else None
-        self._norms: list[nn.Module] = []
-        self._seen: list[tuple[nn.Module, dict[str, Tensor | None]]] = []
-        for root in modules:
-            for module in root.modules():
-                if not module._buffers:
-                    continue
-                if _ignores_what_it_updates(module):
-                    self._norms.append(module)
-                else:
-                    self._seen.append((module, _copies(module)))
-
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-        """The contexts of the first and of the second computation."""
-        return contextlib.nullcontext(), self._computing_again()
+    mps = torch.mps.get_rng_state() if any(tensor.device.type == "mps" for tensor in inputs) else None
+    inner = [module for root in modules for module in root.modules() if module._buffers]
+    # Running statistics change nothing about the output of torch's own norms while they are updated, so these need not be
+    # remembered from the forward pass on, which saves a copy of each in every step.
+    seen = [(module, module._buffers if _is_norm(module) else _copies(module._buffers)) for module in inner]
 
     @contextlib.contextmanager
-    def _computing_again(self) -> Iterator[None]:
-        stand_ins = [(module, _copies(module)) for module in self._norms]
-        stand_ins += [
-            (module, {name: None if seen is None else seen.clone() for name, seen in buffers.items()})
-            for module, buffers in self._seen
-        ]
-        kept = [(module, dict(module._buffers)) for module, _ in stand_ins]
-        for module, buffers in stand_ins:
-            module._buffers.update(buffers)
+    def computing_again() -> Iterator[None]:
+        kept = [(module, dict(module._buffers)) for module, _ in seen]
+        for module, buffers in seen:
+            module._buffers.update(_copies(buffers))
+        before = None if mps is None else torch.mps.get_rng_state()
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
         try:
-            with _drawing_again(self._mps):
-                yield
+            yield
         finally:
+            if before is not None:
+                torch.mps.set_rng_state(before)
             for module, buffers in kept:
                 module._buffers.update(buffers)
 
-
-@contextlib.contextmanager
-def _drawing_again(state: Tensor | None) -> Iterator[None]:
-    """Random draws on Apple's GPU from a state on; afterwards its generator is as before."""
-    if state is None:
-        yield
-        return
-    before = torch.mps.get_rng_state()
-    torch.mps.set_rng_state(state)
-    try:
-        yield
-    finally:
-        torch.mps.set_rng_state(before)
+    return lambda: (contextlib.nullcontext(), computing_again())
 
 
-def _ignores_what_it_updates(module: nn.Module) -> bool:
-    """Whether the running statistics change nothing about the output while they are updated: torch's own norms.
-
-    Their buffers need not be remembered from the forward pass on, which saves a copy of each in every step.
-    """
+def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and type(module).__module__.startswith("torch.nn.")
 
 
-def _copies(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()}
+def _copies(buffers: Buffers) -> dict[str, Tensor | None]:
+    return {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from runner.runtime import activation
 from runner.runtime.memory import readable
 
 Setting = bool | int | float | str | list[str]
+Block = tuple[str, nn.Module]
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
 _LAYERS_OF_A_BLOCK = 3
@@ -38,7 +40,7 @@ class Recomputed:
         found: blocks that could be.
         before: bytes that autograd keeps for each sample with nothing checkpointed.
         after: the same as it is now.
-        setting: value of the config.
+        setting: value of the config, for people.
         warnings: what people should know.
     """
 
@@ -47,7 +49,7 @@ class Recomputed:
     found: int
     before: int
     after: int
-    setting: Setting
+    setting: str
     warnings: list[str] = field(default_factory=list)
 
     def row(self, batch_size: int) -> tuple[str, str, str]:
@@ -58,8 +60,7 @@ class Recomputed:
         else:
             what = "recomputed in marked functions" if self.after < self.before else "nothing recomputed"
         before, after = (readable(size * batch_size) for size in (self.before, self.after))
-        setting = str(self.setting).lower() if isinstance(self.setting, bool) else self.setting
-        return "activations", what, f"{_KEY}={setting}: {before} kept of a batch became {after}"
+        return "activations", what, f"{_KEY}={self.setting}: {before} kept of a batch became {after}"
 
 
 def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, autocast: Autocast) -> Recomputed | None:
@@ -81,11 +82,10 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
     Raises:
         UserError: if a pattern matches nothing, or what it matches cannot be computed again.
     """
-    activation.switch(setting is not False)
+    activation.switch(False)
     if setting is False:
         return None
     probe = _Probe(model, image, autocast)
-    activation.switch(False)
     before = probe.bytes_of_sample()
     activation.switch(True)
     warnings: list[str] = []
@@ -102,29 +102,21 @@ def checkpoint_activations(model: nn.Module, setting: Setting, image: Tensor, au
         activation.wrap(module, name)
     after = probe.bytes_of_sample()
     probe.backward()
-    warnings += _without_effect(model, setting, blocks, found, before, after)
-    warnings += [f"{_KEY}: '{name}' did not run" for name in probe.idle([name for name, _ in blocks])]
-    kinds = Counter(type(module).__name__ for _, module in blocks)
-    names = ", ".join(kinds if len(kinds) == 1 else (f"{count} {name}" for name, count in kinds.items()))
-    return Recomputed(tuple(name for name, _ in blocks), names, found, before, after, setting, warnings)
+    shown = str(setting).lower() if isinstance(setting, bool) else str(setting)
+    names = tuple(name for name, _ in blocks)
+    if after >= before and (blocks or not found):  # otherwise it is a budget that is kept as it is
+        reason = f"the {len(blocks)} blocks keep nothing that could be computed again"
+        if not blocks:
+            advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
+            reason = f"{type(model).__name__} has no repeated blocks; {advice}"
+        warnings.append(f"{_KEY}={shown} has no effect: {reason}")
+    warnings += [f"{_KEY}: '{name}' did not run" for name in probe.idle(names)]
+    counts = Counter(type(module).__name__ for _, module in blocks)
+    kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
+    return Recomputed(names, kinds, found, before, after, shown, warnings)
 
 
-def _without_effect(
-    model: nn.Module, setting: Setting, blocks: Sequence[Any], found: int, before: int, after: int
-) -> list[str]:
-    if after < before:
-        return []
-    shown = str(setting).lower() if isinstance(setting, bool) else setting
-    said = f"{_KEY}={shown} has no effect: "
-    if blocks:
-        return [said + f"the {len(blocks)} blocks keep nothing that could be computed again"]
-    if found:
-        return []  # a budget that is kept as it is
-    advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
-    return [said + f"{type(model).__name__} has no repeated blocks; {advice}"]
-
-
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def repeated_blocks(model: nn.Module) -> list[Block]:
     """The blocks that a model is built of, in order.
 
     These are modules of three or more layers with weights whose class occurs more than once. One that holds a container
@@ -144,13 +136,13 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if found:
         return found
     stages = {
-        id(child)
+        child
         for container in model.modules()
         if _is_container(container)
         for child in container.children()
         if _is_container(child) and _is_called(child) and _layers(child) > 1
     }
-    found = _outermost(model, lambda module: id(module) in stages)
+    found = _outermost(model, stages.__contains__)
     return found if len(found) > 1 else []
 
 
@@ -172,26 +164,16 @@ def _layers(module: nn.Module) -> int:
     return sum(bool(inner._parameters) for inner in module.modules())
 
 
-def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Block]:
     """Modules below `model` that are wanted, and in none that is; each once."""
-    found: list[tuple[str, nn.Module]] = []
-    seen = {id(model)}
-
-    def look(prefix: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            if wanted(child):
-                found.append((prefix + name, child))
-            else:
-                look(f"{prefix}{name}.", child)
-
-    look("", model)
+    found: list[Block] = []
+    for name, module in model.named_modules():
+        if name and wanted(module) and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            found.append((name, module))
     return found
 
 
-def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
     """The outermost modules whose dotted names match a pattern, such as `layer?.*` or `encoder.layers.*`.
 
     A `ModuleList` is never called itself, so it means the modules in it.
@@ -200,56 +182,36 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
         UserError: if a pattern matches no module.
     """
     names = [name for name, _ in model.named_modules() if name]
-    chosen: set[int] = set()
+    chosen: set[nn.Module] = set()
     for pattern in patterns:
         for name in matching(_KEY, pattern, names, "module", prose="true, a number"):
-            module = model.get_submodule(name)
-            chosen |= {id(called) for called in _called(module)}
-    return _outermost(model, lambda module: id(module) in chosen)
+            chosen.update(_called(model.get_submodule(name)))
+    return _outermost(model, chosen.__contains__)
 
 
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    if _is_called(module):
-        yield module
-    else:
-        for child in module.children():
-            yield from _called(child)
+def _called(module: nn.Module) -> list[nn.Module]:
+    return [module] if _is_called(module) else [inner for child in module.children() for inner in _called(child)]
 
 
-def _fewest(
-    probe: _Probe, blocks: list[tuple[str, nn.Module]], share: float, before: int, warnings: list[str]
-) -> list[tuple[str, nn.Module]]:
+def _fewest(probe: _Probe, blocks: list[Block], share: float, before: int, warnings: list[str]) -> list[Block]:
     """As few blocks as leave no more than a share of the bytes, those that keep most first; in order."""
     kept = probe.bytes_by_module()
-    size = {name: sum(kept[inner] for inner in kept if (inner + ".").startswith(name + ".")) for name, _ in blocks}
+    size = {name: sum(kept[inner] for inner in kept if f"{inner}.".startswith(f"{name}.")) for name, _ in blocks}
     largest = sorted(blocks, key=lambda block: -size[block[0]])
 
     def remains(count: int) -> float:
-        for place, (name, module) in enumerate(largest):
-            if place < count:
-                activation.wrap(module, name)
-            else:
-                activation.unwrap(module)
+        for name, module in largest[:count]:
+            activation.wrap(module, name)
+        for _, module in largest[count:]:
+            activation.unwrap(module)
         return probe.bytes_of_sample() / max(1, before)
 
-    fewest, most = 0, len(largest)
-    least = remains(most)
-    if least > share:
-        if blocks:
-            warnings.append(
-                f"{_KEY}={share} cannot be reached: all {most} blocks together leave {least:.2f} of the bytes"
-            )
-        return blocks
-    while fewest < most:
-        middle = (fewest + most) // 2
-        if remains(middle) <= share:
-            most = middle
-        else:
-            fewest = middle + 1
+    count = bisect.bisect_left(range(len(blocks)), True, key=lambda count: remains(count) <= share)
+    if blocks and count == len(blocks) and (least := remains(count)) > share:
+        warnings.append(f"{_KEY}={share} cannot be reached: all {count} blocks together leave {least:.2f} of the bytes")
     for _, module in blocks:
         activation.unwrap(module)
-    chosen = {name for name, _ in largest[:fewest]}
-    return [block for block in blocks if block[0] in chosen]
+    return [block for block in blocks if block in largest[:count]]
 
 
 class _Probe:

@@ -1,18 +1,19 @@
 """Compilation by `torch.compile`, of the model or of the step: how long it takes, and what it could not compile.
 
-What torch says about compiling is private (`torch._dynamo.callback`, `.utils.counters`, `.utils.get_compilation_metrics`,
-`.exc`, `torch._inductor.config`); tests/runtime/test_compilation.py fails if it changes.
+What torch says about compiling is private (`torch._dynamo.utils`, `torch._dynamo.exc`, `torch._inductor.config`);
+tests/runtime/test_compilation.py fails if it changes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,108 +21,60 @@ import torch
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
+from runner.config.schema.sections import Compiler
 from runner.runtime.device import missing_compiler
 
-Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-
+# Modes that replay kernels as CUDA graphs, and what they amount to without.
+_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+_SHAPES = {False: "for each batch size", None: "for other batch sizes when they come", True: "for all batch sizes"}
 _MOST_REPORTED = 5  # recompilations and graph breaks that are reported one by one
-
-
-@dataclass(frozen=True)
-class Options:
-    """Arguments of `torch.compile`.
-
-    Attributes:
-        mode: what it optimises for.
-        fullgraph: stop at the first operation that cannot be compiled, instead of running it in Python.
-        dynamic: compile once for all batch sizes; None does so when a second one comes; False compiles for each, so
-            that which kernel computes a batch depends on its size alone and a resumed run repeats every bit.
-    """
-
-    mode: Mode = "default"
-    fullgraph: bool = False
-    dynamic: bool | None = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `torch.compile`."""
-        return {"mode": self.mode, "fullgraph": self.fullgraph, "dynamic": self.dynamic}
-
-    @property
-    def uses_cuda_graphs(self) -> bool:
-        """Whether kernels are replayed as CUDA graphs."""
-        return self.mode in ("reduce-overhead", "max-autotune")
-
-
-class _Clock:
-    """The time that this process has spent compiling; one for the process, so that no meter is kept alive."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began: float | None = None
-
-    def start(self, *_: Any) -> None:
-        self._began = time.perf_counter()
-
-    def end(self, *_: Any) -> None:
-        if self._began is not None:
-            self.seconds += time.perf_counter() - self._began
-            self._began = None
-
-
-_CLOCK = _Clock()
 
 
 class CompileMeter:
     """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward."""
 
     def __init__(self) -> None:
-        from torch._dynamo.callback import callback_handler
-        from torch._dynamo.utils import counters
+        from torch._dynamo import utils
 
-        if _CLOCK.start not in callback_handler.start_callbacks:  # torch.compiler.reset() removes them
-            callback_handler.register_start_callback(_CLOCK.start)
-            callback_handler.register_end_callback(_CLOCK.end)
-        self._counters = counters
-        self._breaks_before = dict(counters["graph_break"])
-        self._graphs_before = int(counters["stats"]["unique_graphs"])
-        self._made, self._seconds_before = time.time(), _CLOCK.seconds
+        self._utils, self._made = utils, time.time()
+        self._seconds_before, self._graphs_before = self._totals()
+        self._breaks_before = dict(utils.counters["graph_break"])
+
+    def _totals(self) -> tuple[float, int]:
+        seconds = self._utils.calculate_time_spent()["total_wall_time"]
+        return seconds, int(self._utils.counters["stats"]["unique_graphs"])
 
     @property
     def seconds(self) -> float:
         """Time spent compiling."""
-        return _CLOCK.seconds - self._seconds_before
+        return self._totals()[0] - self._seconds_before
 
     @property
     def graphs(self) -> int:
         """Graphs compiled."""
-        return int(self._counters["stats"]["unique_graphs"]) - self._graphs_before
+        return self._totals()[1] - self._graphs_before
 
     def graph_breaks(self) -> dict[str, int]:
         """What could not be compiled, each reason with how often it occurred."""
         found: Counter[str] = Counter()
-        for reason, count in self._counters["graph_break"].items():
+        for reason, count in self._utils.counters["graph_break"].items():
             found[in_one_line(reason)] += count - self._breaks_before.get(reason, 0)
         return dict(+found)
 
     def recompilations(self) -> list[str]:
         """Why something was compiled again, in order."""
-        from torch._dynamo import utils
-
-        frames: list[Any] = getattr(utils, "get_compilation_metrics", list)()
-        later = [frame for frame in frames if (getattr(frame, "start_time", None) or 0.0) >= self._made]
-        reasons = [getattr(frame, "recompile_reason", None) for frame in later]
-        return [in_one_line(reason) for reason in reasons if reason]
+        frames: list[Any] = self._utils.get_compilation_metrics()
+        later = [frame for frame in frames if (frame.start_time or 0.0) >= self._made]
+        return [in_one_line(frame.recompile_reason) for frame in later if frame.recompile_reason]
 
 
 def in_one_line(reason: str) -> str:
     """The sentence in what the compiler says about a graph break or a recompilation, of at most 200 characters."""
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()]
-    text = re.sub(r"^\d+/\d+: ", "", lines[0]) if lines else "no reason given"
-    for name in ("Explanation: ", "Graph Break Reason: "):
-        said = [line.removeprefix(name) for line in lines if line.startswith(name)]
-        if said and said[0] not in text:
-            text = f"{text}: {said[0]}"
-            break
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or ["no reason given"]
+    text = re.sub(r"^\d+/\d+: ", "", lines[0])
+    said = [found[1] for line in lines if (found := re.match(r"(?:Explanation|Graph Break Reason): (.*)", line))]
+    if said and said[0] not in text:
+        text = f"{text}: {said[0]}"
     text = re.sub(r"\s+", " ", text.split("  #")[0]).strip()
     return text if len(text) <= 200 else text[:197] + "..."
 
@@ -140,8 +93,8 @@ class Compilation:
     """
 
     what: Literal["model", "step"]
-    options: Options
-    meter: CompileMeter
+    options: Compiler
+    meter: CompileMeter = field(default_factory=CompileMeter)
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
     optimizer: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -149,12 +102,11 @@ class Compilation:
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""
         parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
-        shapes = {
-            False: "for each batch size",
-            None: "for other batch sizes when they come",
-            True: "for all batch sizes",
-        }
-        return "compiled", parts, f"compile={self.what}, mode {self.options.mode}, {shapes[self.options.dynamic]}"
+        return (
+            "compiled",
+            parts,
+            f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}",
+        )
 
 
 def compile_learner(
@@ -162,7 +114,7 @@ def compile_learner(
     loss: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
     what: Literal["model", "step"],
-    options: Options,
+    options: Compiler,
     deterministic: bool = False,
     mixed: bool = False,
 ) -> Compilation:
@@ -175,7 +127,8 @@ def compile_learner(
         loss: (logits, targets) -> scalar.
         device: where they compute.
         what: `model`, which serves evaluations too, or `step`, after which evaluations run as they are.
-        options: arguments of `torch.compile`.
+        options: arguments of `torch.compile`. With `dynamic=False`, the batch size alone decides which kernel computes a
+            batch, so a resumed run repeats every bit.
         deterministic: have the compiler choose no kernel by timing it.
         mixed: forward passes run under autocast.
 
@@ -185,21 +138,21 @@ def compile_learner(
     if missing := missing_compiler(device):
         raise UserError("compile", f"{what if what == 'step' else 'true'} {missing}", "install it, or compile=false")
     _configure(deterministic, mixed)
-    compilation = Compilation(what, options, CompileMeter())
-    if options.uses_cuda_graphs and device.type != "cuda":
+    compilation = Compilation(what, options)
+    if device.type != "cuda" and (other := _WITHOUT_GRAPHS.get(options.mode)):
         compilation.warnings.append(
-            f"compiler.mode={options.mode}: there are no CUDA graphs on {device.type}, so it does what the mode "
-            f"{'default' if options.mode == 'reduce-overhead' else 'max-autotune-no-cudagraphs'} does"
+            f"compiler.mode={options.mode}: there are no CUDA graphs on {device.type}, so it does what the mode {other} does"
         )
+    arguments = dataclasses.asdict(options)
     if what == "model":
-        model.compile(**options.arguments())
+        model.compile(**arguments)
         model._compiled_call_impl = _with_user_errors(model._compiled_call_impl)
     else:
 
         def objective(images: Tensor, targets: Tensor) -> Tensor:
             return loss(model(images), targets)
 
-        compilation.objective = _with_user_errors(torch.compile(objective, **options.arguments()))
+        compilation.objective = _with_user_errors(torch.compile(objective, **arguments))
     return compilation
 
 
@@ -207,15 +160,10 @@ def _configure(deterministic: bool, mixed: bool) -> None:
     """Set the compiler's own switches, which are the process's."""
     from torch._inductor import config
 
-    wanted = {
-        "deterministic": deterministic,
-        # Round to 16 bits where autocast does. Left to itself the compiler computes again in 32 bits what it had rounded,
-        # does not find the largest value among the results, and gives NaN for the gradient of `amax`.
-        "emulate_precision_casts": mixed,
-    }
-    for name, value in wanted.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
+    config.deterministic = deterministic
+    # Round to 16 bits where autocast does. Left to itself the compiler computes again in 32 bits what it had rounded,
+    # does not find the largest value among the results, and gives NaN for the gradient of `amax`.
+    config.emulate_precision_casts = mixed
 
 
 def forget_compiled() -> None:
@@ -228,29 +176,20 @@ def _with_user_errors(compiled: Any) -> Any:
     """A compiled callable that raises a UserError where compiling fails."""
     from torch._dynamo import exc
 
-    failures = tuple(
-        getattr(exc, name)
-        for name in ("Unsupported", "BackendCompilerFailed", "FailOnRecompileLimitHit")
-        if hasattr(exc, name)
-    )
-
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except failures as error:
-            unsupported = isinstance(error, exc.Unsupported)
-            allowed = "compiler.fullgraph=false, " if unsupported else ""
-            raise UserError(
-                "compiler.fullgraph" if unsupported else "compile",
-                in_one_line(str(error)),
-                f"{allowed}a change in the model, or compile=false",
-            ) from error
+        except (exc.Unsupported, exc.BackendCompilerFailed, exc.FailOnRecompileLimitHit) as error:
+            key, allowed = "compile", "a change in the model, or compile=false"
+            if isinstance(error, exc.Unsupported):
+                key, allowed = "compiler.fullgraph", f"compiler.fullgraph=false, {allowed}"
+            raise UserError(key, in_one_line(str(error)), allowed) from error
 
     return call
 
 
-def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str:
+def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> str:
     """Compile an optimizer's step in place, where that pays and works.
 
     The learning rate goes in as a tensor while the step runs, as the compiler would compile again for every number.
@@ -258,23 +197,22 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str
     Returns:
         What was done and why, a clause.
     """
-    kind = type(optimizer)
-    if any(group.get("fused") for group in optimizer.param_groups):
+    kind, groups = type(optimizer), optimizer.param_groups
+    if any(group.get("fused") for group in groups):
         return "the optimizer's step is one kernel already"
     if not kind.__module__.startswith("torch.optim"):
         return f"the step of {kind.__name__} as it is"
-    if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+    if any(isinstance(group["lr"], Tensor) for group in groups):
         return "the optimizer's step as it is, as its rate is a tensor"
-    for group in optimizer.param_groups:
+    for group in groups:
         # The compiler joins the updates itself, and some classes refuse a rate in a tensor beside foreach.
         if group.get("foreach"):
             group["foreach"] = False
     # Without the hooks around a step, which cannot be compiled.
-    bare: Callable[..., Any] = inspect.unwrap(kind.step)
-    update = _with_user_errors(
-        torch.compile(functools.partial(bare, optimizer), mode=_without_graphs(options), dynamic=False)
-    )
-    rates = [torch.tensor(float(group["lr"])) for group in optimizer.param_groups]
+    bare = functools.partial(inspect.unwrap(kind.step), optimizer)
+    mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
+    update = _with_user_errors(torch.compile(bare, mode=mode, dynamic=False))
+    rates = [torch.tensor(float(group["lr"])) for group in groups]
 
     def step(closure: None = None) -> None:
         numbers = [group["lr"] for group in optimizer.param_groups]
@@ -291,11 +229,6 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> str
     return "and the optimizer's step"
 
 
-def _without_graphs(options: Options) -> Mode:
-    modes: Mapping[Mode, Mode] = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-    return modes.get(options.mode, options.mode)
-
-
 class CompileReport:
     """Reports what compiling cost when the first compiled step has ended, and whenever something is compiled again."""
 
@@ -303,27 +236,27 @@ class CompileReport:
         self._meter, self._line, self._warn = compilation.meter, line, warn
         self._seconds = 0.0
         self._recompiled = 0
-        self._breaks: dict[str, int] = {}
+        self._breaks: set[str] = set()
 
     def on_step(self, loop: Any) -> None:
         """Report what was compiled since the last step."""
-        if self._meter.seconds == self._seconds:
+        total = self._meter.seconds
+        if total == self._seconds:
             return
-        first = self._seconds == 0.0
-        took, self._seconds = self._meter.seconds - self._seconds, self._meter.seconds
+        is_first, took, self._seconds = self._seconds == 0.0, total - self._seconds, total
         loop.paused_s += took
-        step = loop.state.position.global_step
+        end = f"{took:.1f} s by the end of step {loop.state.position.global_step}"
         reasons = self._meter.recompilations()[self._recompiled :]
-        if first:
+        if is_first:
             graphs = self._meter.graphs
-            self._line(f"compiled in {took:.1f} s by the end of step {step}: {graphs} graph{'s' * (graphs != 1)}")
+            self._line(f"compiled in {end}: {graphs} graph{'s' * (graphs != 1)}")
         elif self._recompiled < _MOST_REPORTED:
-            self._line(f"compiled more in {took:.1f} s by the end of step {step}: {'; '.join(reasons) or 'new code'}")
+            self._line(f"compiled more in {end}: {'; '.join(reasons) or 'new code'}")
         self._recompiled += len(reasons)
         for reason, count in self._meter.graph_breaks().items():
             if reason not in self._breaks and len(self._breaks) < _MOST_REPORTED:
+                self._breaks.add(reason)
                 self._warn(f"compile: the graph breaks {count} time{'s' * (count != 1)}: {reason}")
-            self._breaks[reason] = count
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
         """Report what was compiled for the evaluation."""

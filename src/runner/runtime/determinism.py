@@ -14,10 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
-import torch
-import torch.utils.deterministic
 from torch import Tensor, nn
 
 from runner.config.errors import UserError
@@ -30,7 +28,6 @@ _NO_FORM = re.compile(
     r"|(?P<usual>[\w -]+) defaults to a non-deterministic algorithm",
     re.DOTALL,
 )
-_ANY = r"[\s\S]*(does not have a deterministic|not deterministic because it uses|defaults to a non-deterministic)"
 _CUBLAS = "a matrix product of cuBLAS"
 _PASSED_OVER = ("torch", "warnings")  # packages of frames that say nothing about who called
 
@@ -46,9 +43,7 @@ def operation(message: str) -> str:
 def refusal(error: BaseException, caller: str = "") -> UserError | None:
     """The error that users see for an operation that `deterministic=true` refused; None for any other error.
 
-    Args:
-        error: what torch raised.
-        caller: who called the operation; empty to find out by the stack of the error.
+    `caller` is who called the operation; empty to find out by the stack of the error.
     """
     op = operation(str(error)) if isinstance(error, RuntimeError) else ""
     if not op:
@@ -73,23 +68,16 @@ def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
     """
     reported: set[str] = set()
     with warnings.catch_warnings():
-        warnings.filterwarnings("default", message=_ANY, category=UserWarning)
+        warnings.filterwarnings("default", message=rf"[\s\S]*({_NO_FORM.pattern})", category=UserWarning)
         show = warnings.showwarning
 
-        def shown(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def shown(message: Warning | str, *args: Any, **kwargs: Any) -> None:
             op = operation(str(message))
             if not op:
-                show(message, category, filename, lineno, file, line)
+                show(message, *args, **kwargs)
             elif op not in reported:
                 reported.add(op)
-                caller = _called_by(_caller(_stack()))
+                caller = _called_by(_caller([frame for frame, _ in traceback.walk_stack(sys._getframe(1))]))
                 warn(f"deterministic=warn: {op} has no deterministic form, so it may not repeat{caller}")
 
         warnings.showwarning = shown
@@ -101,16 +89,12 @@ def operations_named(warn: Callable[[str], None]) -> Iterator[None]:
             raise known from error
 
 
-def _stack() -> list[FrameType]:
-    """The frames of the caller, the innermost first."""
-    return [frame for frame, _ in traceback.walk_stack(sys._getframe(2))]
-
-
 def _caller(frames: list[FrameType]) -> str:
     """Who called an operation: the innermost module, or the line of code where there is none; empty for our own."""
     modules = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
     if modules:
-        return described(modules[0], modules[-1])
+        name = next((name for name, other in modules[-1].named_modules() if other is modules[0]), "")
+        return module_label(name, modules[0])
     for frame in frames:
         package, code = str(frame.f_globals.get("__name__", "")).partition(".")[0], frame.f_code
         if package == "runner":
@@ -120,17 +104,10 @@ def _caller(frames: list[FrameType]) -> str:
     return ""
 
 
-def described(module: nn.Module, root: nn.Module) -> str:
-    """A module for people: `layers.2 (MaxUnpool2d)`, or its type alone if it is the root."""
-    return module_label(next((name for name, other in root.named_modules() if other is module), ""), module)
-
-
 def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     """Which module's backward raises, found by computing a loss once more and watching the nodes of its graph.
 
-    Args:
-        model: what is trained; its hooks are left as they were, its gradients not.
-        forward: gives the loss, with a fresh graph.
+    `forward` gives the loss, with a fresh graph. The model's hooks are left as they were, its gradients not.
 
     Returns:
         `the backward of layers.2 (Type)`, or an empty string if nothing was raised this time.
@@ -158,16 +135,10 @@ def caller_in_backward(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 def _nodes(starts: list[Any], until: set[Any]) -> list[Any]:
     """The nodes of a graph that lead to `starts`, without those in `until` and what leads to them."""
     found: dict[Any, None] = {}
-    waiting = [node for node in starts if node is not None]
+    waiting = list(starts)
     while waiting:
         node = waiting.pop()
-        if node in found or node in until:
-            continue
-        found[node] = None
-        waiting += [following for following, _ in node.next_functions if following is not None]
+        if node is not None and node not in found and node not in until:
+            found[node] = None
+            waiting += [following for following, _ in node.next_functions]
     return list(found)
-
-
-def fill_uninitialised_memory() -> None:
-    """Have deterministic algorithms fill memory that nothing was written to yet, so that reading it shows, and repeats."""
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

@@ -8,11 +8,11 @@ import shutil
 from typing import Literal
 
 import torch
+import torch.utils.deterministic
 
 from runner.config.cores import cores
 from runner.config.errors import UserError, nearest
-from runner.runtime.allocator import keep_freed_memory
-from runner.runtime.determinism import fill_uninitialised_memory
+from runner.runtime.memory import keep_freed_memory
 
 _USUAL_THREADS = torch.get_num_threads()
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -38,20 +38,18 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         device = torch.device(name)
     except RuntimeError:
         close = "cuda" if name == "gpu" else nearest(name, ["auto", "cpu", "cuda", "mps"])
-        hint = f"; did you mean '{close}'?" if close else ""
-        raise UserError("device", f"cannot be '{name}'{hint}", "auto, cpu, cuda, cuda:1, mps") from None
+        raise UserError("device", f"cannot be '{name}'", "auto, cpu, cuda, cuda:1, mps", close) from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UserError("device", f"'{name}' is not supported", "auto, cpu, cuda, cuda:1, mps")
+    backend = torch.backends.mps if device.type == "mps" else torch.cuda
+    if device.type != "cpu" and not backend.is_available():
+        built = "" if device.type == "mps" or torch.version.cuda else ": this torch is built without CUDA"
+        raise UserError("device", f"'{name}' is not there{built}", "device=auto or device=cpu")
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            built = "torch finds no CUDA device" if torch.version.cuda else "this torch is built without CUDA"
-            raise UserError("device", f"'{name}' is not there: {built}", "device=auto or device=cpu")
+        count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise UserError("device", f"'{name}' is not there: torch sees {count}", f"cuda:0 to cuda:{count - 1}")
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device", f"'{name}' is not there", "device=auto or device=cpu")
-    elif device.type not in ("cpu", "cuda", "mps"):
-        raise UserError("device", f"'{name}' is not supported", "auto, cpu, cuda, cuda:1, mps")
     return device, "as set"
 
 
@@ -90,8 +88,8 @@ def configure_torch(
     if device.type == "cpu":
         keep_freed_memory()
     prepare_repeating(deterministic)
-    if deterministic:
-        fill_uninitialised_memory()
+    if deterministic:  # memory that nothing was written to is filled, so that reading it shows, and repeats
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     wanted = (bool(deterministic), deterministic == "warn")
     # Setting it loads torch's compiler, a second that most runs need not spend.
     if wanted != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
@@ -109,15 +107,12 @@ def configure_torch(
         warnings.append(
             f"threads={threads} is more than the {cores()} CPU cores there are, which is slower than {cores()}"
         )
-    if on_cuda and deterministic == "warn":
-        rounded = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
-        warnings += [
-            f"{name}=true may change bits from run to run, or from GPU to GPU; false does not" for name in rounded
-        ]
-    if not on_cuda:
-        ignored = [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]
-        warnings += [f"{name}=true has no effect on {device.type}: it is a setting of CUDA's" for name in ignored]
-    elif tf32 and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+    for name in [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]:
+        if not on_cuda:
+            warnings.append(f"{name}=true has no effect on {device.type}: it is a setting of CUDA's")
+        elif deterministic == "warn":
+            warnings.append(f"{name}=true may change bits from run to run, or from GPU to GPU; false does not")
+    if tf32 and on_cuda and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         warnings.append(
             "tf32=true has no effect: this GPU has no TensorFloat-32, which began with compute capability 8.0"
         )

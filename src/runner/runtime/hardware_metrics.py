@@ -58,8 +58,8 @@ class HardwareMetrics:
 
 
 def _in_words(flops: float) -> str:
-    scale, unit = next(
-        ((scale, unit) for scale, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if flops >= scale), (1e3, "k")
+    unit, scale = next(
+        ((unit, scale) for unit, scale in zip("TGM", (1e12, 1e9, 1e6), strict=True) if flops >= scale), ("k", 1e3)
     )
     return f"{flops / scale:.3g} {unit}FLOP"
 
@@ -69,12 +69,8 @@ def choose_hardware_metrics(
 ) -> HardwareMetrics:
     """The metrics that `log.utilization` asks for.
 
-    Args:
-        wanted: whether utilisation is; `auto` where the device's peak is known.
-        device: where training runs.
-        kind: what it computes in.
-        count: counts the operations of a batch; called only if needed.
-        warnings: gets a line where `auto` is not supported.
+    `count` counts the operations of a batch, and is called only if needed; `warnings` gets a line where `auto` is not
+    supported.
 
     Raises:
         UserError: if utilisation is asked for and the operations cannot be counted.

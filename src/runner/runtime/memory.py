@@ -1,16 +1,22 @@
-"""How much memory a device has used at most."""
+"""How much memory a device has used at most, and how the CPU's is kept for the next step."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
+
+# Parameters of mallopt(3) in glibc.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 class Peak(NamedTuple):
@@ -22,12 +28,10 @@ class Peak(NamedTuple):
 
 def readable(size: int) -> str:
     """A number of bytes for people, such as `239.4 MiB`."""
-    number, unit = float(max(0, size)), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if number < 1024 or unit == "TiB":
-            break
-        number /= 1024
-    return f"{number:,.1f}".removesuffix(".0") + f" {unit}"
+    size = max(0, size)
+    power = min(max(0, size.bit_length() - 1) // 10, 4)
+    number = f"{size / 1024**power:,.1f}".removesuffix(".0")
+    return f"{number} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def peak_memory(device: torch.device) -> Peak:
@@ -78,35 +82,39 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def memory_history(path: Path, most: int = 200_000) -> Iterator[bool]:
+def memory_history(path: Path) -> Iterator[None]:
     """Record what CUDA's allocator does in the block, with stacks, into a snapshot for https://pytorch.org/memory_viz.
 
-    Args:
-        path: file that is written when the block has ended well; a pickle, as torch makes it.
-        most: allocations to remember.
-
-    Yields:
-        Whether this torch can record.
+    The file, a pickle, is written when the block has ended well.
     """
-    record: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
-    dump: Any = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if record is None or dump is None:
-        yield False
-        return
-    record(max_entries=most)
+    torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
-        yield True
-        dump(str(path))
+        yield
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
     finally:
-        record(enabled=None)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library keep freed memory for the next allocation instead of returning it to the system.
+
+    By default glibc maps every tensor of more than 32 MiB and unmaps it again when it is freed, so that each step of training
+    waits for the system to clear the same pages again, 4 KiB at a time. Keeping them changes no result; the process stays as
+    large as it has been at most.
+
+    Returns:
+        Whether the C library supports it.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def _peak_resident() -> int:
     try:
-        status = Path("/proc/self/status").read_bytes()
-        start = status.index(b"VmHWM:") + 6
-        return int(status[start : status.index(b"kB", start)]) * 1024
-    except (OSError, ValueError):
+        return int(re.findall(rb"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_bytes())[0]) * 1024
+    except (OSError, IndexError):
         pass
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)

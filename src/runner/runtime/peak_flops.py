@@ -99,53 +99,38 @@ def peak(device: torch.device, kind: Kind) -> PeakFlops:
 def measured_peak(device: torch.device, kind: Kind, seconds: float = 0.2) -> PeakFlops:
     """What large square matrix products reach: the median of several, with as many threads as torch has.
 
-    Random generators are left as they were. Waits for the device.
-
-    Args:
-        device: where.
-        kind: what to compute in; for `tf32` and `float32` as torch is set.
-        seconds: about how long to measure.
+    Takes about `seconds`. Random generators are left as they were. Waits for the device.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
-    size, took = 256, 0.0
-    # Products of a size that hides launches, but takes a small part of the time there is.
+    free = torch.cuda.mem_get_info(device)[0] / 10 if device.type == "cuda" else float("inf")
+    size = 128
+    # Products of a size that hides launches, but takes a small part of the time and of the free memory that there is.
     while True:
-        a, b = (_random(size, dtype, device, seed) for seed in (0, 1))
+        size *= 2
+        # Constant numbers would draw less power, and so run faster than any training.
+        a, b = (
+            torch.randn(size, size, device=device, generator=torch.Generator(device).manual_seed(seed)).to(dtype)
+            for seed in (0, 1)
+        )
         _seconds(a, b, 1)
         took = _seconds(a, b, 1)
-        if took >= seconds / 40 or size >= 8192 or 4 * 3 * size**2 * dtype.itemsize > _free(device):
+        if took >= seconds / 40 or size >= 8192 or 4 * 3 * size**2 * dtype.itemsize > free:
             break
-        size *= 2
     repeats = max(1, round(seconds / 8 / max(took, 1e-9)))
-    times = [_seconds(a, b, repeats) / repeats for _ in range(7)]
-    reached = 2 * size**3 / statistics.median(times)
+    reached = 2 * size**3 * repeats / statistics.median(_seconds(a, b, repeats) for _ in range(7))
     where = f"{device} with threads={torch.get_num_threads()}" if device.type == "cpu" else str(device)
     return PeakFlops(reached, kind, True, f"measured: matrix products of {size}x{size} in {kind} on {where}")
 
 
-def _random(size: int, dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    # Constant numbers would draw less power, and so run faster than any training.
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(size, size, device=device, generator=generator).to(dtype)
-
-
 def _seconds(a: torch.Tensor, b: torch.Tensor, repeats: int) -> float:
-    _wait(a.device)
+    def wait() -> None:
+        if a.device.type != "cpu":
+            torch.accelerator.synchronize(a.device)
+
+    wait()
     began = time.perf_counter()
     with torch.inference_mode():
         for _ in range(repeats):
             torch.mm(a, b)
-    _wait(a.device)
+    wait()
     return time.perf_counter() - began
-
-
-def _free(device: torch.device) -> float:
-    """Bytes that may be used, a tenth of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] / 10 if device.type == "cuda" else float("inf")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

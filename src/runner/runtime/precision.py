@@ -58,25 +58,26 @@ def choose_precision(amp: bool | Literal["auto", "bf16", "fp16"], device: torch.
     if amp == "auto" and not has_matrix_units(device):
         reason = f"amp=auto: this {device.type} is not known to have units for matrices of 16 bits"
         return Precision(device, None, None, "float32", reason)
+    native = is_native("bf16", device)
     if amp is True or amp == "auto":
-        word = f"amp={str(amp).lower()}"
-        kind: Literal["bf16", "fp16"] = "bf16" if device.type == "cpu" or is_native("bf16", device) else "fp16"
-        if not is_native("bf16", device):
-            reason = f"{word}: {device.type} " + ("emulates bf16" if kind == "bf16" else "has no bf16")
-        else:
-            reason = f"{word}: {device.type} has bf16"
+        kind: Literal["bf16", "fp16"] = "bf16" if device.type == "cpu" or native else "fp16"
+        has = "has bf16" if native else "emulates bf16" if kind == "bf16" else "has no bf16"
+        reason = f"amp={str(amp).lower()}: {device.type} {has}"
     else:
         kind, reason = amp, f"amp={amp}"
-    warnings = [] if is_native(kind, device) else [_emulated(kind, device)]
+    warnings = []
+    if not is_native(kind, device):
+        faster = "amp=bf16 or amp=false" if kind == "fp16" and native else "amp=false"
+        warnings.append(
+            f"amp={kind}: this {device.type} has no instructions for it and emulates them, which may be slower than "
+            f"float32; {faster} is faster"
+        )
     if kind == "bf16":
         return Precision(device, torch.bfloat16, None, "bf16 mixed", reason, warnings)
     scaler = torch.amp.GradScaler(device.type)
-    if not _scales(scaler, device):
-        raise UserError(
-            "amp",
-            f"fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}",
-            "amp=bf16 or amp=false",
-        )
+    if device.type not in ("cpu", "cuda") and not _scales(device):
+        problem = f"fp16 needs its loss scaled, which torch {torch.__version__} cannot do on {device.type}"
+        raise UserError("amp", problem, "amp=bf16 or amp=false")
     return Precision(device, torch.float16, scaler, "fp16 mixed, scaled loss", reason, warnings)
 
 
@@ -107,25 +108,14 @@ def has_matrix_units(device: torch.device) -> bool:
     return any(capabilities.get(name) for name in _MATRIX_UNITS)
 
 
-def _emulated(kind: str, device: torch.device) -> str:
-    other = "" if kind == "bf16" or not is_native("bf16", device) else "amp=bf16 or "
-    return (
-        f"amp={kind}: this {device.type} has no instructions for it and emulates them, which may be slower than float32; "
-        f"{other}amp=false is faster"
-    )
-
-
-def _scales(scaler: torch.amp.GradScaler, device: torch.device) -> bool:
-    """Whether a scaler works on a device, which on some is only found out by trying."""
-    if device.type in ("cpu", "cuda"):
-        return True
+def _scales(device: torch.device) -> bool:
+    """Whether scaling the loss works on a device, which is only found out by trying."""
     weight = torch.ones(1, device=device, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    trial = type(scaler)(device.type)
+    scaler = torch.amp.GradScaler(device.type)
     try:
-        trial.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
-        trial.step(optimizer)
-        trial.update()
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, AssertionError):
+        scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(torch.optim.SGD([weight], lr=0.0))
+        scaler.update()
+    except Exception:  # backends raise different errors for what they lack
         return False
     return True

@@ -16,39 +16,39 @@ from runner.instrument.observer import Observer, module_label
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """Shapes and dtypes of the tensors that went into a module and came out, and the size of the batch."""
+class _Side:
+    """Shapes and dtypes of the tensors that went into a module, or came out, and the size of the batch."""
 
-    given: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    gave: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    tensors: list[tuple[torch.dtype, tuple[int, ...]]]
     batch: int
 
-    def differs(self, first: _Seen) -> str:
-        """`takes` or `gives` if these tensors are others than those of the first batch, apart from its size."""
-        for side, now, then in (("takes", self.given, first.given), ("gives", self.gave, first.gave)):
-            if len(now) != len(then) or not all(map(self._alike, now, then, [first.batch] * len(now))):
-                return side
-        return ""
+    def is_like(self, first: _Side) -> bool:
+        """Whether these tensors are those of the first batch, apart from its size."""
+        return (
+            len(self.tensors) == len(first.tensors)
+            and all(
+                dtype == dtype_before
+                and len(shape) == len(before)
+                and shape[1:] == before[1:]
+                # The first axis is the batch, or a multiple of it, such as heads or windows of each sample; or has nothing to do
+                # with it.
+                and (shape[:1] == before[:1] or shape[0] * first.batch == before[0] * self.batch)
+                for (dtype, shape), (dtype_before, before) in zip(self.tensors, first.tensors, strict=True)
+            )
+        )
 
-    def _alike(self, now: Any, then: Any, batch: int) -> bool:
-        (shape, dtype), (before, dtype_before) = now, then
-        if dtype != dtype_before or shape[1:] != before[1:] or len(shape) != len(before):
-            return False
-        # The first axis is the batch, or a multiple of it, such as heads or windows of each sample; or has nothing to do
-        # with it.
-        return not shape or shape[0] == before[0] or shape[0] * batch == before[0] * self.batch
-
-    def shown(self, side: str) -> str:
-        """The tensors of a side for people, `B` for the size of the batch."""
-        tensors = self.given if side == "takes" else self.gave
-        return ", ".join(f"{str(dtype).removeprefix('torch.')} {self._axes(shape)}" for shape, dtype in tensors) or "-"
+    def __str__(self) -> str:
+        """The tensors for people, `B` for the size of the batch."""
+        return (
+            ", ".join(f"{str(dtype).removeprefix('torch.')} {self._axes(shape)}" for dtype, shape in self.tensors)
+            or "-"
+        )
 
     def _axes(self, shape: tuple[int, ...]) -> str:
-        first = [str(size) for size in shape[:1]]
-        if shape and self.batch and shape[0] % self.batch == 0:
-            times = shape[0] // self.batch
-            first = ["B" if times == 1 else f"{times}B"] if times else first
-        return f"({', '.join([*first, *map(str, shape[1:])])})"
+        axes = [str(size) for size in shape]
+        if shape and shape[0] and self.batch and shape[0] % self.batch == 0:
+            axes[0] = "B" if shape[0] == self.batch else f"{shape[0] // self.batch}B"
+        return f"({', '.join(axes)})"
 
 
 class ShapeWatch:
@@ -60,7 +60,7 @@ class ShapeWatch:
 
     def __init__(self, model: nn.Module, show: Callable[[list[list[str]]], None]) -> None:
         self._model, self._show = model, show
-        self._first: dict[tuple[bool, str, int], _Seen] = {}
+        self._first: dict[tuple[bool, str, int], dict[str, _Side]] = {}
         self._calls: Counter[str] = Counter()
         self._expected: dict[bool, Counter[str]] = {}
         self._batches: Counter[bool] = Counter()
@@ -82,13 +82,17 @@ class ShapeWatch:
     def _look(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         if not self._inside:
             return
-        seen = _Seen(_borders(inputs), _borders(output), self._batch)
+        sides = {
+            verb: _Side([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors_in(value)], self._batch)
+            for verb, value in (("takes", inputs), ("gives", output))
+        }
         key = (self._training, name, self._calls[name])
         self._calls[name] += 1
         if self._training not in self._expected:
-            self._first[key] = seen
-        elif key in self._first and (side := seen.differs(self._first[key])):
-            raise self._error(name, module, side, seen.shown(side), self._first[key].shown(side))
+            self._first[key] = sides
+        for verb, first in self._first.get(key, {}).items():
+            if not sides[verb].is_like(first):
+                raise self._error(name, module, f"{verb} {sides[verb]}", str(first))
         if not name:
             self._end()
 
@@ -99,15 +103,15 @@ class ShapeWatch:
         for name in {**expected, **self._calls}:
             if expected[name] != self._calls[name]:
                 now, then = (f"called {count} times" for count in (self._calls[name], expected[name]))
-                raise self._error(name, self._model.get_submodule(name), "is", now, then)
+                raise self._error(name, self._model.get_submodule(name), f"is {now}", then)
         if self._training and is_first:
             self._show(self._rows())
 
-    def _error(self, name: str, module: nn.Module, verb: str, now: str, then: str) -> UserError:
+    def _error(self, name: str, module: nn.Module, now: str, then: str) -> UserError:
         where = "training" if self._training else "evaluation"
         return UserError(
             "watch.shapes",
-            f"{module_label(name, module, 'the model')} {verb} {now} in batch {self._batches[self._training]} of {where}, "
+            f"{module_label(name, module, 'the model')} {now} in batch {self._batches[self._training]} of {where}, "
             f"and {then} in the first",
             "modules whose shapes and dtypes follow from the size of the batch alone",
         )
@@ -115,11 +119,7 @@ class ShapeWatch:
     def _rows(self) -> list[list[str]]:
         modules = dict(self._model.named_modules())
         return [
-            [name or "(model)", type(modules[name]).__name__, seen.shown("takes"), seen.shown("gives")]
-            for (training, name, _), seen in self._first.items()
+            [name or "(model)", type(modules[name]).__name__, *map(str, sides.values())]
+            for (training, name, _), sides in self._first.items()
             if training
         ]
-
-
-def _borders(value: Any) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))

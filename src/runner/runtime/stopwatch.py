@@ -59,16 +59,19 @@ class Stopwatch:
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """A context for a range."""
-        # What another thread does at the same time takes none of a step's time.
-        timed = threading.get_ident() == self._thread
-        if timed:
-            self._enter(name)
-        try:
-            with torch.profiler.record_function(name) if self.annotate else contextlib.nullcontext():
+        with torch.profiler.record_function(name) if self.annotate else contextlib.nullcontext():
+            # What another thread does at the same time takes none of a step's time.
+            if threading.get_ident() != self._thread:
                 yield
-        finally:
-            if timed:
-                self._leave()
+                return
+            self._open.append(name)
+            self._turn(name)
+            try:
+                with torch.cuda.nvtx.range(name) if self._cuda else contextlib.nullcontext():
+                    yield
+            finally:
+                self._open.pop()
+                self._turn(self._open[-1] if self._open else OTHER)
 
     def boundary(self, last: bool = False) -> None:
         """A step ends, and the next one begins unless this was the `last`; must be outside of all ranges."""
@@ -112,15 +115,3 @@ class Stopwatch:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._turns.append((name, perf_counter(), event))
-
-    def _enter(self, name: str) -> None:
-        self._open.append(name)
-        self._turn(name)
-        if self._cuda:
-            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-    def _leave(self) -> None:
-        if self._cuda:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-        self._open.pop()
-        self._turn(self._open[-1] if self._open else OTHER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
 from runner.runtime.blocks import Recomputed, checkpoint_activations
-from runner.runtime.compilation import Compilation, Options, compile_learner, compile_optimizer
+from runner.runtime.compilation import Compilation, compile_learner, compile_optimizer
 from runner.runtime.precision import Precision
 
 
@@ -54,22 +53,20 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
         UserError: if a setting is not supported.
     """
     toggled = Toggled(warnings=list(precision.warnings))
-    if config.channels_last and not any(
-        isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules()
-    ):
+    has_convolution = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
+    if config.channels_last and not has_convolution:
         toggled.warnings.append(
             f"channels_last=true has no effect: {type(model).__name__} has no 2-d convolution, whose layout it is"
         )
     toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, image, precision.autocast)
     if toggled.recomputed is not None:
         toggled.warnings += toggled.recomputed.warnings
-    options = Options(**dataclasses.asdict(config.compiler))
     if config.compile is False:
         if config.compiler != Compiler():
             toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
         return toggled
     what: Literal["model", "step"] = "step" if config.compile == "step" else "model"
     deterministic, mixed = bool(config.deterministic), precision.dtype is not None
-    toggled.compilation = compile_learner(model, loss, precision.device, what, options, deterministic, mixed)
+    toggled.compilation = compile_learner(model, loss, precision.device, what, config.compiler, deterministic, mixed)
     toggled.warnings += toggled.compilation.warnings
     return toggled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from runner.build.hardware import choose_hardware
 from runner.build.model import KnownData, build_model, build_task, prepared
 from runner.checkpoint import find
 from runner.checkpoint.weights import part_with, weights_of
@@ -18,19 +21,20 @@ from runner.config import stored
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
-from runner.config.schema.checkpoints import Weights
 from runner.config.schema.train import Train
-from runner.data.build import DataModule, build_data, callables
+from runner.config.schema.verbs import Weights
+from runner.data.build import DataModule, SplitData, build_data, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_weights
 from runner.engine.tasks import Task
 from runner.engine.tta import TTAModel, views_named
-from runner.runtime.device import choose_device, configure_torch, prepare_repeating
-from runner.runtime.precision import Precision, choose_precision
+from runner.runtime.precision import Precision
 from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._report import Report
 
 T = TypeVar("T", bound=Train)
+
+SPLITS = ("train", "val", "test")
 
 _CPU = torch.device("cpu")
 _TRAINING_ONLY = {
@@ -80,11 +84,6 @@ class ResolvedCheckpoint(Generic[T]):
         """Names of the classes that the model was trained on."""
         return tuple(self.found.contents["classes"])
 
-    @property
-    def stored_data(self) -> dict[str, Any]:
-        """The section `data` of the stored config; empty if it has none."""
-        return _stored_data(self.found)
-
     def record(self) -> dict[str, Any]:
         """Path, step and kind of weights, for JSON."""
         step = self.found.contents["position"]["global_step"]
@@ -92,16 +91,11 @@ class ResolvedCheckpoint(Generic[T]):
 
     def set_up_device(self, verb: str, report: Report) -> tuple[torch.device, Precision]:
         """Choose device and precision, set torch's switches, and warn of what has no effect."""
-        config = self.config
-        prepare_repeating(config.deterministic)
-        device, _ = choose_device(config.device)
-        switches = (config.cudnn_benchmark, config.tf32, False, config.matmul_precision)
-        warnings = configure_torch(device, config.threads, config.deterministic, *switches)
-        precision = choose_precision(config.amp, device)
+        hardware = choose_hardware(dataclasses.replace(self.config, detect_anomaly=False))
         given = {word.split("=")[0] for word in self.words}
         unused = [f"{key} has no effect on {verb}, {why}" for key, why in _TRAINING_ONLY.items() if key in given]
-        report.warnings(self.found.warnings, warnings, precision.warnings, unused)
-        return device, precision
+        report.warnings(self.found.warnings, hardware.warnings, hardware.precision.warnings, unused)
+        return hardware.device, hardware.precision
 
     def data(self, device: torch.device) -> DataModule:
         """The data that the config names.
@@ -127,9 +121,8 @@ class ResolvedCheckpoint(Generic[T]):
         """
         shape = self.found.contents["metrics"].get("images")
         if shape is None:
-            splits = self.data(_CPU)
-            splits.close()
-            shape = splits.image_shape
+            with contextlib.closing(self.data(_CPU)) as splits:
+                shape = splits.image_shape
         channels, height, width = shape
         if any(word.startswith("data.image_size=") for word in self.words) and self.config.data.image_size:
             height = width = self.config.data.image_size
@@ -157,21 +150,13 @@ class ResolvedCheckpoint(Generic[T]):
         pixels = torch.zeros((1, data.channels, *data.image_size), dtype=torch.uint8)
         return prepared(self.input_pipeline(_CPU), pixels)
 
-    def build_untrained(self, data: KnownData) -> tuple[Task, nn.Module]:
-        """The task, and a model with initial weights, on the CPU."""
-        task = build_task(self.config, data)
-        return task, build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
-
     def load_weights(self, model: nn.Module) -> None:
         """Load the selected weights into a model.
 
         Raises:
             UserError: if they do not fit, or the checkpoint does not have them.
         """
-        try:
-            load_weights(model, self.weights[0])
-        except ValueError as error:
-            raise UserError(f"{self.found.path}: {error}") from error
+        load_weights_of(self.found, model, self.weights[0])
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and the model with the selected weights on the device, in evaluation mode.
@@ -179,7 +164,8 @@ class ResolvedCheckpoint(Generic[T]):
         Raises:
             UserError: if the config does not fit the data, or the weights do not fit the model.
         """
-        task, model = self.build_untrained(data)
+        task = build_task(self.config, data)
+        model = build_model(self.config, task, data, lambda: self.blank_input(data), fetch_weights=False)
         self.load_weights(model)
         model.to(device)
         if self.config.channels_last:
@@ -187,13 +173,10 @@ class ResolvedCheckpoint(Generic[T]):
         return task, model.eval()
 
 
-def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = "best") -> ResolvedCheckpoint[T]:
-    """Find the checkpoint that `ckpt_path` names, and apply the command line to its config.
+def resolve_checkpoint(composition: Composition, schema: type[T]) -> ResolvedCheckpoint[T]:
+    """Find the checkpoint that `ckpt_path` names, of a run directory the best one, and apply the command line to its config.
 
-    Args:
-        composition: what the command line amounts to.
-        schema: of the verb; keys that `train` does not have come from the command line alone.
-        prefer: `last` or `best`: the checkpoint to use of a run directory.
+    Keys of the verb's schema that `train` does not have come from the command line alone.
 
     Raises:
         UserError: with everything that is wrong.
@@ -202,9 +185,9 @@ def resolve_checkpoint(composition: Composition, schema: type[T], prefer: str = 
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
     # Of the checkpoint's tensors, only the selected weights are read.
     parts = part_with(composition.values["weights"])
-    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer, parts=parts)
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=parts)
     # Other data has to look to the model like the data that it was trained on.
-    statistics = _stored_data(found).get("normalize") or {}
+    statistics = stored_data(found).get("normalize") or {}
     config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema, statistics)
     return ResolvedCheckpoint(found, config, composition.overrides, getattr(config, "weights", "auto"))
 
@@ -214,7 +197,7 @@ def config_and_checkpoint(
 ) -> tuple[T, find.LoadedCheckpoint | None]:
     """The config of a verb that works with and without `ckpt_path`, and the checkpoint, if there is one.
 
-    Arguments are those of `resolve_checkpoint`.
+    `prefer` is `last` or `best`: the checkpoint to use of a run directory.
 
     Raises:
         UserError: with everything that is wrong.
@@ -226,17 +209,22 @@ def config_and_checkpoint(
     return config, found
 
 
-def _stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
+def load_weights_of(found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any]) -> None:
+    """Load weights of a checkpoint into a model; raises `UserError` if they do not fit."""
+    try:
+        load_weights(model, weights)
+    except ValueError as error:
+        raise UserError(f"{found.path}: {error}") from error
+
+
+def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
+    """The section `data` of the stored config; empty if it has none."""
     data = stored.load(found.contents["config"], str(found.path)).get("data")
     return data if isinstance(data, dict) else {}
 
 
 def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse data whose classes, or their order, are not those that a model was trained on.
-
-    Raises:
-        UserError: if they are not.
-    """
+    """Raise a `UserError` for data whose classes, or their order, are not those that a model was trained on."""
     names = ", ".join(trained[:20])
     if len(trained) != len(given):
         problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
@@ -246,12 +234,19 @@ def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
         raise UserError("data", problem, f"the order {names}")
 
 
+def split_of(data: DataModule, name: str, key: str = "split") -> SplitData:
+    """A split as it is evaluated; raises a `UserError` about `key` if the data has none."""
+    split = data.eval_split(name)
+    if split is None:
+        names = [other for other in SPLITS if data.eval_split(other) is not None]
+        raise UserError(key, f"this data has no '{name}' split", ", ".join(names))
+    return split
+
+
 def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[str], mean: str) -> TTAModel:
     """The model with test-time augmentation.
 
     Args:
-        model: the model.
-        task: what it was trained for.
         image: an example input, (1, C, H, W).
         names: of the views.
         mean: `logits` or `probabilities`.

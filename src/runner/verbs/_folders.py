@@ -1,37 +1,44 @@
-"""What `list`, `show` and the help of verbs share: the folders to search and the other words."""
+"""The words after a verb that takes no config: flags with their values, and the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runner.config.errors import UserError
 from runner.config.sources import Sources
 
+_VALUES = {"DIR": "folder", "NAME": "name"}
 
-def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False) -> tuple[Sources, list[str]]:
-    """Split the arguments into the folders to search (`--config-dir DIR`) and the other words.
 
-    Args:
-        verb: name of the verb, for messages.
-        argv: the words after the verb.
-        other_flags: whether other flags are allowed, and ignored.
+def split_words(
+    verb: str, argv: Sequence[str], flags: Mapping[str, str], other_flags: bool = False
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Split the words after a verb into those that are no flags, and (flag, value).
+
+    `flags` gives the flags and what their values are, `DIR` or `NAME`; with `other_flags`, others are ignored.
 
     Raises:
-        UserError: for any other flag, or a folder that does not exist.
+        UserError: for any other flag, or one without a value.
     """
-    folders: list[Path] = []
     words: list[str] = []
+    given: list[tuple[str, str]] = []
     rest = iter(argv)
     for word in rest:
         flag, _, value = word.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            folder = value or next(rest, "")
-            if not folder:
-                raise UserError(verb, f"{flag} needs a folder")
-            folders.append(Path(folder))
+        if flag in flags:
+            if not (value := value or next(rest, "")):
+                raise UserError(verb, f"{flag} needs a {_VALUES[flags[flag]]}")
+            given.append((flag, value))
         elif not word.startswith("-"):
             words.append(word)
         elif not other_flags:
-            raise UserError(verb, f"unknown flag '{word}'", "--config-dir DIR")
-    return Sources(folders), words
+            allowed = ", ".join(f"{name} {value}" for name, value in flags.items() if name.startswith("--"))
+            raise UserError(verb, f"unknown flag '{flag}'", allowed)
+    return words, given
+
+
+def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False) -> tuple[Sources, list[str]]:
+    """The folders to search (`--config-dir DIR`) and the words that are no flags; arguments as `split_words` takes them."""
+    words, given = split_words(verb, argv, {"--config-dir": "DIR", "-cd": "DIR"}, other_flags)
+    return Sources([Path(folder) for _, folder in given]), words

@@ -15,7 +15,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.config.errors import FAILED, OK, USAGE, UserError, called_exit, too_many_files
+from runner.config.errors import OK, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text
 from runner.tracking.formats import clean
 from runner.verbs._help import print_help
@@ -56,26 +56,20 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
     )
-    no_job_started = outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir()
-    if no_job_started or outcome.sweep is None or not verb.keeps_runs:
+    if outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir() or not verb.keeps_runs:
         return outcome.status
-    return max(outcome.status, _show_sweep(outcome.sweep))
+    from runner.tracking.console import Console
+    from runner.tracking.sweep import print_table, summarise
+
+    failed = print_table(summarise(outcome.sweep), Console(None))
+    print(outcome.sweep)
+    return max(outcome.status, int(failed))
 
 
 def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
     from runner.tracking.run_directory import claim, timestamp
 
     return claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), timestamp())
-
-
-def _show_sweep(sweep: Path) -> int:
-    """Print the table of a sweep's runs; returns 1 if one of them failed."""
-    from runner.tracking.console import Console
-    from runner.tracking.sweep import print_table, summarise
-
-    failed = print_table(summarise(sweep), Console(None))
-    print(sweep)
-    return int(failed)
 
 
 class Job:
@@ -113,27 +107,20 @@ def job_of(verb: str) -> Job:
 
 
 def _report_errors(run: Callable[[Composition], float | None], composition: Composition) -> float | None:
-    """Call `run`; what goes wrong becomes a sentence and an exit status, or a traceback if the program is to blame."""
+    """Call `run`; an error becomes an exit status and a sentence, or a traceback if it is unexpected."""
     from runner.runtime.determinism import operations_named
 
     try:
         with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
             return run(composition)
-    except UserError as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
-        print_error(str(error))
-        raise SystemExit(USAGE) from None
-    except SystemExit as stop:
-        if not (reason := called_exit(stop)):
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not called_exit(error):
             raise
-        print_error(reason)
-    except Exception as error:
-        if reason := too_many_files(error):
-            print_error(reason)
-        else:
+        if isinstance(error, UserError) and os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-    raise SystemExit(FAILED)
+        status, _, text = explain(error)
+        print_error(text)
+        raise SystemExit(status) from None
 
 
 def print_error(text: str) -> None:

@@ -46,7 +46,7 @@ class Report(Console):
             print(json.dumps(finite({**record, **more}), allow_nan=False), flush=True)
         return self.as_json
 
-    def folder(self, path: Path) -> None:
+    def folder(self, path: Path | str) -> None:
         """Print where the results are: the last line, unless there is JSON."""
         if not self.as_json:
             print(path, flush=True)

@@ -16,8 +16,7 @@ from runner.build.model import build_task_model_loss, place
 from runner.build.probe import probe
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
-from runner.config.errors import UserError
-from runner.config.schema.eval import Eval
+from runner.config.schema.verbs import Eval
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.tracking.files import write_json
@@ -27,6 +26,8 @@ from runner.verbs._checkpoint import (
     output_folder,
     resolve_checkpoint,
     run_directory_of,
+    split_of,
+    stored_data,
     unique_names,
     with_tta,
 )
@@ -46,10 +47,7 @@ def run(composition: Composition) -> float:
     splits = resolved.data(device)
     splits.bad_samples.open(None, report.warn)
     with contextlib.closing(splits):
-        split = splits.eval_split(config.split)
-        if split is None:
-            names = [name for name in ("train", "val", "test") if splits.eval_split(name) is not None]
-            raise UserError("split", f"this data has no '{config.split}' split", ", ".join(names))
+        split = split_of(splits, config.split)
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last)
         probe(task, model, loss, splits)
@@ -89,10 +87,12 @@ def run(composition: Composition) -> float:
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
-    same_data = config.data.name == resolved.stored_data.get("name")
-    written = _write(record, folder, config.split if same_data else f"{config.data.name}_{config.split}", classes)
+    same_data = config.data.name == stored_data(found).get("name")
+    title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
+    name = config.split if same_data else f"{config.data.name}_{config.split}"
+    written = _write(record, folder, name, title, classes)
     if not report.json(record, written=[str(path) for path in written]):
-        _show(record, report)
+        _show(record, title, report)
         report.lines(*written)
     return float(record["metrics"]["loss"])
 
@@ -105,11 +105,7 @@ def _is_of_softmax(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device:
         return torch.allclose(loss(logits, targets), loss(logits + 2, targets), rtol=1e-3, atol=1e-4)
 
 
-def _title(record: dict[str, Any]) -> str:
-    return f"{record['data']} {record['split']}, {record['samples']:,} samples"
-
-
-def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) -> list[Path]:
+def _write(record: dict[str, Any], folder: Path, name: str, title: str, classes: list[str]) -> list[Path]:
     path = folder / f"eval_{name}.json"
     write_json(path, record)
     if "confusion" not in record:
@@ -119,11 +115,11 @@ def _write(record: dict[str, Any], folder: Path, name: str, classes: list[str]) 
     plots = folder / "plots"
     plots.mkdir(exist_ok=True)
     picture = plots / f"confusion_{name}.png"
-    confusion_matrix(record["confusion"], classes, picture, _title(record))
+    confusion_matrix(record["confusion"], classes, picture, title)
     return [path, picture]
 
 
-def _show(record: dict[str, Any], report: Report) -> None:
+def _show(record: dict[str, Any], title: str, report: Report) -> None:
     average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
     report.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
     rows = [[name, repr(value)] for name, value in record["metrics"].items()]
@@ -131,7 +127,7 @@ def _show(record: dict[str, Any], report: Report) -> None:
     if tta := record.get("tta"):
         columns.append(f"with {', '.join(tta['views'])} (mean of {tta['mean']})")
         rows = [[name, value, repr(tta["metrics"][name]) if name in tta["metrics"] else ""] for name, value in rows]
-    report.table(_title(record), columns, rows)
+    report.table(title, columns, rows)
     if "per_class" not in record:
         return
     matrix, names, rows = record.get("confusion"), list(record["per_class"]), []

@@ -11,15 +11,13 @@ from runner.build.describe import describe
 from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.errors import UserError
-from runner.config.schema.find_lr import FindLr
+from runner.config.schema.verbs import FindLr
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
-from runner.engine.state import load_weights
 from runner.tracking.environment import environment
 from runner.tracking.files import write_atomically, write_json
 from runner.train import build_run
-from runner.verbs._checkpoint import config_and_checkpoint, output_folder
+from runner.verbs._checkpoint import config_and_checkpoint, load_weights_of, output_folder
 from runner.verbs._report import Report
 
 
@@ -38,10 +36,7 @@ def run(composition: Composition) -> float:
     config = dataclasses.replace(config, data=built.data, task=built.task, model=built.model)
     with contextlib.closing(training.data):
         if found is not None:
-            try:
-                load_weights(training.model, found.contents["model"])
-            except ValueError as error:
-                raise UserError(f"{found.path}: {error}") from error
+            load_weights_of(found, training.model, found.contents["model"])
             # The test freezes what is frozen at the checkpoint's position.
             position = resume.made_of(found, "position", Position)
             training.state.position = dataclasses.replace(position, skipped_steps=[])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 Count = Annotated[int, Ge(1)]
 NonNegative = Annotated[int, Ge(0)]
@@ -19,11 +19,18 @@ class HasTarget:
     """Marks a mapping that must name what it builds under `_target_`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """What all dataclasses of the config have in common: no other keys, and a name such as 007 is text."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+
 Node = Annotated[dict[str, Any], HasTarget()]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerExtras:
+class OptimizerExtras(Section):
     """Keys of `optimizer` in addition to the arguments of its target."""
 
     lr_base_batch_size: Count | None = None
@@ -33,7 +40,7 @@ class OptimizerExtras:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelExtras:
+class ModelExtras(Section):
     """Keys of `model` in addition to the arguments of its target."""
 
     head: Literal["linear", "none"] | list[Count] | None = None
@@ -44,7 +51,7 @@ EXTRAS: dict[str, type] = {"model": ModelExtras, "optimizer": OptimizerExtras}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normalize:
+class Normalize(Section):
     """Statistics that pixels in [0, 1] are normalised with; null means measured on the training split."""
 
     mean: list[float] | None = None
@@ -52,7 +59,7 @@ class Normalize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(Section):
     """How validation and test samples are split off if the data set does not provide them."""
 
     val: Share = 0.1
@@ -65,7 +72,7 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Section):
     """Where samples come from and how they reach the device."""
 
     name: str = "data"
@@ -101,7 +108,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transform:
+class Transform(Section):
     """Sample transforms run when a sample is read, batch transforms on the device, in the order listed; mixing comes last."""
 
     sample_train: list[Node] = field(default_factory=list)
@@ -112,7 +119,7 @@ class Transform:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class Clip(Section):
     """Gradient clipping: by value first, then each unit by its weights, then all together by norm."""
 
     norm: Annotated[float, Gt(0)] | None = None
@@ -121,7 +128,7 @@ class Clip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Averaging:
+class Averaging(Section):
     """How `ema` and `swa` average weights."""
 
     warmup: bool = True
@@ -131,7 +138,7 @@ class Averaging:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiler:
+class Compiler(Section):
     """How `compile` compiles: arguments of torch.compile."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
@@ -140,7 +147,7 @@ class Compiler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
+class Evaluate(Section):
     """When the validation split is evaluated, and how."""
 
     every_epochs: Count | None = 1
@@ -150,7 +157,7 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Section):
     """When checkpoints are written, which are kept, and what `best` means."""
 
     every_epochs: Count | None = 1
@@ -163,7 +170,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class Log(Section):
     """How often numbers are read from the device, what is shown and logged, and whether curves are drawn."""
 
     every_steps: Count = 50
@@ -173,7 +180,7 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limit:
+class Limit(Section):
     """Batches to use of each epoch and of each evaluation; null means all."""
 
     train_batches: Count | None = None
@@ -181,7 +188,7 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class Watch(Section):
     """Checks of every module during training."""
 
     shapes: bool = False

@@ -21,13 +21,14 @@ from runner.config.schema.sections import (
     Log,
     Node,
     NonNegative,
+    Section,
     Transform,
     Watch,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(Section):
     """The config of `train`; the top-level keys are those that people type every day."""
 
     name: str = "data"

@@ -7,49 +7,42 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# What is compared, in the order of a step.
-START, BATCH, DRAWN, ACTIVATION, LOSS, FLOW, GRADIENT, WEIGHT, OPTIMIZER, GENERATOR = PHASES = (
-    "start",
-    "batch",
-    "generator before forward",
-    "activation",
-    "loss",
-    "gradient of activation",
-    "gradient",
-    "weight",
-    "optimizer state",
-    "generator",
-)
+
+class Phase(StrEnum):
+    """What is compared, in the order of a step."""
+
+    START = "start"
+    BATCH = "batch"
+    DRAWN = "generator before forward"
+    ACTIVATION = "activation"
+    LOSS = "loss"
+    FLOW = "gradient of activation"
+    GRADIENT = "gradient"
+    WEIGHT = "weight"
+    OPTIMIZER = "optimizer state"
+    GENERATOR = "generator"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, or something else with a fingerprint, that a step computed.
+    """A tensor, or something else with a fingerprint, that a step computed."""
 
-    Attributes:
-        batch: number of the batch in its step, from 0.
-        phase: one of `PHASES`.
-        name: of a module, a parameter or a part of the batch.
-        kind: shape and dtype for people; empty for what is no tensor.
-        digest: fingerprint; empty where the tensor was kept.
-        tensor: a copy on the CPU; None if there was no memory to keep it, or it is no tensor.
-    """
-
-    batch: int
-    phase: str
-    name: str
-    kind: str = ""
-    digest: str = ""
-    tensor: Tensor | None = None
+    batch: int  # number of the batch in its step, from 0
+    phase: str  # a `Phase`, or a part of a checkpoint
+    name: str  # of a module, a parameter or a part of the batch
+    kind: str = ""  # shape and dtype for people; empty for what is no tensor
+    digest: str = ""  # fingerprint; empty where the tensor was kept
+    tensor: Tensor | None = None  # a copy on the CPU; None if there was no memory to keep it, or it is no tensor
 
     def fingerprint(self) -> str:
         """The digest, computed if it was not."""
-        return self.digest or digest_of(self.tensor)
+        return _digest(self.tensor) if self.tensor is not None and not self.digest else self.digest
 
 
 class Recorder:
@@ -80,19 +73,17 @@ class Recorder:
             self._left -= tensor.nbytes
             self.entries.append(Entry(self.batch, phase, name, kind, tensor=tensor))
         else:
-            self.entries.append(Entry(self.batch, phase, name, kind, digest_of(tensor)))
+            self.entries.append(Entry(self.batch, phase, name, kind, _digest(tensor)))
 
 
-def digest_of(tensor: Tensor | None) -> str:
+def _digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's bytes, any NaN taken for the same one."""
-    assert tensor is not None, "what is no tensor has a digest from the start"
     if tensor.is_floating_point():
         tensor = tensor.masked_fill(tensor.isnan(), math.nan)
     return hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Two entries of the same place that are not the same; one is None if a side has no such entry."""
 
     a: Entry | None
@@ -145,32 +136,15 @@ def _unequal(a: Tensor, b: Tensor) -> Tensor:
     return (a.view(whole) != b.view(whole)) & ~(a.isnan() & b.isnan())
 
 
-@dataclass(frozen=True)
-class Amount:
-    """How far two tensors are apart.
+def amount_of(difference: Difference) -> dict[str, Any] | None:
+    """By how much two tensors differ; None if they cannot be subtracted, or were not kept.
 
-    Attributes:
-        elements: of each.
-        differing: those that are not the same.
-        largest: absolute difference; None if one of the two is not finite where they differ.
-        relative: largest share that an element differs by, of the larger of the two; None likewise.
-        place: index of the first element that differs.
-        values: of the two there.
+    Returns:
+        `elements` of each; `differing`, how many are not the same; `largest` absolute difference, and `relative`, the
+        largest share of the larger of the two, each None if one of them is not finite; `place`, index of the first element
+        that differs; `values` of both there.
     """
-
-    elements: int
-    differing: int
-    largest: float | None
-    relative: float | None
-    place: tuple[int, ...]
-    values: tuple[float, float]
-
-
-def amount(difference: Difference) -> Amount | None:
-    """By how much two tensors differ; None if they cannot be subtracted, or were not kept."""
-    if difference.a is None or difference.b is None:
-        return None
-    a, b = difference.a.tensor, difference.b.tensor
+    a, b = (None if side is None else side.tensor for side in difference)
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return None
     unequal = _unequal(a, b)
@@ -178,17 +152,23 @@ def amount(difference: Difference) -> Amount | None:
         return None
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
-    first = unequal.nonzero()[0].tolist()
     x, y = a[unequal].double(), b[unequal].double()
     apart = (x - y).abs()
     scale = torch.maximum(x.abs(), y.abs())
     finite = bool(apart.isfinite().all())
-    relative = torch.where(scale > 0, apart / scale, 0.0)
-    return Amount(
-        elements=unequal.numel(),
-        differing=int(unequal.sum()),
-        largest=float(apart.max()) if finite else None,
-        relative=float(relative.max()) if finite else None,
-        place=tuple(first),
-        values=(float(x[0]), float(y[0])),
-    )
+    return {
+        "elements": unequal.numel(),
+        "differing": int(unequal.sum()),
+        "largest": float(apart.max()) if finite else None,
+        "relative": float(torch.where(scale > 0, apart / scale, 0.0).max()) if finite else None,
+        "place": unequal.nonzero()[0].tolist(),
+        "values": [float(x[0]), float(y[0])],
+    }
+
+
+def difference_record(difference: Difference) -> dict[str, Any]:
+    """A difference for programs: what, where, `a` and `b` as shape and dtype, and the amount."""
+    entry = difference.entry
+    kinds = {side: found.kind if found else None for side, found in difference._asdict().items()}
+    where = {"phase": entry.phase, "name": entry.name, "batch": entry.batch}
+    return {**where, **kinds, "amount": amount_of(difference)}

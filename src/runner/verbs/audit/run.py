@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,16 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain
 from runner.config.resolve import resolve_changes, resolve_config
-from runner.config.schema.audit import Audit
+from runner.config.schema.verbs import Audit
 from runner.config.validate import shown
 from runner.data.nondeterminism import Nondeterminism, find_nondeterminism
-from runner.tracking.console import Console
-from runner.tracking.files import finite
 from runner.verbs._checkpoint import config_and_checkpoint
-from runner.verbs.audit import report, stored
-from runner.verbs.audit.hints import Cause, cause_of
-from runner.verbs.audit.instrumented_run import Side
-from runner.verbs.audit.record import BATCH, Difference, Entry, differences
+from runner.verbs._report import Report
+from runner.verbs.audit.hints import cause_of
+from runner.verbs.audit.record import Difference, Entry, Phase, difference_record, differences
+from runner.verbs.audit.report import show_stored, show_trained
+from runner.verbs.audit.side import Side
+from runner.verbs.audit.stored import compare
 
 DIFFERENT = 1
 _SUSPECTED = 8  # samples that transforms are tried on
@@ -43,48 +41,19 @@ def run(composition: Composition) -> float:
     """
     values = composition.values
     a, b = values.get("a"), values.get("b")
-    as_json = values.get("json") is True
-    # With json=true, standard output is one JSON object and nothing else.
-    console = Console(None, progress=False, stream=sys.stderr if as_json else None)
+    report = Report(values.get("json") is True)
     if a is not None or b is not None:
         config = resolve_config(composition, Audit)
-        compared = stored.compare(str(config.a), str(config.b), Path(config.output_root) / config.name)
-        report.show_stored(console, compared)
-        same, record = compared.same, report.stored_record(compared)
+        record, warnings = compare(str(config.a), str(config.b), Path(config.output_root) / config.name)
+        report.warnings(warnings)
+        show_stored(report, record)
     else:
-        found = _trained(composition, console)
-        report.show_result(console, found)
-        same, record = found.difference is None, report.result_record(found)
-    if as_json:
-        print(json.dumps(finite(record)))
-    if not same and composition.job_dir is None:
+        record = _trained(composition, report)
+        show_trained(report, record)
+    report.json(record)
+    if not record["same"] and composition.job_dir is None:
         raise SystemExit(DIFFERENT)
-    return float(not same)
-
-
-@dataclass
-class AuditResult:
-    """What running the same steps on two sides showed.
-
-    Attributes:
-        steps: optimizer steps that were compared.
-        tensors: of each side that were compared.
-        varied: keys that the sides differ in, with both values.
-        notes: what readers should know.
-        step: number of the step with the first difference, from 1; 0 is before the first one.
-        difference: the first one; None if there is none.
-        cause: of it.
-        alike: for each phase of that step how many entries differ, and of how many.
-    """
-
-    steps: int = 0
-    tensors: int = 0
-    varied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    step: int = 0
-    difference: Difference | None = None
-    cause: Cause | None = None
-    alike: dict[str, tuple[int, int]] = field(default_factory=dict)
+    return float(not record["same"])
 
 
 def settings_of(config: Audit) -> dict[str, tuple[Any, Any]]:
@@ -95,7 +64,7 @@ def settings_of(config: Audit) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def _trained(composition: Composition, console: Console) -> AuditResult:
+def _trained(composition: Composition, report: Report) -> dict[str, Any]:
     config, start = config_and_checkpoint(composition, Audit)
     varied = settings_of(config)
     sides: list[Side] = []
@@ -103,11 +72,10 @@ def _trained(composition: Composition, console: Console) -> AuditResult:
         for number in range(2):
             own_config = _with(composition, config, {key: pair[number] for key, pair in varied.items()})
             sides.append(Side(own_config, start))
-        training = sides[0].training
-        title = f"audit of {config.name}  seed {config.seed}  {report.settings_text(varied)}"
-        console.header(title, describe(sides[0].config, training))
-        for warning in dict.fromkeys([*(start.warnings if start else []), *training.warnings]):
-            console.warn(warning)
+        a, b = (" ".join(f"{key}={shown(pair[side])}" for key, pair in varied.items()) for side in (0, 1))
+        title = f"audit of {config.name}  seed {config.seed}  {f'a: {a}  b: {b}' if varied else 'twice the same'}"
+        report.header(title, describe(sides[0].config, sides[0].training))
+        report.warnings(start.warnings if start else [], sides[0].training.warnings)
         return _compared(config, sides, varied)
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -129,38 +97,56 @@ def _with(composition: Composition, config: Audit, settings: dict[str, Any]) -> 
     return found
 
 
-def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> AuditResult:
-    """Run both sides step by step until something differs."""
-    found = AuditResult(varied=varied)
+def _compared(config: Audit, sides: Sequence[Side], varied: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Run both sides step by step until something differs; returns the record."""
+    notes: list[str] = []
     left = min(side.steps_left for side in sides)
     if left <= 0:
         raise UserError("ckpt_path", "there is nothing left to train", "an earlier checkpoint, or more epochs")
     steps = min(config.steps, left)
     if steps < config.steps:
-        found.notes.append(f"{steps} steps instead of {config.steps}: the run ends there")
+        notes.append(f"{steps} steps instead of {config.steps}: the run ends there")
     if any(side.compiled for side in sides):
-        found.notes.append("activations are skipped: a compiled model cannot be observed")
+        notes.append("activations are skipped: a compiled model cannot be observed")
     else:
         for side in sides:
             side.observe()
-    for step in range(steps + 1):
-        records = [side.step() if step else side.start() for side in sides]
-        found.steps, found.tensors = step, found.tensors + len(records[0])
-        differing = differences(*records)
-        if differing:
-            found.step, found.difference = step, differing[0]
-            found.alike = report.counted(records[0], differing)
-            found.cause = _cause(sides, records[0], differing[0], varied)
-            break
-    return found
+    record: dict[str, Any] = {
+        "same": True,
+        "vary": {key: list(pair) for key, pair in varied.items()},
+        "notes": notes,
+        "values": 0,
+    }
+    for step in range(steps + 1):  # 0 is the state before the first step
+        entries, others = (side.step() if step else side.start() for side in sides)
+        record |= {"steps": step, "values": record["values"] + len(entries)}
+        if differing := differences(entries, others):
+            return record | {"same": False} | _explained(sides, entries, differing, step, varied)
+    return record | {"difference": None, "cause": None, "differing": {}}
 
 
-def _cause(
-    sides: Sequence[Side], entries: Sequence[Entry], first: Difference, varied: dict[str, tuple[Any, Any]]
-) -> Cause:
+def _explained(
+    sides: Sequence[Side],
+    entries: Sequence[Entry],
+    differing: Sequence[Difference],
+    step: int,
+    varied: dict[str, tuple[Any, Any]],
+) -> dict[str, Any]:
+    """The first difference, its likely cause, and how many entries of each phase differ."""
+    first = differing[0]
     place = next((index for index, entry in enumerate(entries) if entry is first.a), len(entries))
-    suspected = _suspected(sides, entries, first) if first.entry.phase == BATCH else None
-    return cause_of(first, entries[:place], sides[0].training.model, varied, suspected)
+    suspected = _suspected(sides, entries, first) if first.entry.phase == Phase.BATCH else None
+    cause = cause_of(first, entries[:place], sides[0].training.model, varied, suspected)
+    all_of = Counter(entry.phase for entry in entries)
+    unlike = Counter(difference.entry.phase for difference in differing)
+    return {
+        "difference": difference_record(first) | {"step": step},
+        "cause": cause._asdict(),
+        "differing": {
+            phase: {"differ": unlike[phase], "of": max(all_of[phase], unlike[phase])}
+            for phase in dict.fromkeys([*all_of, *unlike])
+        },
+    }
 
 
 def _suspected(sides: Sequence[Side], entries: Sequence[Entry], first: Difference) -> Nondeterminism | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from torch import Tensor
 from runner.checkpoint import find
 from runner.config import stored
 from runner.config.errors import UserError
+from runner.config.reading import read_regular
 from runner.tracking.formats import HARDWARE_METRICS
-from runner.verbs.audit.record import Difference, Entry, Recorder, differences
+from runner.verbs.audit.record import Difference, Entry, Recorder, difference_record, differences
 
 # Parts of a checkpoint that have to be the same, in the order in which one follows from the other.
 PARTS = ("position", "model", "optimizer", "scheduler", "scaler", "averaged", "rng", "metrics", "classes")
@@ -22,73 +22,54 @@ _METRICS_FILE = "metrics.jsonl"
 _LARGEST_FILE = 2**30
 
 
-@dataclass
-class Compared:
-    """What two checkpoints have in common and what not.
-
-    Attributes:
-        paths: of the two.
-        counts: for each part, how many of its values differ, and of how many.
-        found: the differences, in the order of `PARTS`.
-        settings: (key, a, b) of what the configs differ in.
-        versions: (package, a, b) likewise.
-        logged: the first loss in the logs that differs, or another value where no loss does; None if all are the same.
-        lines: of the logs that were compared.
-        warnings: of reading.
-    """
-
-    paths: tuple[str, str]
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    found: list[Difference] = field(default_factory=list)
-    settings: list[tuple[str, str, str]] = field(default_factory=list)
-    versions: list[tuple[str, str, str]] = field(default_factory=list)
-    logged: dict[str, Any] | None = None
-    lines: int = 0
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def same(self) -> bool:
-        """Whether what was saved and logged is the same; settings and versions may differ."""
-        return not self.found and self.logged is None
-
-
-def compare(a: str, b: str, runs: Path) -> Compared:
+def compare(a: str, b: str, runs: Path) -> tuple[dict[str, Any], list[str]]:
     """Compare two checkpoints, or the last ones of two runs and what these logged.
 
     Args:
         a, b: a file, a run directory, `last` or `best`.
         runs: folder with the runs of one name.
 
+    Returns:
+        The record, and warnings. `same` is whether what was saved and logged is the same; settings and versions may
+        differ. `log` is the first logged loss that differs, or another value where no loss does.
+
     Raises:
         UserError: if one cannot be read.
     """
-    first, second = (find.load(path, runs, prefer="last") for path in (a, b))
-    result = Compared((str(first.path), str(second.path)), warnings=[*first.warnings, *second.warnings])
+    both = [find.load(path, runs, prefer="last") for path in (a, b)]
+    parts: dict[str, dict[str, int]] = {}
+    found: list[Difference] = []
     for part in PARTS:
-        records = [_record(part, _of_training(part, found.contents[part])) for found in (first, second)]
+        records = [_record(part, each.contents[part]) for each in both]
         here = differences(*records)
-        result.counts[part] = len(here), max(map(len, records))
-        result.found += here
-    configs = [stored.load(found.contents["config"], str(found.path)) for found in (first, second)]
-    result.settings = stored.differences(*configs)
-    result.versions = stored.differences(*(found.contents["versions"] for found in (first, second)))
-    logs = [_log_of(path, found.path) for path, found in ((a, first), (b, second))]
-    if logs[0] is not None and logs[1] is not None:
-        lines = [_lines(log) for log in logs if log is not None]
-        common = [place for place in lines[0] if place in lines[1]]
-        result.lines = len(common)
-        unlike = [found for place in common for found in _unlike(place, *(each[place] for each in lines))]
-        result.logged = next((found for found in unlike if found["name"] == "loss"), unlike[0] if unlike else None)
-    return result
-
-
-def _of_training(part: str, value: Any) -> Any:
-    """A part without the loss summed up since the last log line, which follows from how often is logged."""
-    return {name: entry for name, entry in value.items() if name != "train"} if part == "metrics" else value
+        parts[part] = {"differ": len(here), "of": max(map(len, records))}
+        found += here
+    settings = stored.differences(*(stored.load(each.contents["config"], str(each.path)) for each in both))
+    versions = stored.differences(*(each.contents["versions"] for each in both))
+    logs = [_log_of(path, each.path) for path, each in zip((a, b), both, strict=True)]
+    lines = [_lines(log) for log in logs if log is not None]
+    common = [place for place in lines[0] if place in lines[1]] if len(lines) == 2 else []
+    unlike = [value for place in common for value in _unlike(place, *(each[place] for each in lines))]
+    log = next((value for value in unlike if value["name"] == "loss"), unlike[0] if unlike else None)
+    record = {
+        "same": not found and log is None,
+        "a": str(both[0].path),
+        "b": str(both[1].path),
+        "parts": parts,
+        "difference": difference_record(found[0]) if found else None,
+        "cause": _cause_of(found[0], [key for key, _, _ in settings]) if found else None,
+        "config": [list(row) for row in settings],
+        "versions": [list(row) for row in versions],
+        "log": log,
+        "log_lines": len(common),
+    }
+    return record, [*both[0].warnings, *both[1].warnings]
 
 
 def _record(part: str, value: Any) -> list[Entry]:
     """Every tensor and every other value of a part, by its dotted place."""
+    if part == "metrics":  # without the loss summed up since the last log line, which follows from how often is logged
+        value = {name: entry for name, entry in value.items() if name != "train"}
     recorder = Recorder(2**62)
     for name, leaf in _leaves(value, ""):
         recorder.add(part, name or part, leaf)
@@ -119,9 +100,7 @@ def _log_of(asked: str, checkpoint: Path) -> Path | None:
 def _lines(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """What was logged, by step and split, without what the clock says."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise UserError(f"{path}: is larger than {_LARGEST_FILE >> 20} MiB, which is more than a log")
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _LARGEST_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     found: dict[tuple[int, str], dict[str, Any]] = {}
@@ -129,14 +108,11 @@ def _lines(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
         try:
             values = json.loads(line)
             place = int(values.pop("global_step")), str(values.pop("split"))
+            clock = [name for name in values if name in HARDWARE_METRICS or name.endswith("_per_s")]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: line {number} is not one of a log: {error}") from error
-        found[place] = {name: value for name, value in values.items() if not _of_the_clock(name)}
+        found[place] = {name: value for name, value in values.items() if name not in clock}
     return found
-
-
-def _of_the_clock(name: str) -> bool:
-    return name in HARDWARE_METRICS or name.endswith("_per_s")
 
 
 def _unlike(place: tuple[int, str], a: dict[str, Any], b: dict[str, Any]) -> list[dict[str, Any]]:
@@ -148,14 +124,13 @@ def _unlike(place: tuple[int, str], a: dict[str, Any], b: dict[str, Any]) -> lis
     ]
 
 
-def cause_of(difference: Difference, settings: list[tuple[str, str, str]]) -> str:
-    """What is probably behind the first difference of two checkpoints."""
+def _cause_of(difference: Difference, keys: list[str]) -> str:
+    """What is probably behind the first difference of two checkpoints, whose configs differ in some keys."""
     part = difference.entry.phase
     if part == "position":
         return "the two were saved at different steps; compare checkpoints of the same step"
     if difference.a is None or difference.b is None:
         return "the two hold different tensors: another model, optimizer or split"
-    keys = [key for key, _, _ in settings]
     if keys:
         return f"the configs differ in {', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}"
     if part == "rng":

@@ -8,7 +8,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -20,10 +20,11 @@ from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain, with_changes
 from runner.config.resolve import resolve_changes
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.data.build import DataModule
 from runner.data.loaders import Loader
 from runner.data.workers import WorkerLoader
+from runner.engine.protocols import Source
 from runner.engine.step import train_step
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
@@ -32,7 +33,8 @@ from runner.runtime.device import choose_device
 from runner.runtime.memory import memory_in_use, peak_memory, reset_peak_memory
 from runner.train import build_run
 from runner.verbs.bench.candidates import BASELINE, Candidate
-from runner.verbs.bench.timing import Clock, Repeated, Timed, read, run, wait
+from runner.verbs.bench.stats import Result
+from runner.verbs.bench.timing import Clock, Repeated, only_read, run, wait
 
 # Keys that do not change batches: candidates that differ in these alone share their data.
 _NOT_ABOUT_DATA = frozenset(
@@ -109,26 +111,6 @@ def _about_data(config: Bench) -> str:
     return json.dumps({name: value for name, value in values if name not in _NOT_ABOUT_DATA}, default=str)
 
 
-class FirstSteps(NamedTuple):
-    """What the first steps of a training showed.
-
-    Attributes:
-        loss: mean training loss.
-        digest: fingerprint of the weights after them.
-        step_s: seconds of a usual step.
-        start_s: seconds to build everything but the data and to make the first step, less those of a usual step.
-        build_s: seconds to build everything but the data.
-        peak_bytes: most memory in use, beyond what was in use before.
-    """
-
-    loss: float
-    digest: str
-    step_s: float
-    start_s: float
-    build_s: float
-    peak_bytes: int
-
-
 class TooSlow(Exception):
     """The steps of a candidate take longer than allowed; the argument is the seconds of one."""
 
@@ -183,15 +165,11 @@ class CandidateRunner:
         """Optimizer steps whose batches workers may have read before they are asked for."""
         return -(-self.workers * self.config.data.prefetch // self.config.accumulate)
 
-    def first_steps(self, steps: int, longest_s: float = math.inf) -> FirstSteps:
-        """Build the candidate again and make its first steps.
-
-        Args:
-            steps: how many, at least 2.
-            longest_s: seconds that one of them may take.
+    def first_steps(self, steps: int, longest_s: float = math.inf) -> Result:
+        """Build the candidate again and make its first steps, at least 2.
 
         Raises:
-            TooSlow: after a few steps, if they take longer.
+            TooSlow: after a few steps, if one of them takes longer than `longest_s` seconds.
             UserError, RuntimeError: if it cannot be run.
         """
         self.release()
@@ -214,7 +192,9 @@ class CandidateRunner:
         # Without the first few steps, if there are more, because some of them still warm up.
         since = few if steps > few else 1
         usual = (clock.seconds(steps) - clock.seconds(since)) / (steps - since)
-        return FirstSteps(
+        return Result(
+            self.candidate,
+            self.samples,
             loss=training.state.meter.read(),
             digest=weights_sha256(training.model.state_dict()),
             step_s=usual,
@@ -230,31 +210,21 @@ class CandidateRunner:
         run(training, training.data.train.loader, steps)
         return training.state.meter.read()
 
-    def measure(self, steps: int, warmup: int, epoch: int = 0) -> Timed:
-        """Train for some steps with the candidate's switches of torch."""
-        training = self.training
+    def measure(
+        self, steps: int, warmup: int, epoch: int = 0, part: Literal["training", "reading", "computing"] = "training"
+    ) -> float:
+        """Seconds a sample of training for some steps, of reading their batches alone, or of computing on one batch."""
+        training, step = self.training, only_read if part == "reading" else train_step
+        source: Source = self.loader
         self.configure()
+        if part == "computing":
+            (batch,) = self.loader.batches(0, 0, 1)
+            source = Repeated(batch, training.plan)
         if self.in_memory:
             # The first batch makes many others, whose time belongs to the measurement.
-            run(training, self.loader, warmup, epoch=epoch)
-            return run(training, self.loader, steps, epoch=epoch).since(0)
-        return run(training, self.loader, warmup + steps, {warmup: None}, epoch).since(warmup)
-
-    def read(self, steps: int, warmup: int, epoch: int) -> Timed:
-        """Take the batches of some steps from the loader without using them."""
-        self.configure()
-        plan = self.training.plan
-        if self.in_memory:
-            read(self.training, warmup * plan.accumulate, 0, epoch)
-            warmup = 0
-        return read(self.training, steps * plan.accumulate, warmup * plan.accumulate, epoch)
-
-    def compute(self, steps: int, warmup: int) -> Timed:
-        """Train on one batch, which is already on the device."""
-        self.configure()
-        training = self.training
-        (batch,) = self.loader.batches(0, 0, 1)
-        return run(training, Repeated(batch, training.plan), warmup + steps, {warmup: None}).since(warmup)
+            run(training, source, warmup, epoch=epoch, step=step)
+            return run(training, source, steps, epoch=epoch, step=step).per_sample(since=0)
+        return run(training, source, warmup + steps, {warmup: None}, epoch, step).per_sample(since=warmup)
 
     def configure(self) -> None:
         """Set torch's process-wide switches."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from runner.config.app import Composition
-from runner.config.schema.bench import Bench
+from runner.config.schema.verbs import Bench
 from runner.config.secrets import mask_words
+from runner.tracking.environment import environment
+from runner.tracking.files import write_json
+from runner.tracking.plots import bars
 from runner.verbs._checkpoint import config_and_checkpoint, output_folder
 from runner.verbs._report import Report
 from runner.verbs.bench.candidate_runner import CandidateRunner, Workbench
 from runner.verbs.bench.loading import DataComparison
-from runner.verbs.bench.report import write
 from runner.verbs.bench.toggles import ToggleComparison
 
 
@@ -23,18 +27,21 @@ def run(composition: Composition) -> float:
     report = Report(config.json)
     bench = Workbench(config, composition)
     try:
-        if config.part == "train":
-            result = ToggleComparison(config, bench, report, composition.sources).run()
-        else:
-            result = DataComparison(config, bench, report).run()
+        comparison = ToggleComparison if config.part == "train" else DataComparison
+        found, speeds, best = comparison(config, bench, report, composition.sources).run()
     finally:
         bench.close()
         CandidateRunner(bench).configure()  # torch's switches, for the next job of a sweep, or of this process
-    result.record = {"part": config.part, "overrides": mask_words(composition.overrides)} | result.record
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
+    picture, path = folder / "bench.png", folder / "bench.json"
+    spreads = [(spread.median, spread.low, spread.high) for _, spread in speeds]
     model = str(config.model["_target_"]).rsplit(".", 1)[1]
-    record = write(result, folder, f"{config.name}, {model} on {result.record['device']}")
+    title = f"{config.name}, {model} on {found['device']}"
+    bars([name for name, _ in speeds], spreads, spreads[0][0], "samples/s, median and quartiles", picture, title)
+    record: dict[str, Any] = {"part": config.part, "overrides": mask_words(composition.overrides), **found}
+    record |= {"environment": environment(), "written": [str(path), str(picture)]}
+    write_json(path, record)
     if not report.json(record):
         report.line(f"recommended: {' '.join(record['recommended']) or 'nothing to change'}")
         report.folder(folder)
-    return result.best
+    return best

@@ -7,7 +7,9 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from runner.verbs.bench.candidates import BASELINE, Candidate
 
@@ -38,57 +40,43 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """The spread of at least one value."""
-        if len(values) < 2:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        low, median, high = np.percentile(values, (25, 50, 75)).tolist()
         return cls(median, low, high)
 
-    def map(self, factor: float) -> Spread:
-        """All three times a factor."""
-        return Spread(self.median * factor, self.low * factor, self.high * factor)
 
-    def inverse(self, factor: float = 1.0) -> Spread:
-        """A factor over all three."""
-        return Spread(factor / self.median, factor / self.high, factor / self.low)
+def rates(seconds: Sequence[float]) -> Spread:
+    """Samples a second, of seconds a sample."""
+    return Spread.of([1 / each for each in seconds])
 
 
 @dataclass
 class Result:
-    """What was measured of a candidate.
+    """What was measured of a candidate."""
 
-    Attributes:
-        candidate: what was measured.
-        samples: samples of an optimizer step.
-        loss: mean training loss over the first steps.
-        repeats: whether the same steps from the same start gave the same weights again; None if that was not tried.
-        start_s: seconds to build it and make the first step, less those of a usual step.
-        peak_bytes: most memory in use, beyond what was in use before it was built.
-        saved_bytes: what the graph of a batch keeps for backward; None if that cannot be counted.
-        seconds: seconds a sample, of each measurement.
-        ratios: speed relative to the baseline, round by round.
-        verdict: why it is not recommended; empty if it pays.
-    """
-
-    candidate: Candidate
-    samples: float
-    loss: float = math.nan
-    repeats: bool | None = None
-    start_s: float = 0.0
-    peak_bytes: int = 0
-    saved_bytes: int | None = None
-    seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    verdict: str = ""
+    candidate: Candidate  # what was measured
+    samples: float  # samples of an optimizer step
+    loss: float = math.nan  # mean training loss over the first steps
+    digest: str = ""  # fingerprint of the weights after them
+    step_s: float = 0.0  # seconds of a usual step among them
+    start_s: float = 0.0  # seconds to build it and make the first step, less those of a usual step
+    build_s: float = 0.0  # seconds to build it alone
+    peak_bytes: int = 0  # most memory in use, beyond what was in use before it was built
+    repeats: bool | None = None  # whether the same first steps gave the same weights again; None if not tried
+    saved_bytes: int | None = None  # what the graph of a batch keeps for backward; None if that cannot be counted
+    seconds: list[float] = field(default_factory=list)  # seconds a sample, of each measurement
+    reading: list[float] = field(default_factory=list)  # the same of reading alone
+    ratios: list[float] = field(default_factory=list)  # speed relative to the baseline, round by round
+    verdict: str = ""  # why it is not recommended; empty if it pays
 
     @property
     def step_ms(self) -> Spread:
         """Milliseconds of an optimizer step."""
-        return Spread.of(self.seconds).map(1000 * self.samples)
+        return Spread.of([1000 * self.samples * seconds for seconds in self.seconds])
 
     @property
     def samples_per_s(self) -> Spread:
         """Samples a second."""
-        return Spread.of(self.seconds).inverse()
+        return rates(self.seconds)
 
     @property
     def ratio(self) -> Spread:
@@ -135,11 +123,7 @@ def allowed_difference(tolerance: float | None, baseline: float, seeds: Sequence
 def verdict(result: Result, baseline: Result, allowed: float, deterministic: bool) -> str:
     """Why a candidate is not to be recommended, or an empty string.
 
-    Args:
-        result: the candidate.
-        baseline: what it is compared with.
-        allowed: largest difference of the losses.
-        deterministic: whether it has to repeat bit for bit.
+    `allowed` is the largest difference of the losses; `deterministic` is whether it has to repeat bit for bit.
     """
     if not result.candidate.same_training:
         return "another training"
@@ -149,15 +133,17 @@ def verdict(result: Result, baseline: Result, allowed: float, deterministic: boo
         return "loss too far off"
     if deterministic and result.repeats is False:
         return "does not repeat"
-    return "" if pays(result.ratios) else why_not_faster(result.ratios)
+    return verdict_on_speed(result.ratios)
 
 
-def why_not_faster(ratios: Sequence[float]) -> str:
-    """The verdict on ratios that do not pay."""
+def verdict_on_speed(ratios: Sequence[float]) -> str:
+    """Why a candidate's speed does not pay, or an empty string."""
+    if pays(ratios):
+        return ""
     return "slower" if surely_above_one([1 / ratio for ratio in ratios]) else "no clear gain"
 
 
-def _paying(results: Iterable[Result]) -> list[Result]:
+def paying(results: Iterable[Result]) -> list[Result]:
     """The candidates that pay, the fastest first."""
     fit = [result for result in results if result.candidate.kind != "baseline" and not result.verdict]
     return sorted(fit, key=lambda result: -result.ratio.median)
@@ -165,45 +151,46 @@ def _paying(results: Iterable[Result]) -> list[Result]:
 
 def recommended(results: Iterable[Result]) -> Result | None:
     """The fastest of those that pay; of those nearly as fast, the one with the fewest overrides."""
-    fit = _paying(results)
+    fit = paying(results)
     close = [result for result in fit if result.ratio.median >= _AS_FAST * fit[0].ratio.median]
     return min(close, key=lambda result: len(result.candidate.words), default=None)
 
 
-def to_combine(results: Iterable[Result]) -> list[Candidate]:
-    """What pays by itself, the fastest first."""
-    return [result.candidate for result in _paying(results)]
-
-
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured of each candidate.
+    """How much is measured of each candidate."""
 
-    Attributes:
-        steps: optimizer steps of one measurement.
-        warmup: steps before them that are not timed.
-        repeats: measurements.
-        compare: steps from the start after which losses and weights are compared.
-    """
-
-    steps: int
-    warmup: int
-    repeats: int
-    compare: int
+    steps: int  # optimizer steps of one measurement
+    warmup: int  # steps before them that are not timed
+    repeats: int  # measurements
+    compare: int  # steps from the start after which losses and weights are compared
 
     def seconds(self, step_s: float, build_s: float) -> float:
         """Time of a candidate as fast as the baseline: two builds, the compared steps twice, the measurements."""
         return 2 * build_s + step_s * (2 * self.compare + 1 + self.repeats * (self.steps + self.warmup))
 
+    def within(self, share_s: float, step_s: float, build_s: float) -> Sizes:
+        """As much, or less if that does not fit into a candidate's share of the time; see `seconds`."""
+        sizes = self
+        while sizes.seconds(step_s, build_s) > share_s:
+            compared, measured = 2 * sizes.compare, sizes.repeats * (sizes.steps + sizes.warmup)
+            shorter = sizes.steps > 1 or sizes.warmup > 1
+            if sizes.compare > _FEWEST_COMPARED and (compared > measured or not shorter):
+                less = {"compare": max(_FEWEST_COMPARED, int(0.8 * sizes.compare))}
+            elif shorter:
+                less = {"steps": max(1, int(0.8 * sizes.steps)), "warmup": max(1, int(0.8 * sizes.warmup))}
+            elif sizes.repeats > _FEWEST_REPEATS:
+                less = {"repeats": sizes.repeats - 1}
+            else:
+                break
+            sizes = dataclasses.replace(sizes, **less)
+        return sizes
+
     def beside_readers(self, read_ahead: int, step_s: float) -> tuple[int, int]:
-        """Steps and warm-up for a candidate whose workers read ahead.
+        """Steps and warm-up for a candidate whose workers read so many steps ahead.
 
         Batches that were ready before the clock starts must not make it look faster, so these belong to the warm-up, and
         twice as many are timed; but no more than take half a second and a second.
-
-        Args:
-            read_ahead: steps whose batches may be ready.
-            step_s: seconds of a step.
         """
         steps = max(self.steps, min(2 * read_ahead, math.ceil(1.0 / step_s)))
         return steps, max(self.warmup, min(read_ahead, math.ceil(0.5 / step_s)))
@@ -212,31 +199,6 @@ class Sizes:
 def usual_steps(step_s: float) -> int:
     """Steps of a measurement that take a quarter of a second, at most 200."""
     return max(1, min(200, math.ceil(0.25 / step_s)))
-
-
-def sized(wanted: Sizes, step_s: float, build_s: float, share_s: float) -> Sizes:
-    """As much as is wanted, or less if that does not fit into a candidate's share of the time.
-
-    Args:
-        wanted: what to measure if there is time.
-        step_s: seconds of a step of the baseline.
-        build_s: seconds to build the baseline.
-        share_s: a candidate's share of the time.
-    """
-    sizes = wanted
-    while sizes.seconds(step_s, build_s) > share_s:
-        compared, measured = 2 * sizes.compare, sizes.repeats * (sizes.steps + sizes.warmup)
-        shorter = sizes.steps > 1 or sizes.warmup > 1
-        if sizes.compare > _FEWEST_COMPARED and (compared > measured or not shorter):
-            less = {"compare": max(_FEWEST_COMPARED, int(0.8 * sizes.compare))}
-        elif shorter:
-            less = {"steps": max(1, int(0.8 * sizes.steps)), "warmup": max(1, int(0.8 * sizes.warmup))}
-        elif sizes.repeats > _FEWEST_REPEATS:
-            less = {"repeats": sizes.repeats - 1}
-        else:
-            break
-        sizes = dataclasses.replace(sizes, **less)
-    return sizes
 
 
 def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -> list[str]:
@@ -250,29 +212,16 @@ def note_of_fewer(wanted: Sizes, sizes: Sizes, step_s: float, budget_s: float) -
     ]
 
 
-@dataclass(frozen=True)
-class Bottleneck:
-    """What training waits for.
+class Bottleneck(NamedTuple):
+    """What training waits for."""
 
-    Attributes:
-        kind: `input`, `compute`, or `neither` if both take about the same time.
-        factor: how many times longer it takes than the other.
-        waiting: share of the time of a step, from 0 to 1, that input adds to computing.
-    """
-
-    kind: Literal["input", "compute", "neither"]
-    factor: float
-    waiting: float
+    kind: Literal["input", "compute", "neither"]  # neither if both take about the same time
+    factor: float  # how many times longer it takes than the other
+    waiting: float  # share of the time of a step, from 0 to 1, that input adds to computing
 
 
 def bottleneck(reading: Sequence[float], computing: Sequence[float], training: Sequence[float]) -> Bottleneck:
-    """What is slower by itself, and how much of it shows in training; compared round by round.
-
-    Args:
-        reading: seconds a sample of reading alone, of each round.
-        computing: seconds a sample of computing alone, on a batch that is already on the device.
-        training: seconds a sample of both together.
-    """
+    """What is slower by itself, reading or computing, and how much of it shows in training: seconds a sample by round."""
     ratio = statistics.median(read / compute for read, compute in zip(reading, computing, strict=True))
     waiting = statistics.median(1 - compute / both for compute, both in zip(computing, training, strict=True))
     kind: Literal["input", "compute", "neither"] = "input" if ratio > 1 else "compute"

@@ -1,4 +1,4 @@
-"""Scores that need no network: of the most frequent class, and of a linear model on the pixels."""
+"""Scores that need no network: of the most frequent class, and of linear models on pixels and on their features."""
 
 from __future__ import annotations
 
@@ -8,36 +8,66 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from runner.build.metrics import build_metrics
 from runner.engine.evaluation import evaluate
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import NotApplicable, Result, failed, graded, passed, skipped, warned
+from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed, warned
 from runner.verbs.check.split_stats import SplitStats
 
-_ITERATIONS = 100
 _FEWEST = 30  # held-out samples of a score
+
+
+def image_features(images: Tensor) -> Tensor:
+    """Features that tell classes apart wherever the object is: (N, D).
+
+    Mean and deviation of each channel over the whole image and its parts, and histograms of edge directions.
+    """
+    parts = []
+    for grid in (1, 2, 4):
+        mean = F.adaptive_avg_pool2d(images, grid)
+        square = F.adaptive_avg_pool2d(images.square(), grid)
+        parts += [mean.flatten(1), (square - mean.square()).clamp_min(0).sqrt().flatten(1)]
+    grey = images.mean(1)
+    if min(grey.shape[1:]) > 2:
+        down, right = (grey[:, 2:, 1:-1] - grey[:, :-2, 1:-1]), (grey[:, 1:-1, 2:] - grey[:, 1:-1, :-2])
+        size, angle = (down.square() + right.square()).sqrt(), torch.atan2(down, right)
+        bins = ((angle / torch.pi + 1) * 4).long().clamp(0, 7)
+        edges = torch.stack([torch.where(bins == each, size, 0.0) for each in range(8)], 1)
+        parts += [F.adaptive_avg_pool2d(edges, grid).flatten(1) for grid in (1, 2, 4)]
+    return torch.cat(parts, 1)
+
+
+def linear_accuracy(features: Tensor, targets: Tensor, others: Tensor, other_targets: Tensor) -> float:
+    """Accuracy on other samples of a linear model that is fitted to features (N, D) and classes (N,)."""
+    from sklearn.linear_model import RidgeClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about singular matrices
+        model = make_pipeline(StandardScaler(), RidgeClassifier(alpha=100.0)).fit(features.numpy(), targets.numpy())
+        return float(model.score(others.numpy(), other_targets.numpy()))
+
+
+def chance_level(targets: Tensor) -> float:
+    """Accuracy of always predicting the most frequent class."""
+    return float(torch.bincount(targets.clamp_min(0)).max()) / len(targets)
 
 
 @dataclass
 class Baselines:
-    """Scores on held-out samples: accuracies for classes, root mean squared errors for regression.
-
-    Attributes:
-        split: the held-out split.
-        samples: of it.
-        constant: of always predicting the most frequent class, or the mean.
-        linear: of a linear model on the pixels of the thumbnails.
-        linear_train: the same on the samples that it was fitted to.
-        confusion: how often class i was predicted as class j, (C, C); None for regression.
-    """
+    """Scores on held-out samples: accuracies for classes, root mean squared errors for regression."""
 
     split: str
     samples: int
-    constant: float
-    linear: float
-    linear_train: float
-    confusion: np.ndarray | None
+    constant: float  # of always predicting the most frequent class, or the mean
+    linear: float  # of a linear model on the pixels of the thumbnails
+    linear_train: float  # the same on the samples that it was fitted to
+    confusion: np.ndarray | None  # how often class i was predicted as class j, (C, C); None for regression
 
     def __str__(self) -> str:
         where = f"on {self.samples:,} of {self.split}"
@@ -53,44 +83,35 @@ def _pixels(stats: SplitStats) -> tuple[np.ndarray, np.ndarray]:
 
 
 def score_baselines(context: CheckContext) -> Baselines:
-    """Fit and score both.
-
-    Raises:
-        NotApplicable: if there is nothing to fit or to score.
-    """
+    """Fit and score both."""
     from sklearn.dummy import DummyClassifier, DummyRegressor
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.metrics import accuracy_score, confusion_matrix, root_mean_squared_error
+    from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
     stats = next((stats for stats in context.held_out_stats if len(stats.thumbnail_rows) >= _FEWEST), None)
-    pixels, targets = _pixels(context.train_stats)
     if stats is None:
         raise NotApplicable(f"there is no split of {_FEWEST} samples to score on")
-    theirs, right = _pixels(stats)
-    if min(len(targets), len(right)) < _FEWEST or theirs.shape[1:] != pixels.shape[1:] or right.ndim != 1:
-        raise NotApplicable("there are too few samples for a linear model")
-    scaler = StandardScaler().fit(pixels)
-    pixels, theirs = scaler.transform(pixels), scaler.transform(theirs)
-    if context.classes and len(np.unique(targets)) < 2:
-        raise NotApplicable("there is only one class")
+    (pixels, targets), (theirs, right) = _pixels(context.train_stats), _pixels(stats)
+    enough = min(len(targets), len(right)) >= _FEWEST and theirs.shape[1:] == pixels.shape[1:] and right.ndim == 1
+    need(enough, "there are too few samples for a linear model")
+    need(not context.classes or len(np.unique(targets)) > 1, "there is only one class")
     constant, linear, score = (
-        (DummyClassifier(), LogisticRegression(max_iter=_ITERATIONS, C=0.1), accuracy_score)
+        (DummyClassifier(), LogisticRegression(max_iter=100, C=0.1), accuracy_score)
         if context.classes
         else (DummyRegressor(), Ridge(alpha=1.0), root_mean_squared_error)
     )
+    model = make_pipeline(StandardScaler(), linear)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # a baseline need not be optimal
-        linear.fit(pixels, targets)
-    guessed = linear.predict(theirs)
-    confusion = None
-    if context.classes:
-        inside = (right >= 0) & (right < context.classes) & (guessed >= 0) & (guessed < context.classes)
-        confusion = confusion_matrix(right[inside], guessed[inside], labels=range(context.classes))
-    trivial, ours = constant.fit(pixels, targets).predict(theirs), linear.predict(pixels)
-    scores = [float(score(*pair)) for pair in ((right, trivial), (right, guessed), (targets, ours))]
-    return Baselines(stats.name, len(right), scores[0], scores[1], scores[2], confusion)
+        model.fit(pixels, targets)
+    guessed, trivial = model.predict(theirs), constant.fit(pixels, targets).predict(theirs)
+    pairs = ((right, trivial), (right, guessed), (targets, model.predict(pixels)))
+    constant_score, linear_score, train_score = (float(score(*pair)) for pair in pairs)
+    confusion = confusion_matrix(right, guessed, labels=range(context.classes)) if context.classes else None
+    return Baselines(stats.name, len(right), constant_score, linear_score, train_score, confusion)
 
 
 def learnable(context: CheckContext) -> Result:
@@ -101,10 +122,8 @@ def learnable(context: CheckContext) -> Result:
     else:
         chance = max(found.constant, 1 / context.classes)
         better = found.linear > chance + 2 * math.sqrt(chance * (1 - chance) / found.samples)
-    if better:
-        return passed(f"{found}: scores to beat")
     fix = "check how images and targets are paired; if the task is only hard, a larger `samples` shows it"
-    return warned(str(found), fix)
+    return passed(f"{found}: scores to beat") if better else warned(str(found), fix)
 
 
 def class_meaning(context: CheckContext) -> Result:
@@ -113,7 +132,7 @@ def class_meaning(context: CheckContext) -> Result:
 
     found = context.cached(score_baselines)
     if found.confusion is None:
-        return skipped("there are no classes")
+        raise NotApplicable("there are no classes")
     ours, theirs = linear_sum_assignment(-found.confusion)
     renamed = float(found.confusion[ours, theirs].sum() / max(1, found.confusion.sum()))
     evidence = f"accuracy {found.linear:.1%} on {found.split}, {renamed:.1%} if its classes are renamed to fit best"
@@ -126,8 +145,7 @@ def class_meaning(context: CheckContext) -> Result:
 
 def beats_baselines(context: CheckContext) -> Result:
     """A checkpoint (ckpt_path) that is not better than the most frequent class or a linear model."""
-    if context.found is None:
-        return skipped("ckpt_path names no run to compare")
+    need(context.found is not None, "ckpt_path names no run to compare")
     found, training = context.cached(score_baselines), context.training
     split = training.data.eval_split(found.split)
     assert split is not None
@@ -135,8 +153,7 @@ def beats_baselines(context: CheckContext) -> Result:
     arguments = (training.model, split.loader, training.task.targets, training.loss, metrics)
     scores = evaluate(*arguments, training.precision.autocast, context.config.limit.eval_batches)
     name, sign = ("accuracy", 1) if found.confusion is not None else ("rmse", -1)
-    if name not in scores:
-        return skipped(f"the run has no metric {name}")
+    need(name in scores, f"the run has no metric {name}")
     score, evidence = sign * scores[name], f"{name} {scores[name]:.4g}; {found}"
     if score <= sign * found.constant:
         return failed(evidence, "this run has learned nothing: see which other checks fail")

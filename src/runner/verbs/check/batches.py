@@ -8,58 +8,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from runner.verbs.check.baselines import chance_level, image_features, linear_accuracy
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.near_duplicates import unit_vectors
-from runner.verbs.check.result import NotApplicable, Result, failed, graded, passed, skipped
-from runner.verbs.check.sample_images import chance_level, image_features, linear_accuracy, sample_images
-from runner.verbs.check.split_stats import thumbnails
+from runner.verbs.check.result import NotApplicable, Result, failed, graded, need, passed
+from runner.verbs.check.split_stats import is_classes, thumbnails
 
-_SAMPLES = 256
-_VALUES = 2**24  # pixels and channels of these samples
 _SAME = 0.9999  # correlation of two images of a batch that are the same
 _WRAPPED = 1.0  # jumps over the whole range for each jump over half of it; 0.1 in photographs
 _FEWEST = 160  # samples for fitting and scoring a linear model
 
 
 class TrainingBatches(NamedTuple):
-    """Training batches, and the same samples as in an evaluation.
+    """Training batches, and the same samples as in an evaluation."""
 
-    Attributes:
-        images: augmented, (N, C, H, W).
-        plain: not augmented, (N, C, h, w).
-        targets: of the batches, (N, ...).
-        plain_targets: of the data set, (N, ...).
-        batch: number of the batch of each sample, int64 (N,).
-    """
-
-    images: Tensor
-    plain: Tensor
-    targets: Tensor
-    plain_targets: Tensor
-    batch: Tensor
+    images: Tensor  # augmented, (N, C, H, W)
+    plain: Tensor  # not augmented, (N, C, h, w)
+    targets: Tensor  # of the batches, (N, ...)
+    plain_targets: Tensor  # of the data set, (N, ...)
+    batch: Tensor  # number of the batch of each sample, int64 (N,)
 
 
 def first_batches(context: CheckContext) -> TrainingBatches:
-    """The first training batches.
-
-    Raises:
-        NotApplicable: if images are unreadable or not finite, or if samples are blended.
-    """
-    if any(stats.unreadable for stats in context.stats.values()) or not bool(context.train_stats.finite.all()):
-        raise NotApplicable("there are images that cannot be read or are not finite")
-    split = context.splits.train
-    if split.mix is not None:
-        raise NotApplicable("the samples of a batch are blended (transform.mix)")
-    most = max(16, min(_SAMPLES, _VALUES // math.prod(context.splits.image_shape)))
+    """The first training batches."""
+    readable = not any(stats.unreadable for stats in context.stats.values())
+    finite = context.train_stats.finite.all()
+    need(readable and finite, "there are images that cannot be read or are not finite")
+    split, most = context.splits.train, context.most_samples
+    need(split.mix is None, "the samples of a batch are blended (transform.mix)")
     count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
-    batches = [[part[:most] for part in batch] for batch in split.loader.batches(0, 0, count)]
+    batches = [[part[:most].cpu() for part in batch] for batch in split.loader.batches(0, 0, count)]
     images, targets, indices = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    images = images.float()
-    numbers = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(batch[0]) for batch in batches]))
+    numbers = torch.cat([torch.full((len(batch[0]),), number) for number, batch in enumerate(batches)])
     plain = context.read("train", indices.tolist())
-    if not bool(images.isfinite().all()):
-        raise NotApplicable("there are images that are not finite")
-    return TrainingBatches(images.cpu(), plain.images.float().cpu(), targets.cpu(), plain.targets.cpu(), numbers)
+    need(images.isfinite().all(), "there are images that are not finite")
+    return TrainingBatches(images.float(), plain.images.float().cpu(), targets, plain.targets.cpu(), numbers)
 
 
 def batch_repeats(context: CheckContext) -> Result:
@@ -78,13 +61,12 @@ def batch_pairing(context: CheckContext) -> Result:
     """Images that are paired with the target of another sample of the batch."""
     found = context.cached(first_batches)
     if found.targets.shape == found.plain_targets.shape:
-        changed = (found.targets != found.plain_targets).view(len(found.targets), -1).any(1)
-        if bool(changed.any()):
-            evidence = f"{int(changed.sum())} of {len(changed)} targets in training batches differ from the data set"
+        changed = int((found.targets != found.plain_targets).view(len(found.targets), -1).any(1).sum())
+        if changed:
+            evidence = f"{changed} of {len(found.targets)} targets in training batches differ from the data set"
             return failed(evidence, "keep the target of each sample with its image")
     augmented, plain = unit_vectors(thumbnails(found.images)), thumbnails(found.plain)
-    if augmented.shape[1] != plain[0].numel():
-        return skipped("augmented images have another shape than evaluated images")
+    need(augmented.shape[1] == plain[0].numel(), "augmented images have another shape than evaluated images")
     known = unit_vectors(plain)
     similar = torch.maximum(augmented @ known.T, augmented @ unit_vectors(plain.flip(-1)).T)
     own = similar.diagonal().clone()
@@ -98,20 +80,15 @@ def batch_pairing(context: CheckContext) -> Result:
 
 def shuffling(context: CheckContext) -> Result:
     """Batches with a single class each: samples sorted by class that are not shuffled."""
-    if not context.classes or "train" not in context.labels or context.splits.train.mix is not None:
-        return skipped("there are no classes, or samples are blended")
-    labels, size = context.labels["train"], context.splits.train.loader.batch_size
-    if len(labels) < 4 * size or size < 4:
-        return skipped("fewer than four batches, or of fewer than four samples")
+    split = context.splits.train
+    usable = context.classes and "train" in context.labels and split.mix is None
+    need(usable, "there are no classes, or samples are blended")
+    labels, size = context.labels["train"], split.loader.batch_size
+    need(len(labels) >= 4 * size and size >= 4, "fewer than four batches, or of fewer than four samples")
     overall = chance_level(labels)
-    shares = []
-    for number, batch in enumerate(context.splits.train.loader.batches(0, 0, 4)):
-        if number >= 4 or batch.targets.ndim != 1:
-            break
-        shares.append(chance_level(batch.targets.long()))
-    if not shares:
-        return skipped("the targets are not class numbers")
-    share = sum(shares) / len(shares)
+    batches = [targets for _, targets, _ in split.loader.batches(0, 0, 4)][:4]
+    need(all(targets.ndim == 1 for targets in batches), "the targets are not class numbers")
+    share = sum(chance_level(targets.long()) for targets in batches) / len(batches)
     evidence = f"the largest class has {share:.0%} of each of the first batches, {overall:.0%} of all samples"
     fix = "data.shuffle=true: otherwise each step forgets the other classes"
     return graded(evidence, fix, fail=share > overall + 0.6 * (1 - overall))
@@ -123,17 +100,14 @@ def model_input(context: CheckContext) -> Result:
     splits = context.splits
     mean, std = (torch.tensor(each).expand(splits.channels) for each in (splits.mean, splits.std))
     if measured is None or len(measured[0]) != len(mean):
-        return skipped("the images have other channels than data.normalize")
+        raise NotApplicable("the images have other channels than data.normalize")
     wanted, wide = (measured[0] - mean) / std, (measured[1] / std).clamp_min(1e-6)
     for name, images in (("an evaluation", found.plain), ("training", found.images)):
         ours, theirs = images.mean((0, 2, 3)), images.std((0, 2, 3))
         ratio = float((theirs.clamp_min(1e-6) / wide).log().mean().exp())
         away = float(((ours - wanted).abs() / wide).max())
-        has, should = (
-            f"{float(a.mean()):.3g} and standard deviation {float(b.mean()):.3g}"
-            for a, b in ((ours, theirs), (wanted, wide))
-        )
-        evidence = f"in {name}, the model input has mean {has}; data.normalize gives {should}"
+        evidence = f"in {name}, the model input has mean {ours.mean():.3g} and standard deviation {theirs.mean():.3g}; "
+        evidence += f"data.normalize gives {wanted.mean():.3g} and standard deviation {wide.mean():.3g}"
         if ratio > 2.2 or ratio < 0.3 or away > 2:
             return failed(evidence, "normalize only in data.normalize: transforms return uint8 or values in [0, 1]")
     return passed(evidence)
@@ -153,14 +127,11 @@ def _jumps(values: Tensor) -> tuple[float, int]:
 
 def wrap_around(context: CheckContext) -> Result:
     """Pixel values that overflowed 255 and wrapped around to 0, as in uint8 arithmetic."""
-    sources = {
-        f"{name} as the data set returns it": each.images for name, each in context.cached(sample_images).items()
-    }
+    sources = {f"{name} as the data set returns it": images for name, (images, _) in context.sample_images.items()}
     std, mean = (torch.tensor(each).view(1, -1, 1, 1) for each in (context.splits.std, context.splits.mean))
     try:
         found = context.cached(first_batches)
-        for name, images in (("training batches", found.images), ("evaluated batches", found.plain)):
-            sources[name] = images * std + mean
+        sources |= {"training batches": found.images * std + mean, "evaluated batches": found.plain * std + mean}
     except NotApplicable:
         pass
     for name, images in sources.items():
@@ -175,22 +146,21 @@ def wrap_around(context: CheckContext) -> Result:
 
 def augmented_classes(context: CheckContext) -> Result:
     """Augmentation that removes what distinguishes the classes, such as crops that miss the object."""
-    context.require_classes()
+    need(context.classes, "there are no classes")
     found = context.cached(first_batches)
     targets = found.plain_targets
-    if targets.ndim != 1 or len(targets) < max(_FEWEST, 12 * context.classes) or len(torch.unique(targets)) < 2:
-        return skipped("there are too few samples for a linear model")
-    if found.images.shape[1:] != found.plain.shape[1:]:
-        return skipped("augmented images have another shape than evaluated images")
+    enough = (
+        is_classes(targets) and len(targets) >= max(_FEWEST, 12 * context.classes) and len(torch.unique(targets)) > 1
+    )
+    need(enough, "there are too few samples for a linear model")
+    same = found.images.shape[1:] == found.plain.shape[1:]
+    need(same, "augmented images have another shape than evaluated images")
     side = min(64, *found.images.shape[2:])
     plain, augmented = (image_features(thumbnails(each, side)) for each in (found.plain, found.images))
-    fit = torch.arange(len(targets)) % 2 == 0
     scores = []
-    for part in (fit, ~fit):
-        ours, theirs = targets[part], targets[~part]
-        on_plain = linear_accuracy(plain[part], ours, plain[~part], theirs)
-        on_augmented = linear_accuracy(augmented[part], ours, augmented[~part], theirs)
-        scores.append([on_plain, on_augmented, linear_accuracy(plain[part], ours, augmented[part], ours)])
+    for fit, held in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+        tests = ((plain, plain[held], held), (augmented, augmented[held], held), (plain, augmented[fit], fit))
+        scores.append([linear_accuracy(ours[fit], targets[fit], theirs, targets[part]) for ours, theirs, part in tests])
     on_plain, *on_augmented_either_way = torch.tensor(scores, dtype=torch.float64).mean(0).tolist()
     best, chance = max(on_augmented_either_way), chance_level(targets)
     evidence = f"the accuracy of a linear model is {best:.0%} on augmented images, {on_plain:.0%} on others; chance {chance:.0%}"

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from runner.build.batch_size import auto_batch_size
 from runner.build.evaluation import load_best
 from runner.build.run import Run
 from runner.build.validate import validate_limits
 from runner.checkpoint import find, resume, rng
 from runner.config.errors import UserError
-from runner.config.schema.check import Check
+from runner.config.schema.verbs import Check
 from runner.config.targets import build
-from runner.data.build import DataModule
+from runner.data.build import DataModule, build_data
 from runner.data.loaders import Batch, Loader
-from runner.data.samples import SampleTransform, SeededDataset, collate
-from runner.data.splits import targets_of
+from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor, collate
 from runner.instrument.no_trace import SavedBuffers, evaluating
+from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
-from runner.verbs.check.result import NotApplicable
-from runner.verbs.check.split_stats import SplitStats, compute_split_stats
+from runner.verbs.check.result import NotApplicable, need
+from runner.verbs.check.split_stats import SplitStats, compute_split_stats, is_classes, known_targets
 
-_SAMPLES = 64  # of the batch that goes through the model
+_SAMPLES = 64  # of the batch that goes through the model, and of one of an evaluation
 _FEWEST = 16  # of it for large images and models
 _FEWEST_IF_SLOW = 4  # of it if a pass is slow
 _SHARE_OF_PASS = 1 / 40  # of the budget, for this batch forward and backward
@@ -38,6 +39,9 @@ _PIXELS = 2**21  # of this batch
 _PARAMETERS = 2**29  # of the model, times the samples
 _SHARE_OF_READING = 0.3  # of the time left, for reading images from disk
 _LAST_SHARE = 0.6  # of it, until the checks have as many images as they need
+_MOST_SAMPLES = 256  # of a split in full size
+_VALUES = 2**24  # pixels and channels of these samples together
+_SHARE = 0.05  # of the time left, for reading these samples of one split
 _ENOUGH = 128  # images of a split that a check needs to pass
 _ENOUGH_OF_CLASS = 2  # the same for each class, on average
 
@@ -52,20 +56,51 @@ class CheckContext:
 
     Args:
         config: the validated config.
-        splits: the data.
         found: a checkpoint with the weights of the model, or None.
-        began: start of the time budget, by `time.monotonic`.
 
     Attributes:
+        began: start of the time budget, by `time.monotonic`.
         used_stats: whether `stats` was used since this was last set to False.
     """
 
-    def __init__(self, config: Check, splits: DataModule, found: find.LoadedCheckpoint | None, began: float) -> None:
-        self.config, self.splits, self.found, self.began = config, splits, found, began
+    def __init__(self, config: Check, found: find.LoadedCheckpoint | None) -> None:
+        self.config, self.found, self.began = config, found, time.monotonic()
+        prepare_repeating(config.deterministic)
+        self.device, _ = choose_device(config.device)
+        self._splits: DataModule | None = None
         self._training: Run | None = None
-        self._start: dict[str, Any] = {}
         self._cache: dict[Callable[[CheckContext], Any], tuple[Any, bool]] = {}
         self.used_stats = False
+
+    def build(self) -> None:
+        """Build data, model, loss and optimizer.
+
+        Raises:
+            UserError: as in `train`.
+        """
+        if self.config.data.batch_size == "auto":
+            self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
+        config = self.config
+        data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts unreadable images
+        size = min(config.evaluate.batch_size, _SAMPLES)
+        arguments = (data, config.transform, config.seed, self.device, size, config.channels_last)
+        self._splits = build_data(*arguments, make_cache=False)
+        plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
+        training = build_run(plain, data=self._splits, fresh=self.found is None)
+        validate_limits(training)
+        if self.found is not None:
+            try:
+                load_best(training, self.found.contents)
+            except ValueError as error:
+                raise UserError(str(self.found.path), str(error)) from error
+        state = training.state
+        self._start = resume.copied(state.state_dict()), rng.capture(), SavedBuffers(training.model), state.meter
+        self._training = training
+
+    def close(self) -> None:
+        """Close the data."""
+        if self._splits is not None:
+            self._splits.close()
 
     def cached(self, compute: Callable[[CheckContext], T]) -> T:
         """`compute(self)`, computed for the first check that asks for it."""
@@ -85,6 +120,13 @@ class CheckContext:
 
     # Data
 
+    @property
+    def splits(self) -> DataModule:
+        """The data."""
+        if self._splits is None:
+            raise NotApplicable("the data was not built")
+        return self._splits
+
     @functools.cached_property
     def sample_transforms(self) -> list[SampleTransform]:
         """Transforms of one image, as for an evaluation."""
@@ -101,11 +143,10 @@ class CheckContext:
     def unmarked_stats(self) -> dict[str, SplitStats]:
         """The same for a check that needs only a few images."""
         found, left, parts = {}, self.left, self.splits.parts
-        shares = {name: 2 if name == "train" else 1 for name in parts}
-        taken = 0.0
+        taken, whole = 0, len(parts) + 1  # the training split counts twice
         for name, part in parts.items():
-            taken += shares[name] / sum(shares.values())
-            until, last = left * (1 - _SHARE_OF_READING * taken), left * (1 - _LAST_SHARE * taken)
+            taken += 2 if name == "train" else 1
+            until, last = (left * (1 - share * taken / whole) for share in (_SHARE_OF_READING, _LAST_SHARE))
 
             def in_time(read: int, until: float = until, last: float = last) -> bool:
                 return self.left > (until if read >= self._enough else last)
@@ -119,7 +160,7 @@ class CheckContext:
         return max(_ENOUGH, _ENOUGH_OF_CLASS * self.classes)
 
     def undersampled(self) -> list[str]:
-        """DataModule of which too few images were read for a check to pass, in words."""
+        """Splits of which too few images were read for a check to pass, in words."""
         return [
             f"{stats.read:,} of {stats.samples:,} images of {name}"
             for name, stats in self.unmarked_stats.items()
@@ -141,38 +182,34 @@ class CheckContext:
         """Number of classes; 0 for regression."""
         return len(self.splits.classes)
 
-    def require_classes(self) -> None:
-        """Skip the check for regression."""
-        if not self.classes:
-            raise NotApplicable("there are no classes")
-
     @functools.cached_property
     def labels(self) -> dict[str, Tensor]:
         """Class numbers of each split, int64 (N,): of all samples if they are known without reading images."""
         found = {}
-        for name, (dataset, indices) in self.splits.parts.items():
-            known = targets_of(dataset)
-            whole = known is not None and len(known) == len(dataset)  # type: ignore[arg-type]
-            targets = known[indices[:]] if known is not None and whole else self.stats[name].targets
-            if targets.ndim == 1 and not targets.is_floating_point():
+        for name, part in self.splits.parts.items():
+            known = known_targets(part)
+            targets = self.stats[name].targets if known is None else known
+            if is_classes(targets):
                 found[name] = targets.long()
         return found
 
-    def read(self, split: str, indices: Sequence[int], epoch: int = 0) -> Batch:
+    def read(self, split: str, indices: Sequence[int], epoch: int = 0, again: bool = True) -> Batch:
         """Samples of a split, prepared as for an evaluation.
 
         Args:
             split: name of the split.
             indices: of the samples in the data set.
             epoch: number of the epoch; it matters only for random transforms.
+            again: also read images that were kept when the split was measured.
         """
-        keyed = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
-        return self._prepared(split, keyed.__getitems__([(epoch, index) for index in indices]), indices, epoch)
-
-    def _prepared(self, split: str, items: list[tuple[Any, Any]], indices: Sequence[int], epoch: int) -> Batch:
-        read, data, device = collate(items), self.splits.eval_split(split), self.splits.example[0].device
+        data, device = self.splits.eval_split(split), self.splits.example[0].device
         assert data is not None
-        places = torch.tensor(list(indices), device=device)
+        if not again and all(index in self.unmarked_stats[split].kept for index in indices):
+            items = [self.unmarked_stats[split].kept[index] for index in indices]
+        else:
+            seeded = SeededDataset(self.splits.parts[split][0], self.config.seed, self.sample_transforms)
+            items = seeded.__getitems__([(epoch, index) for index in indices])
+        read, places = collate(items), torch.tensor(list(indices), device=device)
         images = data.prepare(read.images.to(device), places, epoch)
         return Batch(images, torch.from_numpy(read.targets).to(device), places)
 
@@ -185,27 +222,42 @@ class CheckContext:
         indices: list[int] = good[:count].tolist()
         return indices
 
+    @property
+    def most_samples(self) -> int:
+        """How many images in full size to look at together."""
+        return max(16, min(_MOST_SAMPLES, _VALUES // math.prod(self.splits.image_shape)))
+
+    @functools.cached_property
+    def sample_images(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Images of each split that has at least two of one shape, before augmentation and normalization, and their targets.
+
+        Images are float32 (N, C, H, W); uint8 values are divided by 255.
+        """
+        found = {}
+        for name, (dataset, _) in self.splits.parts.items():
+            seeded, until = SeededDataset(dataset, self.config.seed, self.sample_transforms), self.left * (1 - _SHARE)
+            pairs: list[tuple[Tensor, Tensor]] = []
+            for index in self.readable(name, self.most_samples):
+                if self.left < until and len(pairs) >= 2:
+                    break
+                image, target = seeded[0, index]
+                image = as_tensor(image)
+                if not pairs or (image.shape, image.dtype) == (pairs[0][0].shape, pairs[0][0].dtype):
+                    pairs.append((image, as_target(target)))
+            if len(pairs) >= 2:
+                images, targets = map(torch.stack, zip(*pairs, strict=True))
+                found[name] = images.float() / (255 if images.dtype == torch.uint8 else 1), targets
+        return found
+
     @functools.cached_property
     def batch(self) -> Batch:
-        """Up to 64 training samples without augmentation, of as many classes as possible, to send through the model.
-
-        Raises:
-            NotApplicable: if there are no two readable images.
-        """
+        """Up to 64 training samples without augmentation, of as many classes as possible, to send through the model."""
         size = math.prod(self.splits.image_shape)
         parameters = sum(p.numel() for p in self._training.model.parameters()) if self._training is not None else 1
         most = min(self._batch_limit, max(_FEWEST, min(_SAMPLES, _PIXELS // size, _PARAMETERS // max(1, parameters))))
         indices = self.readable("train", most)
-        if len(indices) < 2:
-            raise NotApplicable("there are not two readable training images without NaN")
-        return self._read_once(indices)
-
-    def _read_once(self, indices: Sequence[int]) -> Batch:
-        """Training samples as in an evaluation; those that were kept are not read again."""
-        kept = self.unmarked_stats["train"].kept
-        if not all(index in kept for index in indices):
-            return self.read("train", indices)
-        return self._prepared("train", [kept[index] for index in indices], indices, 0)
+        need(len(indices) >= 2, "there are not two readable training images without NaN")
+        return self.read("train", indices, again=False)
 
     # Model
 
@@ -215,7 +267,7 @@ class CheckContext:
         indices = self.readable("train", 2)
         if self._training is None or len(indices) < 2:
             return 0.0
-        images = self._read_once(indices).images
+        images = self.read("train", indices, again=False).images
         taken = math.inf
         with evaluating(self.model):
             for _ in range(2):  # the first call may prepare kernels
@@ -232,7 +284,14 @@ class CheckContext:
 
     def shortened(self, loader: Loader) -> Loader:
         """The loader, with batches cut to what the budget allows; for checks that work with any batch size."""
-        return loader if self._batch_limit >= loader.batch_size else _ShortBatches(loader, self._batch_limit)
+        most = self._batch_limit
+        if most >= loader.batch_size:
+            return loader
+
+        def batches(*which: int) -> Iterator[Batch]:
+            return (Batch(*(part[:most] for part in batch)) for batch in loader.batches(*which))
+
+        return SimpleNamespace(samples=loader.samples, batch_size=most, batches=batches)
 
     def affordable_steps(self) -> float:
         """An upper bound of the training steps in the time left: a sample of a large batch takes less time."""
@@ -241,32 +300,10 @@ class CheckContext:
 
     @property
     def training(self) -> Run:
-        """The objects of the run, in their initial state.
-
-        Raises:
-            NotApplicable: if they could not be built.
-        """
+        """The objects of the run, in their initial state."""
         if self._training is None:
-            raise NotApplicable("the model was not built")
+            raise NotApplicable(f"the {'data' if self._splits is None else 'model'} was not built")
         return self._training
-
-    def build(self) -> None:
-        """Build model, loss and optimizer.
-
-        Raises:
-            UserError: as in `train`.
-        """
-        plain = dataclasses.replace(self.config, compile=False)  # compiled code calls no hooks
-        training = build_run(plain, data=self.splits, fresh=self.found is None)
-        validate_limits(training)
-        if self.found is not None:
-            try:
-                load_best(training, self.found.contents)
-            except ValueError as error:
-                raise UserError(str(self.found.path), str(error)) from error
-        self._training = training
-        self._start = {"state": resume.copied(training.state.state_dict()), "rng": rng.capture()}
-        self._buffers = SavedBuffers(training.model)
 
     @property
     def model(self) -> nn.Module:
@@ -289,38 +326,18 @@ class CheckContext:
             if isinstance(module, DROPOUT):
                 module.eval()
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Call `restore` at the end of the block."""
-        try:
-            yield
-        finally:
-            if self._training is not None:
-                self.restore()
-
     def restore(self) -> None:
         """Put weights, buffers, gradients, modes, optimizer and random generators back to the start."""
-        training = self.training
-        for parameter in training.model.parameters():
+        if self._training is None:
+            return
+        state, guard = self._training.state, self._training.parts.guard
+        for parameter in self.model.parameters():
             parameter.grad = None
-        self._buffers.restore()
-        training.state.load_state_dict(resume.copied(self._start["state"]))
-        training.state.meter.reset()
-        if training.parts.guard is not None:
-            training.parts.guard.start()
-        training.state.train()
-        rng.restore(self._start["rng"])
-
-
-class _ShortBatches:
-    """The first samples of each batch of a loader."""
-
-    def __init__(self, loader: Loader, most: int) -> None:
-        self._loader, self.samples, self.batch_size = loader, loader.samples, most
-
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        for images, targets, indices in self._loader.batches(epoch, start, stop):
-            yield Batch(images[: self.batch_size], targets[: self.batch_size], indices[: self.batch_size])
-
-    def close(self) -> None:
-        """Nothing: the owner closes the loader."""
+        start, generators, buffers, state.meter = self._start
+        buffers.restore()
+        state.load_state_dict(resume.copied(start))
+        state.meter.reset()
+        if guard is not None:
+            guard.start()
+        state.train()
+        rng.restore(generators)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, passed, skipped, warned
+from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, need, passed, warned
 
 _FAR = 20.0  # median deviations from the median that make an outlier
 _AUGMENTED = 128  # images that are augmented
@@ -20,14 +20,12 @@ _FEWEST = 16  # images that statistics are compared for
 
 def readable(context: CheckContext) -> Result:
     """Images that cannot be read."""
-    bad = {name: stats.unreadable for name, stats in context.stats.items() if stats.unreadable}
+    bad = [(index, name, why) for name, stats in context.stats.items() for index, why in stats.unreadable.items()]
     count = sum(len(stats.indices) + len(stats.unreadable) for stats in context.stats.values())
     if not bad:
         return passed(f"{count:,} images read")
-    name, reasons = next(iter(bad.items()))
-    index, reason = next(iter(reasons.items()))
-    total = sum(map(len, bad.values()))
-    evidence = f"{total:,} of {count:,} images cannot be read; the first is sample {index} of {name}: {reason}"
+    index, name, reason = bad[0]
+    evidence = f"{len(bad):,} of {count:,} images cannot be read; the first is sample {index} of {name}: {reason}"
     if context.config.data.on_error == "skip":
         return warned(evidence, "repair or remove them; data.on_error=skip replaces them with other samples")
     return failed(evidence, "repair or remove them, or set data.on_error=skip")
@@ -36,44 +34,42 @@ def readable(context: CheckContext) -> Result:
 def image_shapes(context: CheckContext) -> Result:
     """Images of different shapes or dtypes, which cannot form a batch."""
     shapes = {shape: name for name, stats in reversed(context.stats.items()) for shape in stats.shapes}
-    dtypes = {dtype: name for name, stats in reversed(context.stats.items()) for dtype in stats.dtypes}
+    dtypes = [*dict.fromkeys(dtype for stats in reversed(context.stats.values()) for dtype in stats.dtypes)]
     if len(shapes) > 1:
         first, second = list(shapes)[:2]
         evidence = f"{len(shapes)} shapes, such as {first} in {shapes[first]} and {second} in {shapes[second]}"
         return failed(evidence, "data.image_size=..., or a transform that gives all images one shape")
     if len(dtypes) > 1:
         return failed(f"dtypes {', '.join(dtypes)}", "one dtype in every split: uint8, or float in [0, 1]")
-    return passed(f"{'x'.join(map(str, next(iter(shapes), ())))} {next(iter(dtypes), '')} in every split")
+    return passed(f"{'x'.join(map(str, next(iter(shapes), ())))} {''.join(dtypes)} in every split")
 
 
 def finite_images(context: CheckContext) -> Result:
     """Images with NaN or infinite values."""
     for name, stats in context.stats.items():
-        bad = [str(index) for index in stats.indices[~stats.finite].tolist()]
-        if bad:
-            evidence = f"{len(bad):,} of {len(stats.indices):,} images of {name} contain NaN or infinity: samples {join_names(bad)}"
-            return failed(evidence, "repair the data set: one such image makes the gradient of its whole batch NaN")
+        if bad := stats.indices[~stats.finite].tolist():
+            evidence = f"{len(bad):,} of {len(stats.indices):,} images of {name} contain NaN or infinity: "
+            fix = "repair the data set: one such image makes the gradient of its whole batch NaN"
+            return failed(f"{evidence}samples {join_names(bad)}", fix)
     return passed("no NaN and no infinity")
 
 
 def constant_images(context: CheckContext) -> Result:
     """Images with a single value, such as all zeros."""
     count = sum(len(stats.indices) for stats in context.stats.values())
-    bad = {name: stats.indices[stats.constant].tolist() for name, stats in context.stats.items()}
-    total = sum(map(len, bad.values()))
+    worst = max(context.stats.values(), key=lambda stats: int(stats.constant.sum()))
+    total = sum(int(stats.constant.sum()) for stats in context.stats.values())
     if not total:
         return passed(f"none of {count:,}")
-    name = max(bad, key=lambda name: len(bad[name]))
-    stats, samples = context.stats[name], join_names([str(index) for index in bad[name]])
-    value = float(stats.low[stats.constant][0])
-    evidence = f"{total:,} of {count:,} images have a single value (such as {value:g}): samples {samples} of {name}"
+    evidence = f"{total:,} of {count:,} images have a single value (such as {float(worst.low[worst.constant][0]):g}): "
+    evidence += f"samples {join_names(worst.indices[worst.constant].tolist())} of {worst.name}"
     fix = "check how the data set reads images, and remove empty ones"
     return graded(evidence, fix, fail=total > _MANY * count, warn=True)
 
 
 def outlier_images(context: CheckContext) -> Result:
     """Images with values far from those of all others."""
-    worst, total = (_FAR, ""), 0
+    distance, where, total = _FAR, "", 0
     for name, stats in context.stats.items():
         usable = stats.finite & ~stats.constant
         if int(usable.sum()) < _FEWEST:
@@ -86,10 +82,9 @@ def outlier_images(context: CheckContext) -> Result:
             away = torch.where(usable, (values - median).abs() / scale, torch.zeros_like(values))
             total += int((away > _FAR).sum())
             place = int(away.argmax())
-            if float(away[place]) > worst[0]:
+            if float(away[place]) > distance:
+                distance = float(away[place])
                 where = f"sample {int(stats.indices[place])} of {name} has a {what} of {float(values[place]):.4g}"
-                worst = (float(away[place]), where)
-    distance, where = worst
     if not where:
         return passed(f"no mean and no peak is more than {_FAR:g} median deviations from the median")
     evidence = f"{total:,} found; {where}, {distance:.0f} median deviations from the median"
@@ -100,8 +95,7 @@ def image_range(context: CheckContext) -> Result:
     """Values outside the range that the pipeline expects: uint8 up to 255, or float in [0, 1]."""
     stats = context.train_stats
     good = stats.finite
-    if not bool(good.any()):
-        return skipped("no image is finite")
+    need(good.any(), "no image is finite")
     low, high = float(stats.low[good].min()), float(stats.high[good].max())
     kind = next(iter(stats.dtypes), "")
     if kind == "uint8":
@@ -109,99 +103,95 @@ def image_range(context: CheckContext) -> Result:
         evidence = f"uint8 values from {round(low * 255)} to {top}"
         if top <= 1 and not bool(stats.constant.all()):
             return failed(evidence, "images in [0, 1] were cast to uint8: multiply by 255 first, or use float images")
-        if 1 < top <= 31:
-            return warned(evidence, f"spread the values over 0 to 255 (they are {255 / top:.0f} times too dark)")
-        return passed(evidence)
+        fix = f"spread the values over 0 to 255 (they are {255 / max(1, top):.0f} times too dark)"
+        return graded(evidence, fix, warn=1 < top <= 31)
     evidence = f"{kind} values from {low:.4g} to {high:.4g}"
     if low >= 0 and 0 < high < 2 / 255:
         return failed(evidence, "the images were divided by 255 twice: use uint8, or divide once")
     if high > 2 and low >= 0 and stats.whole_numbers:
         return failed(evidence, "uint8 was cast to float without scaling: use uint8, or divide by 255")
-    if high > 16 or low < -16:
-        return warned(evidence, "scale images to [0, 1] in the data set; data.normalize comes after that")
-    return passed(evidence)
+    fix = "scale images to [0, 1] in the data set; data.normalize comes after that"
+    return graded(evidence, fix, warn=high > 16 or low < -16)
 
 
-def _train_statistics(context: CheckContext) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each channel of the training split, neither of them degenerate."""
-    measured = context.train_stats.channel_statistics()
-    if measured is None or float(measured[1].min()) < 1e-6:
+def _train_moments(context: CheckContext) -> Tensor:
+    """Mean and standard deviation of each channel of the training split, (2, C), neither of them degenerate."""
+    moments = context.train_stats.channel_statistics()
+    if moments is None or float(moments[1].min()) < 1e-6:
         raise NotApplicable("the images have no statistics to compare with")
-    return measured
+    return moments
 
 
 def _numbers(values: Tensor) -> str:
     return "[" + ", ".join(f"{value:.4g}" for value in values.tolist()) + "]"
 
 
-def _distance(mean: Tensor, std: Tensor, other_mean: Tensor, other_std: Tensor) -> tuple[float, float]:
+def _distance(moments: Tensor, others: Tensor) -> tuple[float, float]:
     """Largest distance of two means in deviations, and largest ratio of two deviations, over the channels."""
-    away, wide = ((other_mean - mean).abs() / std).max(), (other_std / std).log().abs().max().exp()
-    return float(away), float(wide)
+    (mean, std), (other_mean, other_std) = moments, others
+    return float(((other_mean - mean).abs() / std).max()), float((other_std / std).log().abs().max().exp())
 
 
 def normalization(context: CheckContext) -> Result:
     """Statistics in data.normalize that differ from those of the data."""
-    mean, std = _train_statistics(context)
-    set_mean = torch.tensor(context.splits.mean, dtype=torch.float64).expand_as(mean)
-    set_std = torch.tensor(context.splits.std, dtype=torch.float64).expand_as(std)
-    away, wide = _distance(mean, std, set_mean, set_std)
-    evidence = f"mean {_numbers(set_mean)} std {_numbers(set_std)}, measured {_numbers(mean)} and {_numbers(std)}"
+    moments = _train_moments(context)
+    mean, std = context.splits.mean, context.splits.std
+    given = torch.stack([torch.tensor(each, dtype=torch.float64).expand(moments.shape[1]) for each in (mean, std)])
+    away, wide = _distance(moments, given)
+    evidence = f"mean {_numbers(given[0])} std {_numbers(given[1])}, "
+    evidence += f"measured {_numbers(moments[0])} and {_numbers(moments[1])}"
     wanted = preferred_data(context.config.model, grey=context.splits.channels == 1).get("normalize")
-    if wanted == {"mean": list(context.splits.mean), "std": list(context.splits.std)}:
+    if wanted == {"mean": list(mean), "std": list(std)}:
         return passed(f"{evidence}: as the pretrained weights of the model expect")
-    fix = f"data.normalize.mean={_numbers(mean)} data.normalize.std={_numbers(std)}, or null to measure them"
+    fix = (
+        f"data.normalize.mean={_numbers(moments[0])} data.normalize.std={_numbers(moments[1])}, or null to measure them"
+    )
     if float(context.train_stats.low[context.train_stats.finite].min()) < -0.05 and (away > 0.4 or wide > 1.8):
         evidence += ": the images have values below 0, so they are already normalized"
         return failed(evidence, f"normalize once, in the data set or with {fix}")
     return graded(evidence, fix, fail=not (away <= 2 and wide <= 4), warn=away > 0.75 or wide > 2)
 
 
-def _better_permutation(values: Tensor, others: Tensor) -> tuple[int, ...] | None:
-    """A channel order in which `others` (S, C) is much closer to `values` (S, C) than as it is, or None."""
-    channels = values.shape[1]
+def _better_permutation(moments: Tensor, others: Tensor) -> tuple[int, ...] | None:
+    """A channel order in which `others` (2, C) is much closer to `moments` (2, C) than as it is, or None."""
+    channels = moments.shape[1]
     if not 2 <= channels <= 4:
         return None
     orders = itertools.permutations(range(channels))
-    distance = {order: float((values - others[:, list(order)]).abs().sum()) for order in orders}
-    same = distance[tuple(range(channels))]
-    best = min(distance, key=lambda order: distance[order])
+    distance = {order: float((moments - others[:, list(order)]).abs().sum()) for order in orders}
+    same, best = distance[tuple(range(channels))], min(distance, key=distance.__getitem__)
     return best if same > 0.05 * channels and distance[best] < 0.25 * same else None
 
 
 def channel_order(context: CheckContext) -> Result:
     """Swapped channels: relative to data.normalize, or between splits."""
-    if context.splits.channels < 2:
-        return skipped("one channel")
-    measured = context.train_stats.channel_statistics()
-    if measured is None:
-        return skipped("no image is finite")
-    mean, ours = measured[0], torch.stack(measured)
-    if len(context.splits.mean) == len(mean):
+    need(context.splits.channels >= 2, "one channel")
+    ours = context.train_stats.channel_statistics()
+    if ours is None:
+        raise NotApplicable("no image is finite")
+    evidence = f"the channel means are {_numbers(ours[0])}"
+    if len(context.splits.mean) == len(ours[0]):
         given = torch.tensor([context.splits.mean, context.splits.std], dtype=torch.float64)
         if (order := _better_permutation(ours, given)) is not None:
-            evidence = f"the channel means are {_numbers(mean)}; data.normalize.mean={_numbers(given[0])} "
-            evidence += f"fits them in the order {order}"
+            evidence += f"; data.normalize.mean={_numbers(given[0])} fits them in the order {order}"
             return failed(evidence, "swap the channels where images are read (BGR to RGB), or in data.normalize")
     for stats in context.held_out_stats:
         other = stats.channel_statistics()
-        if other is not None and (order := _better_permutation(ours, torch.stack(other))) is not None:
-            evidence = f"the channel means are {_numbers(mean)} in train and {_numbers(other[0])} in {stats.name}"
+        if other is not None and (order := _better_permutation(ours, other)) is not None:
+            evidence += f" in train and {_numbers(other[0])} in {stats.name}"
             return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
-    return passed(f"channel means {_numbers(mean)}")
+    return passed(evidence)
 
 
 def splits_alike(context: CheckContext) -> Result:
     """Held-out images with another brightness or contrast than the training images."""
-    mean, std = _train_statistics(context)
-    found = []
+    moments, found = _train_moments(context), []
     for stats in context.held_out_stats:
         other = stats.channel_statistics()
         if other is not None and len(stats.indices) >= _FEWEST:
-            away, wide = _distance(mean, std, *other)
+            away, wide = _distance(moments, other)
             found.append((max(away / 0.5, wide / 1.5), stats.name, away, wide))
-    if not found:
-        return skipped(f"there is no other split of {_FEWEST} images")
+    need(found, f"there is no other split of {_FEWEST} images")
     worst, name, away, wide = max(found)
     evidence = f"the mean of {name} is {away:.2f} deviations away, its contrast differs by a factor of {wide:.2f}"
     return graded(evidence, f"read {name} as train is read: the same source, unit and transforms", warn=worst > 1)
@@ -212,7 +202,7 @@ def evaluation_transform(context: CheckContext) -> Result:
     checked = 0
     for name, stats in context.stats.items():
         count = len(stats.indices)
-        indices = stats.indices[torch.arange(count) if count <= 8 else torch.arange(8) * count // 8].tolist()
+        indices = stats.indices[torch.arange(min(count, 8)) * count // max(1, min(count, 8))].tolist()
         if not indices:
             continue
         first = context.read(name, indices)
@@ -221,30 +211,28 @@ def evaluation_transform(context: CheckContext) -> Result:
             differ = (first.images != again.images).flatten(1).any(1) & first.images.isfinite().flatten(1).all(1)
             if bool(differ.any()):
                 evidence = f"{int(differ.sum())} of {len(indices)} samples of {name} differ when they are read again"
-                return failed(
-                    evidence, "move random transforms from transform.eval to train, sample_eval to sample_train"
-                )
+                fix = "move random transforms from transform.eval to train, sample_eval to sample_train"
+                return failed(evidence, fix)
         checked += len(indices)
     return passed(f"{checked} samples of {len(context.stats)} splits are the same each time they are read")
 
 
 def augmentation(context: CheckContext) -> Result:
     """Training images that augmentation makes empty, or very different from evaluated images."""
-    if not bool(context.train_stats.finite.all()):
-        return skipped("there are images that are not finite")
-    images = context.batch.images
+    need(context.train_stats.finite.all(), "there are images that are not finite")
+    plain = context.batch.images.float()
     batch = next(context.splits.train.loader.batches(0, 0, 1))
     augmented, where = batch.images[:_AUGMENTED].float(), "repair transform.train or sample_train"
     if not bool(augmented.isfinite().all()):
         return failed("a batch of augmented images contains NaN or infinity", where)
-    plain = images.float()
     if context.splits.train.mix is None and not any(stats.unreadable for stats in context.stats.values()):
         plain = context.read("train", batch.indices[:_AUGMENTED].tolist()).images.float()
-    (mean, std), (plain_mean, plain_std) = _channel_moments(augmented), _channel_moments(plain)
-    if len(mean) != len(plain_mean):
-        return failed(f"{len(mean)} channels with augmentation, {len(plain_mean)} without", where)
-    factor = float((std / plain_std.clamp_min(1e-6)).clamp_min(1e-6).log().abs().max().exp())
-    away = float(((mean - plain_mean).abs() / plain_std.clamp_min(1e-6)).max())
+    ours, theirs = _channel_moments(plain), _channel_moments(augmented)
+    if ours.shape != theirs.shape:
+        return failed(f"{theirs.shape[1]} channels with augmentation, {ours.shape[1]} without", where)
+    wide = ours[1].clamp_min(1e-6)
+    factor = float((theirs[1] / wide).clamp_min(1e-6).log().abs().max().exp())
+    away = float(((theirs[0] - ours[0]).abs() / wide).max())
     evidence = f"standard deviation {float(augmented.std()):.3g} with augmentation, {float(plain.std()):.3g} without; "
     evidence += f"the mean of a channel moves by up to {away:.2g} deviations"
     fix = f"{where}: its range, order or strength"
@@ -255,8 +243,7 @@ def augmentation(context: CheckContext) -> Result:
         if empty > 0.2:
             evidence = f"{empty:.0%} of the images have almost no contrast left after augmentation; {evidence}"
             return graded(evidence, fix, fail=empty > 0.5, warn=True)
-    order = _better_permutation(_channel_moments(plain), _channel_moments(augmented)) if len(mean) > 1 else None
-    if order is not None:
+    if (order := _better_permutation(ours, theirs)) is not None:
         return failed(f"{evidence}; the channels are in the order {order}", "keep the order of the channels (RGB)")
     return graded(evidence, fix, warn=factor > 2 or away > 1)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.near_duplicates import nearest_matches
-from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, passed, skipped, warned
+from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
 from runner.verbs.check.split_stats import SplitStats
 
 _FEW = 0.005  # share of a split above which repeated images are not an accident
@@ -19,22 +18,11 @@ _MOSTLY = 0.5  # share of copies that no collection of pictures has
 _EXPECTED = 10  # expected samples of a class above which their absence is not an accident
 
 
-def _class_numbers(context: CheckContext) -> Tensor:
-    if not context.classes or "train" not in context.labels:
-        raise NotApplicable("the targets are not class numbers")
-    return context.labels["train"]
-
-
-def _counts(targets: Tensor, classes: int) -> Tensor:
-    return torch.bincount(targets.clamp_min(0), minlength=classes).double()
-
-
 def target_range(context: CheckContext) -> Result:
     """Class numbers that are out of range, or targets that are not finite."""
     if not context.classes:
         bad = sum(int((~stats.targets.float().isfinite()).sum()) for stats in context.stats.values())
-        evidence = f"{bad:,} targets are not finite"
-        return failed(evidence, "remove these samples") if bad else passed("every target is finite")
+        return failed(f"{bad:,} targets are not finite", "remove these samples") if bad else passed("all are finite")
     top = context.classes - 1
     for name, targets in context.labels.items():
         low, high = int(targets.min()), int(targets.max())
@@ -43,32 +31,35 @@ def target_range(context: CheckContext) -> Result:
             evidence = f"{wrong:,} targets of {name} are outside 0 to {top}: from {low} to {high}"
             one_off = low == 1 and high == top + 1
             return failed(evidence, "count classes from 0: subtract 1" if one_off else "number the classes from 0")
-    if not context.labels:
-        return skipped("the targets are not class numbers")
+    need(context.labels, "the targets are not class numbers")
     return passed(f"0 to {top} in {', '.join(context.labels)}")
+
+
+def _class_counts(context: CheckContext) -> dict[str, Tensor]:
+    """How many samples each class has, by split, float64 (C,) or more if numbers are out of range."""
+    need(context.classes and "train" in context.labels, "the targets are not class numbers")
+    count = context.classes
+    return {name: torch.bincount(each.clamp_min(0), minlength=count).double() for name, each in context.labels.items()}
 
 
 def missing_classes(context: CheckContext) -> Result:
     """Classes without training samples, for example because labels count from 1."""
-    ours = _class_numbers(context)
-    present = {name: set(targets.tolist()) for name, targets in context.labels.items()}
-    empty = [index for index in range(context.classes) if index not in present["train"]]
+    counts = _class_counts(context)
+    ours = counts["train"]
+    empty = (ours[: context.classes] == 0).nonzero().flatten().tolist()
     if not empty:
-        counts = _counts(ours, context.classes)
-        for name, targets in context.labels.items():
-            expected = counts / counts.sum() * len(targets)
-            gone = [n for n in range(context.classes) if n not in present[name] and float(expected[n]) >= _EXPECTED]
-            if gone:
-                evidence = f"no sample of {name} is of class {join_names([str(each) for each in gone])}"
+        for name, theirs in counts.items():
+            expected = ours / ours.sum() * len(context.labels[name])
+            size = min(len(ours), len(theirs), context.classes)
+            if gone := ((theirs[:size] == 0) & (expected[:size] >= _EXPECTED)).nonzero().flatten().tolist():
+                evidence = f"no sample of {name} is of class {join_names(gone)}"
                 evidence += f"; with the class shares of train there would be {float(expected[gone[0]]):.0f}"
                 return warned(evidence, f"data.split.stratified=true, or samples of every class in {name}")
         return passed(f"all {context.classes} classes have training samples")
-    names = join_names([str(each) for each in empty])
-    evidence = f"no training sample of {len(empty)} of {context.classes} classes: {names}"
+    evidence = f"no training sample of {len(empty)} of {context.classes} classes: {join_names(empty)}"
     if empty == [0]:
-        return failed(f"{evidence}; labels run from 1 to {max(present['train'])}", "count classes from 0: subtract 1")
-    others = [name for name, found in present.items() if name != "train" and found & set(empty)]
-    if others:
+        return failed(f"{evidence}; labels run from 1 to {len(ours) - 1}", "count classes from 0: subtract 1")
+    if others := [name for name, theirs in counts.items() if bool(theirs[empty].any())]:
         evidence += f"; {', '.join(others)} has samples of them"
         return failed(evidence, "data.split.stratified=true, or other data")
     return warned(evidence, "remove these classes, or add samples")
@@ -76,37 +67,37 @@ def missing_classes(context: CheckContext) -> Result:
 
 def class_balance(context: CheckContext) -> Result:
     """A single class, or classes of very different sizes, within a split or between splits."""
-    counts = _counts(_class_numbers(context), context.classes)
-    shares = counts / counts.sum()
-    low, high = float(counts[counts > 0].min()), float(counts.max())
-    evidence = f"{low:,.0f} to {high:,.0f} training samples per class, the largest has {float(shares.max()):.1%}"
-    if int((counts > 0).sum()) == 1:
-        evidence = f"every training sample is of class {int(counts.argmax())}"
+    counts = _class_counts(context)
+    ours, classes = counts["train"], context.classes
+    low, high, largest = float(ours[ours > 0].min()), float(ours.max()), float(ours.max() / ours.sum())
+    if int((ours > 0).sum()) == 1:
+        evidence = f"every training sample is of class {int(ours.argmax())}"
         return failed(evidence, "use other data: there is nothing to distinguish")
-    for name, targets in context.labels.items():
-        theirs = _counts(targets, context.classes)[: context.classes]
-        apart = float((theirs / theirs.sum() - shares[: context.classes]).abs().sum()) / 2
+    for name, theirs in counts.items():
+        apart = float((theirs / theirs.sum())[:classes].sub((ours / ours.sum())[:classes]).abs().sum()) / 2
         # By chance alone the shares of C classes in n samples are about sqrt(C / n) / 2 apart.
-        if len(targets) > 50 and apart > 0.15 + (context.classes / len(targets)) ** 0.5:
+        samples = len(context.labels[name])
+        if samples > 50 and apart > 0.15 + (classes / samples) ** 0.5:
             evidence = f"the class shares of {name} differ from train: {apart:.0%} of the samples would have to move"
             return warned(evidence, "data.split.stratified=true, or splits from the same source")
+    evidence = f"{low:,.0f} to {high:,.0f} training samples per class, the largest has {largest:.1%}"
     fix = "loss.class_weights=balanced, and other metrics than accuracy"
-    return graded(evidence, fix, warn=float(shares.max()) > 0.9 or high > 50 * low)
+    return graded(evidence, fix, warn=largest > 0.9 or high > 50 * low)
 
 
 def class_order(context: CheckContext) -> Result:
     """DataModule that list their classes in another order, so that class numbers have another meaning."""
-    datasets = {name: stats.dataset for name, stats in context.stats.items()}
-    named = {name: tuple(map(str, getattr(each, "classes", None) or ())) for name, each in datasets.items()}
+    named = {name: [*map(str, getattr(each.dataset, "classes", None) or ())] for name, each in context.stats.items()}
     ours = named["train"]
+    need(ours, "the data set names no classes")
     for name, theirs in named.items():
-        if ours and theirs and theirs != ours:
+        if theirs and theirs != ours:
             pairs = enumerate(zip(ours, theirs, strict=False))
             place = next((number for number, pair in pairs if pair[0] != pair[1]), len(theirs))
             labels = " and ".join(repr(each[place]) if place < len(each) else "none" for each in (ours, theirs))
             evidence = f"class {place} is {labels} in train and {name}"
             return failed(evidence, f"give {name} the classes of train, in their order")
-    return passed("the same in every split") if ours else skipped("the data set names no classes")
+    return passed("the same in every split")
 
 
 def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
@@ -114,118 +105,101 @@ def _digests(stats: SplitStats) -> list[tuple[int, bytes]]:
     return [(place, stats.digests[place]) for place in (~stats.constant).nonzero().flatten().tolist()]
 
 
-def _repeats(stats: SplitStats) -> tuple[int, list[int]]:
-    """How many images are copies of earlier ones, and the indices of the first pair."""
-    first: dict[bytes, int] = {}
-    pair: list[int] = []
-    copies = 0
-    for place, digest in _digests(stats):
-        if first.setdefault(digest, place) != place:
-            copies += 1
-            pair = pair or [int(stats.indices[first[digest]]), int(stats.indices[place])]
-    return copies, pair
-
-
 def duplicates(context: CheckContext) -> Result:
     """The same image several times in a split."""
-    found = {name: _repeats(stats) for name, stats in context.stats.items()}
-    name = max(found, key=lambda each: found[each][0] / max(1, len(context.stats[each].indices)))
-    copies, pair = found[name]
-    count = len(context.stats[name].indices)
-    evidence = f"{copies:,} of {count:,} images of {name} are exact copies of others"
-    if copies <= _FEW * count:
+    found = []
+    for stats in context.stats.values():
+        first: dict[bytes, int] = {}
+        pairs = [(first.setdefault(digest, place), place) for place, digest in _digests(stats)]
+        copies = [pair for pair in pairs if pair[0] != pair[1]]
+        found.append((len(copies) / max(1, len(stats.indices)), stats, copies))
+    share, stats, copies = max(found, key=lambda each: each[0])
+    evidence = f"{len(copies):,} of {len(stats.indices):,} images of {stats.name} are exact copies of others"
+    if share <= _FEW:
         return passed(evidence)
-    evidence += f", such as samples {pair[0]} and {pair[1]}"
-    if copies > _MOSTLY * count:
-        return failed(evidence, "check how the data set maps an index to an image: most samples are the same pictures")
-    return warned(evidence, "remove copies: they count several times")
+    first_copy = " and ".join(str(int(stats.indices[place])) for place in copies[0])
+    fix = "remove copies: they count several times"
+    if share > _MOSTLY:
+        fix = "check how the data set maps an index to an image: most samples are the same pictures"
+    return graded(f"{evidence}, such as samples {first_copy}", fix, fail=share > _MOSTLY, warn=True)
 
 
 def conflicting_labels(context: CheckContext) -> Result:
     """The same image with different targets."""
-    known: dict[bytes, tuple[str, int, Any]] = {}
-    conflicts, example = 0, ""
+    known: dict[bytes, tuple[str, int, object]] = {}
+    conflicts = []
     for name, stats in context.stats.items():
         targets = stats.targets.tolist()
         for place, digest in _digests(stats):
-            split, index, target = known.setdefault(digest, (name, int(stats.indices[place]), targets[place]))
-            if target != targets[place]:
-                conflicts += 1
-                where = f"{index} of {split} and {int(stats.indices[place])} of {name}"
-                example = example or f"samples {where} are {target} and {targets[place]}"
+            here = name, int(stats.indices[place]), targets[place]
+            if known.setdefault(digest, here)[2] != targets[place]:
+                conflicts.append((known[digest], here))
     if not conflicts:
         return passed("no image has two targets")
     total = sum(len(stats.digests) for stats in context.stats.values())
-    evidence = f"{conflicts:,} images have another target than an exact copy: {example}"
-    fix = "decide which target is right"
-    if conflicts > _FEW * total:
-        return failed(evidence, f"{fix}; check how images and targets are paired")
-    return warned(evidence, fix)
+    (split, index, target), (other_split, other_index, other) = conflicts[0]
+    evidence = f"{len(conflicts):,} images have another target than an exact copy: "
+    evidence += f"samples {index} of {split} and {other_index} of {other_split} are {target} and {other}"
+    fix = "decide which target is right; if there are many, check how images and targets are paired"
+    return graded(evidence, fix, fail=len(conflicts) > _FEW * total, warn=True)
 
 
 def leakage(context: CheckContext) -> Result:
     """Held-out images that are also in the training split, bit for bit."""
-    if not context.held_out_stats:
-        return skipped("there is no other split")
+    need(context.held_out_stats, "there is no other split")
     train = context.train_stats
     ours = {digest: place for place, digest in _digests(train)}
-    worst = (0.0, 0, "", "")
-    counts = []
+    counts, share, most, example, worst = [], 0.0, 0, "", ""
     for stats in context.held_out_stats:
         shared = [(ours[digest], place) for place, digest in enumerate(stats.digests) if digest in ours]
         counts.append(f"{len(shared):,} of {len(stats.digests):,} of {stats.name}")
-        if shared:
+        if shared and len(shared) / len(stats.digests) > share:
+            share, most, worst = len(shared) / len(stats.digests), len(shared), stats.name
             a, b = int(train.indices[shared[0][0]]), int(stats.indices[shared[0][1]])
-            example = f"such as sample {b} of {stats.name}, which is {a} of train"
-            worst = max(worst, (len(shared) / len(stats.digests), len(shared), stats.name, example))
-    share, count, name, example = worst
-    evidence = f"{', '.join(counts)} are also in train" + (f", {example}" if count else "")
-    fix = f"remove them from train or from {name}: a score on them says nothing about unseen images"
-    return graded(evidence, fix, fail=share > _FEW and count > 1, warn=count > 0)
+            example = f", such as sample {b} of {worst}, which is {a} of train"
+    fix = f"remove them from train or from {worst}: a score on them says nothing about unseen images"
+    return graded(f"{', '.join(counts)} are also in train{example}", fix, fail=share > _FEW and most > 1, warn=most > 0)
 
 
 def near_duplicates(context: CheckContext) -> Result:
     """Held-out images that nearly equal training images: mirrored, shifted, rescaled, brighter or compressed again."""
     train = context.train_stats
-    if not context.held_out_stats or not len(train.thumbnails):
-        return skipped("there is no other split")
+    need(context.held_out_stats and len(train.thumbnails), "there is no other split")
     size = train.thumbnails.shape[1:]
-    if size.numel() < 128:
-        return skipped(f"images of {size.numel()} values are too small to compare")
+    need(size.numel() >= 128, f"images of {size.numel()} values are too small to compare")
     own = {train.digests[row] for row in train.thumbnail_rows.tolist()}
-    rows = train.thumbnail_rows
-    shown = (~train.constant[rows] & train.finite[rows]).nonzero().flatten()
-    counts, worst = [], (0, 0, "", "")
+    shown = (~train.constant & train.finite)[train.thumbnail_rows]
+    counts, most, warn, example, worst = [], 0, False, "", ""
     for stats in context.held_out_stats:
-        pairs = enumerate(stats.thumbnail_rows.tolist())
-        fresh = [place for place, row in pairs if stats.digests[row] not in own and not stats.constant[row]]
-        if not fresh or not len(shown) or stats.thumbnails.shape[1:] != size:
+        fresh = ~stats.constant[stats.thumbnail_rows]
+        fresh &= torch.tensor(
+            [stats.digests[row] not in own for row in stats.thumbnail_rows.tolist()], dtype=torch.bool
+        )
+        total = int(fresh.sum())
+        if not total or not bool(shown.any()) or stats.thumbnails.shape[1:] != size:
             continue
         found = nearest_matches(stats.thumbnails[fresh], train.thumbnails[shown])
-        near = found.same.nonzero().flatten().tolist()
-        counts.append(f"{len(near):,} of {len(fresh):,} of {stats.name}")
-        if near:
-            b = int(stats.indices[stats.thumbnail_rows[fresh[near[0]]]])
-            a = int(train.indices[rows[shown[found.place[near[0]]]]])
-            example = f"such as sample {b} of {stats.name} and {a} of train, correlation {float(found.correlation[near[0]]):.4f}"
-            worst = max(worst, (len(near), len(fresh), stats.name, example))
-    count, of, name, example = worst
+        near = found.same.nonzero().flatten()
+        counts.append(f"{len(near):,} of {total:,} of {stats.name}")
+        if len(near) > most:
+            most, worst, warn = len(near), stats.name, len(near) > max(2, _NEARLY * total)
+            a = int(train.indices[train.thumbnail_rows[shown][found.place[near[0]]]])
+            b = int(stats.indices[stats.thumbnail_rows[fresh][near[0]]])
+            example = f"sample {b} of {worst} and {a} of train, correlation {float(found.correlation[near[0]]):.4f}"
     evidence = f"{', '.join(counts) or 'none'} are nearly the same picture as one of train"
-    if count > max(2, _NEARLY * of):
-        return warned(f"{evidence}, {example}", f"keep pictures of the same object in one split; look at {name}")
-    return passed(evidence)
+    fix = f"keep pictures of the same object in one split; look at {worst}"
+    return graded(f"{evidence}, such as {example}" if warn else evidence, fix, warn=warn)
 
 
 def target_scale(context: CheckContext) -> Result:
     """Regression targets that are all equal, or whose scale is far from 1."""
-    if context.classes:
-        return skipped("there are classes")
+    need(not context.classes, "there are classes")
     values = context.train_stats.targets.double()
-    if not len(values) or not bool(values.isfinite().all()):
-        return skipped("there are targets that are not finite")
+    need(len(values) and values.isfinite().all(), "there are targets that are not finite")
     mean, std = float(values.mean()), float(values.std())
-    low, high = values.aminmax()
-    evidence = f"mean {mean:.4g}, standard deviation {std:.4g}, from {float(low):.4g} to {float(high):.4g}"
+    evidence = (
+        f"mean {mean:.4g}, standard deviation {std:.4g}, from {float(values.min()):.4g} to {float(values.max()):.4g}"
+    )
     if std < 1e-6 * max(1.0, abs(mean)):
         return failed(evidence, "other targets: there is nothing to predict")
     if std > 30 or std < 0.03 or abs(mean) > 30 * std:

@@ -4,34 +4,117 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.verbs.check.context import CheckContext
-from runner.verbs.check.observed_pass import observe_pass
-from runner.verbs.check.result import Result, failed, graded, join_names, passed, skipped, warned
+from runner.instrument.observer import Observer
+from runner.verbs.check.context import BATCH_NORM, CheckContext
+from runner.verbs.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
 
 _MOST_TRIED = 32  # modules that are changed one by one
 _DEAD_WARN, _DEAD_FAIL = 0.5, 0.9
 _SMALL, _TINY = 1e-3, 1e-6  # shares of the largest signal
 _FAINT, _FAINTEST = 1e-9, 1e-12  # shares of the largest gradient; ConvNeXt scales some layers by 1e-6
 _DEPTH = 4  # of nested containers that are searched for tensors
-_RANDOM = "random initial weights (nn.init.kaiming_normal_)"
+_RECTIFIERS = ("relu", "relu_", "hardtanh", "hardtanh_", "clamp_min", "clamp_min_", "threshold", "threshold_")
+_NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
+
+
+@dataclass
+class ObservedPass:
+    """A forward and a backward pass over a batch, in training mode but without dropout."""
+
+    scales: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # deviation of the outputs of each module with weights
+    input_scale: float = math.nan  # deviation of the input of the last of these modules
+    biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
+    units: list[tuple[str, int, int]] = field(
+        default_factory=list
+    )  # by rectifier: module, units, units that never fired
+    missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
+    gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls a function with the name, the arguments and the output of each operation of torch."""
+
+    def __init__(self, look: Callable[[str, Sequence[Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        self._look(func.overloadpacket.__name__, args, output)
+        return output
+
+
+def observe_pass(context: CheckContext) -> ObservedPass:
+    """Send a batch through model, loss and back."""
+    found, model, batch = ObservedPass(), context.model, context.batch
+    inside: list[str] = []
+    outputs: dict[int, tuple[str, int, Tensor]] = {}  # by identity, with the version; kept, so that no identity recurs
+
+    def deviation(values: Tensor) -> float:
+        return float(values.detach().float().std(0).mean())  # between samples
+
+    def before(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        inside.append(name)
+        if isinstance(module, _NORMS) and inputs and id(inputs[0]) in outputs:
+            source, version, output = outputs[id(inputs[0])]
+            bias = getattr(model.get_submodule(source), "bias", None)
+            if version == output._version and isinstance(bias, nn.Parameter) and bias.requires_grad:
+                found.biased.append(f"{source} before {name} ({type(module).__name__})")
+
+    def after(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        inside.pop()
+        if isinstance(output, Tensor) and next(module.children(), None) is None:
+            outputs[id(output)] = (name, output._version, output)
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
+                found.scales.append((name, deviation(output)))
+                if inputs and isinstance(inputs[0], Tensor):
+                    found.input_scale = deviation(inputs[0])
+
+    def count_dead_units(name: str, arguments: Sequence[Any], output: Any) -> None:
+        if name in _RECTIFIERS and isinstance(output, Tensor) and output.ndim >= 2:
+            # Features come last in tokens (B, N, D), and second in images (B, C, H, W).
+            values = output.detach() if output.ndim == 3 else output.detach().transpose(1, -1)
+            top = values.flatten(0, -2).amax(0)
+            found.units.append((inside[-1] if inside else "", len(top), int((top <= 0).sum())))
+
+    context.disable_dropout()
+    with Observer(model, before, after):
+        with Operations(count_dead_units):
+            logits = model(batch.images)
+        loss = context.training.parts.loss(logits, context.targets(batch))
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if parameter.requires_grad and gradient is None:
+            found.missing.append(name)
+        elif gradient is not None and parameter.ndim >= 2 and gradient.layout is torch.strided:
+            found.gradients.append((name, float(gradient.float().square().mean().sqrt())))
+    return found
 
 
 def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
     frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
     total = sum(1 for _ in context.model.parameters())
-    if not frozen:
-        return passed(f"all {total} require gradients")
-    evidence = f"{len(frozen)} of {total} parameters do not require gradients: {join_names(frozen)}"
-    if context.config.freeze is not None:
-        return passed(f"{evidence}, as set by `freeze`")
-    return warned(evidence, "requires_grad=True; if this is intended, set freeze=...")
+    what, fix = (
+        f"of {total} parameters do not require gradients",
+        "requires_grad=True; if this is intended, set freeze=...",
+    )
+    if frozen and context.config.freeze is not None:
+        return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze`")
+    return none_of(frozen, what, fix, f"all {total} require gradients", "warn")
 
 
 def optimizer_parameters(context: CheckContext) -> Result:
@@ -40,21 +123,18 @@ def optimizer_parameters(context: CheckContext) -> Result:
     known = {id(parameter) for group in groups for parameter in group["params"]}
     trainable = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
     missing = [name for name, parameter in trainable if id(parameter) not in known]
-    if missing:
-        evidence = f"{len(missing)} of {len(trainable)} are in no parameter group: {join_names(missing)}"
-        return failed(evidence, "pass all parameters on to the optimizer")
-    return passed(f"all {len(trainable)} are in its {len(groups)} group{'' if len(groups) == 1 else 's'}")
+    what, fix = f"of {len(trainable)} are in no parameter group", "pass all parameters on to the optimizer"
+    return none_of(missing, what, fix, f"all {len(trainable)} are in its {len(groups)} groups")
 
 
 def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
-    """Parameters without a gradient: those that change the outputs, and those that do not."""
+    """Parameters without a gradient: those that do not change the outputs, and those that do."""
     by_module: dict[str, list[str]] = defaultdict(list)
     for name in context.cached(observe_pass).missing:
         by_module[name.rpartition(".")[0]].append(name)
     model, images = context.model, context.batch.images
     parameters = dict(model.named_parameters())
-    used: list[str] = []
-    unused: list[str] = []
+    found: tuple[list[str], list[str]] = [], []
     model.eval()
     with torch.no_grad():
         before = model(images)
@@ -63,28 +143,26 @@ def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
             for name in names:
                 # Large random changes: a small one may hide behind a rectifier.
                 parameters[name].add_(torch.randn_like(parameters[name])).mul_(3)
-            (unused if torch.equal(before, model(images)) else used).extend(names)
+            found[not torch.equal(before, model(images))].extend(names)
             for name, values in zip(names, kept, strict=True):
                 parameters[name].copy_(values)
-    return used, unused
+    return found
 
 
 def detached_parameters(context: CheckContext) -> Result:
     """Parameters that change the outputs but get no gradient, because of detach, no_grad, .data or .item."""
-    used, _ = context.cached(_without_gradient)
-    if used:
-        evidence = f"{len(used)} parameters change the outputs and get no gradient: {join_names(used)}"
-        return failed(evidence, "remove detach(), no_grad, .data, .item() or numpy() between these and the loss")
-    return passed("all parameters that change the outputs get a gradient")
+    used, fix = (
+        context.cached(_without_gradient)[1],
+        "remove detach(), no_grad, .data, .item() or numpy() before the loss",
+    )
+    otherwise = "all parameters that change the outputs get a gradient"
+    return none_of(used, "parameters change the outputs and get no gradient", fix, otherwise)
 
 
 def unused_parameters(context: CheckContext) -> Result:
     """Parameters that do not change the outputs: a branch that is never used."""
-    _, unused = context.cached(_without_gradient)
-    if unused:
-        evidence = f"{len(unused)} parameters do not change the outputs: {join_names(unused)}"
-        return warned(evidence, "use the branch in forward, or remove it")
-    return passed("none without a gradient")
+    unused, fix = context.cached(_without_gradient)[0], "use the branch in forward, or remove it"
+    return none_of(unused, "parameters do not change the outputs", fix, "none without a gradient", "warn")
 
 
 def shared_weights(context: CheckContext) -> Result:
@@ -93,31 +171,21 @@ def shared_weights(context: CheckContext) -> Result:
     for name, parameter in context.model.named_parameters(remove_duplicate=False):
         if parameter.numel() and parameter.device.type != "meta":
             places[parameter.data_ptr(), parameter.numel()].append(name)
-    shared = [names for names in places.values() if len(names) > 1]
-    if shared:
-        evidence = f"{len(shared)} weights occur several times, such as {' = '.join(shared[0][:3])}"
-        return warned(evidence, "unless intended, build each layer: [Block() for _ in range(n)], not [Block()] * n")
-    return passed(f"{len(places)} weights, each in one place")
+    shared = [" = ".join(names[:3]) for names in places.values() if len(names) > 1]
+    fix = "unless intended, build each layer: [Block() for _ in range(n)], not [Block()] * n"
+    return none_of(shared, "weights occur several times", fix, f"{len(places)} weights, each in one place", "warn")
 
 
 def bias_before_norm(context: CheckContext) -> Result:
     """A bias without effect, because a norm follows."""
-    modules = dict(context.model.named_modules())
-    found = []
-    for name, norm in context.cached(observe_pass).before_norm:
-        bias = getattr(modules[name], "bias", None)
-        if isinstance(bias, nn.Parameter) and bias.requires_grad:
-            found.append(f"{name} before {norm} ({type(modules[norm]).__name__})")
-    if found:
-        return warned(f"{len(found)}: {join_names(found)}", "bias=False in the layer before the norm")
-    return passed("no layer before a norm has one")
+    biased, fix = context.cached(observe_pass).biased, "bias=False in the layer before the norm"
+    return none_of(biased, "have no effect", fix, "no layer before a norm has one", "warn")
 
 
 def dead_units(context: CheckContext) -> Result:
     """Units of a ReLU that are zero for every sample: they output nothing and learn nothing."""
     units = context.cached(observe_pass).units
-    if not units:
-        return skipped("the model has no rectifier")
+    need(units, "the model has no rectifier")
     name, count, dead = max(units, key=lambda each: each[2] / each[1])
     total, all_dead = sum(each[1] for each in units), sum(each[2] for each in units)
     evidence = f"{all_dead:,} of {total:,} units never fire on {len(context.batch.images)} samples; "
@@ -126,44 +194,47 @@ def dead_units(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=dead > _DEAD_FAIL * count, warn=dead > _DEAD_WARN * count)
 
 
+def _extremes(signals: Sequence[tuple[str, float]], what: str) -> tuple[float, float, str]:
+    """The smallest and the largest signal, and a sentence about them."""
+    (low, least), (high, most) = (pick(signals, key=lambda each: each[1]) for pick in (min, max))
+    return least, most, f"{what} is {most:.3g} of {high}, {least:.3g} of {low}, of {len(signals)}"
+
+
+def _not_finite(signals: Sequence[tuple[str, float]]) -> list[str]:
+    return [name for name, signal in signals if not math.isfinite(signal)]
+
+
 def activation_scale(context: CheckContext) -> Result:
     """Activations that vanish or explode with the depth of the model."""
     observed = context.cached(observe_pass)
     scales = observed.scales[:-1]  # the last layer gives the outputs, which may well start near 0
-    if len(scales) < 2:
-        return skipped("fewer than three layers")
-    wrong = next((name for name, scale in scales if not math.isfinite(scale)), None)
+    need(len(scales) >= 2, "fewer than three layers")
     fix = "initial weights of variance 2 / fan-in (nn.init.kaiming_normal_), or normalization layers"
-    if wrong is not None:
-        return failed(f"the output of {wrong} is not finite", fix)
-    low, high = min(scales, key=lambda each: each[1]), max(scales, key=lambda each: each[1])
-    evidence = f"the deviation between samples is {high[1]:.3g} after {high[0]}, {low[1]:.3g} after {low[0]}, of {len(scales)} "
-    evidence += f"layers, and {observed.input_scale:.3g} before the last"
+    if wrong := _not_finite(scales):
+        return failed(f"the output of {wrong[0]} is not finite", fix)
+    _, most, evidence = _extremes(scales, "the deviation between samples")
     # A layer in between may output next to nothing: a norm scales it up again, or a shortcut bypasses it.
-    share = observed.input_scale / high[1] if high[1] else 0.0
-    fail, warn = (share < bound or high[1] > 1 / bound for bound in (_TINY, _SMALL))
-    return graded(evidence, fix, fail=fail, warn=warn)
+    share = observed.input_scale / most if most else 0.0
+    fail, warn = (share < bound or most > 1 / bound for bound in (_TINY, _SMALL))
+    return graded(f"{evidence} layers, and {observed.input_scale:.3g} before the last", fix, fail=fail, warn=warn)
 
 
 def gradient_scale(context: CheckContext) -> Result:
     """Gradients that vanish or explode with the depth of the model."""
     gradients = context.cached(observe_pass).gradients
-    if len(gradients) < 2:
-        return skipped("fewer than two weights get a gradient")
-    wrong = next((name for name, gradient in gradients.items() if not math.isfinite(gradient)), None)
+    need(len(gradients) >= 2, "fewer than two weights get a gradient")
     fix = "initial weights, normalization layers or shortcuts; grad_clip.norm=1.0 against exploding gradients"
-    if wrong is not None:
-        return failed(f"the gradient of {wrong} is not finite", fix)
-    zero = [name for name, gradient in gradients.items() if gradient == 0]
-    if zero and any(not bool(p.any()) for name, p in context.model.named_parameters() if not name.endswith("bias")):
-        return skipped("a weight starts at zero, which lets no gradient through before the first step")
-    if zero:
+    if wrong := _not_finite(gradients):
+        return failed(f"the gradient of {wrong[0]} is not finite", fix)
+    if zero := [name for name, gradient in gradients if gradient == 0]:
+        starts_at_zero = any(
+            not bool(p.any()) for name, p in context.model.named_parameters() if not name.endswith("bias")
+        )
+        need(not starts_at_zero, "a weight starts at zero, which lets no gradient through before the first step")
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {join_names(zero)}", fix)
-    low, high = (pick(gradients, key=lambda name: gradients[name]) for pick in (min, max))
-    least, most = gradients[low], gradients[high]
-    evidence = f"root mean square {most:.3g} of {high}, {least:.3g} of {low}, of {len(gradients)} weights"
-    share = least / most
-    return graded(evidence, fix, fail=share < _FAINTEST or most > 1e6, warn=share < _FAINT or most > 1e4)
+    least, most, evidence = _extremes(gradients, "the root mean square")
+    fail, warn = (least / most < share or most > bound for share, bound in ((_FAINTEST, 1e6), (_FAINT, 1e4)))
+    return graded(f"{evidence} weights", fix, fail=fail, warn=warn)
 
 
 def _graph_leaves(root: Tensor) -> list[Tensor]:
@@ -173,31 +244,29 @@ def _graph_leaves(root: Tensor) -> list[Tensor]:
     nodes = [root.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.append(variable)
-        nodes += [each for each, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            nodes += [each for each, _ in node.next_functions]
     return found
 
 
 def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
     """Tensors in containers, objects and modules in them, by the Python expression that reaches them."""
+    inner: dict[str, Any] = {}
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, nn.Module):
-        yield from ((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
-    elif depth and isinstance(value, dict):
-        for key, each in value.items():
-            yield from _nested_tensors(each, f"{name}[{key!r}]", depth - 1)
-    elif depth and isinstance(value, list | tuple | set):
-        for place, each in enumerate(value):
-            yield from _nested_tensors(each, f"{name}[{place}]", depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__module__ != "builtins":
-        for key, each in list(vars(value).items()):
-            if isinstance(each, Tensor | nn.Module | list | tuple | dict):
-                yield from _nested_tensors(each, f"{name}.{key}", depth - 1)
+        yield from ((f"{name}.{each}", parameter) for each, parameter in value.named_parameters())
+    elif isinstance(value, dict):
+        inner = {f"[{key!r}]": each for key, each in value.items()}
+    elif isinstance(value, list | tuple | set):
+        inner = {f"[{place}]": each for place, each in enumerate(value)}
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and type(value).__module__ != "builtins":
+        kinds = (Tensor, nn.Module, list, tuple, dict)
+        inner = {f".{key}": each for key, each in vars(value).items() if isinstance(each, kinds)}
+    for key, each in inner.items() if depth else ():
+        yield from _nested_tensors(each, f"{name}{key}", depth - 1)
 
 
 def unregistered_parameters(context: CheckContext) -> Result:
@@ -207,27 +276,24 @@ def unregistered_parameters(context: CheckContext) -> Result:
     known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
     graph = context.loss()  # keeps the tensors alive, so no two have one identity
     found = [each for each in _graph_leaves(graph) if id(each) not in known]
-    if not found:
-        return passed("the loss depends on no trainable tensors other than parameters")
-    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) and found else ()
     names = {id(each): f"loss.{name}" for name, each in of_loss}
-    for place, module in model.named_modules():
+    for place, module in model.named_modules() if found else ():
         for key, value in vars(module).items():
             if key not in ("_parameters", "_buffers", "_modules"):
                 for name, tensor in _nested_tensors(value, f"{place}.{key}" if place else key):
                     names.setdefault(id(tensor), name)
     shown = sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
-    evidence = f"{len(found)} tensors that require gradients are not in the optimizer: {join_names(shown)}"
     fix = "nn.ModuleList, nn.ModuleDict or nn.Parameter, created in __init__: others are neither trained nor saved"
-    return failed(evidence, fix)
+    otherwise = "the loss depends on no trainable tensors other than parameters"
+    return none_of(shown, "tensors that require gradients are not in the optimizer", fix, otherwise)
 
 
 def equal_units(context: CheckContext) -> Result:
     """Units of a layer that start equal and get equal gradients, so that they stay equal: constant initial weights."""
     context.disable_dropout()  # it makes gradients differ by chance
     loss = context.loss()
-    if not loss.requires_grad or not math.isfinite(float(loss.detach())):
-        return skipped("the loss has no gradient")
+    need(loss.requires_grad and math.isfinite(float(loss.detach())), "the loss has no gradient")
     loss.backward()  # type: ignore[no-untyped-call]
     equal, similar, count = [], [], 0
     for name, weight in context.model.named_parameters():
@@ -243,9 +309,10 @@ def equal_units(context: CheckContext) -> Result:
             equal.append(name)
         elif len(rows) >= 4 and rows.shape[1] >= 4 and float(rows.abs().max()) > 0:
             similar.append(name)
+    fix = "random initial weights (nn.init.kaiming_normal_)"
     if equal:
-        return failed(f"all units of {join_names(equal)} are equal and get equal gradients", _RANDOM)
+        return failed(f"all units of {join_names(equal)} are equal and get equal gradients", fix)
     if similar:
         evidence = f"all units of {join_names(similar)} start equal; only other layers make their gradients differ"
-        return warned(evidence, _RANDOM)
+        return warned(evidence, fix)
     return passed(f"the units of {count} weights differ, or learn to")

@@ -18,17 +18,11 @@ _QUERIES = 256  # pictures that are compared in every position
 
 
 class Matches(NamedTuple):
-    """The most similar picture for each query.
+    """The most similar picture for each query."""
 
-    Attributes:
-        correlation: float32 (Q,).
-        place: position among the known pictures, int64 (Q,).
-        same: whether both are the same picture, bool (Q,).
-    """
-
-    correlation: Tensor
-    place: Tensor
-    same: Tensor
+    correlation: Tensor  # float32 (Q,)
+    place: Tensor  # position among the known pictures, int64 (Q,)
+    same: Tensor  # whether both are the same picture, bool (Q,)
 
 
 def unit_vectors(images: Tensor) -> Tensor:
@@ -47,34 +41,32 @@ def nearest_matches(queries: Tensor, known: Tensor) -> Matches:
     """
     correlation, place = (unit_vectors(queries) @ unit_vectors(known).T).max(1)
     same = correlation > _SAME
-    if min(known.shape[2:]) <= 2 * _MARGIN + 4 or len(known) <= _OTHERS:
-        return Matches(correlation, place, same)
-    part = slice(0, _QUERIES)
-    best, pick = _best_alignment(queries[part], known)
-    order = best.topk(_OTHERS, 1).values
-    found = (order[:, 0] > _CLOSE) & (1 - order[:, 0] < _RATIO * (1 - order[:, -1]))
-    newly = found & ~same[part]
-    correlation[part] = torch.where(newly, order[:, 0], correlation[part])
-    place[part] = torch.where(newly, pick, place[part])
-    same[part] |= found
+    if min(known.shape[2:]) > 2 * _MARGIN + 4 and len(known) > _OTHERS:
+        aligned = _aligned_correlations(queries[:_QUERIES], known)
+        best, places = aligned.topk(_OTHERS, 1)
+        found = (best[:, 0] > _CLOSE) & (1 - best[:, 0] < _RATIO * (1 - best[:, -1]))
+        newly = (found & ~same[:_QUERIES]).nonzero().flatten()
+        correlation[newly], place[newly] = best[newly, 0], places[newly, 0]
+        same[newly] = True
     return Matches(correlation, place, same)
 
 
-def _best_alignment(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """The best correlation of each query with each known picture in any position, (Q, N), and the place of the best, (Q,)."""
+def _aligned_correlations(queries: Tensor, known: Tensor) -> Tensor:
+    """The best correlation of each query with each known picture in any position, (Q, N)."""
     height, width = known.shape[2] - 2 * _MARGIN, known.shape[3] - 2 * _MARGIN
     # Without color, which copies may have lost.
     queries, known = queries.mean(1, keepdim=True), known.mean(1, keepdim=True)
     middle = ..., slice(_MARGIN, _MARGIN + height), slice(_MARGIN, _MARGIN + width)
-    basis = _smooth_basis(height, width)
-    ours = _detail(known[middle], basis)
-    windows = []
+    windows = [queries.flip(2)[middle], queries.rot90(2, (2, 3))[middle]]
+    if height == width:
+        turned = (queries, queries.flip(2), queries.flip(3), queries.rot90(2, (2, 3)))
+        windows += [image.rot90(1, (2, 3))[middle] for image in turned]
     for scale in _SCALES:
         size = [max(round(side * scale), 1) for side in known.shape[2:]]
-        images = [queries if scale == 1.0 else F.interpolate(queries, size, mode="bilinear", antialias=True)]
+        images = [F.interpolate(queries, size, mode="bilinear", antialias=True)]
         if scale == 1.0:  # also shifted by half a pixel
             right = (queries + queries.roll(1, 3)) / 2
-            images += [right, (queries + queries.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
+            images = [queries, right, (queries + queries.roll(1, 2)) / 2, (right + right.roll(1, 2)) / 2]
         step = 1 if scale <= 1.0 else 2
         windows += [
             image[:, :, top : top + height, left : left + width]
@@ -82,28 +74,19 @@ def _best_alignment(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
             for top in _offsets(size[0], height)[::step]
             for left in _offsets(size[1], width)[::step]
         ]
-    rotated = [queries.flip(2), queries.rot90(2, (2, 3))]
-    if height == width:
-        rotated += [image.rot90(1, (2, 3)) for image in (queries, queries.flip(2), queries.flip(3), rotated[1])]
-    best = torch.full((len(queries), len(known)), -1.0)
-    for window in (*windows, *(image[middle] for image in rotated)):
-        best = torch.maximum(best, _detail(window, basis) @ ours.T)
-    return best, best.argmax(1)
+    # Without smooth gradients, which any two photographs have in common: polynomials of degree 2 over the image.
+    down, right = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+    terms = [torch.ones_like(down), down, right, down * right, down.square(), right.square()]
+    basis = torch.linalg.qr(torch.stack(terms).flatten(1).T).Q
 
+    def detail(images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        return unit_vectors(flat - flat @ basis @ basis.T)
 
-def _smooth_basis(height: int, width: int) -> Tensor:
-    """Orthonormal polynomials of degree 2 over the image, (6, height * width)."""
-    sides = (torch.linspace(-1, 1, size) for size in (height, width))
-    down, right = (each.flatten() for each in torch.meshgrid(*sides, indexing="ij"))
-    terms = torch.stack([torch.ones_like(down), down, right, down * right, down.square(), right.square()], 1)
-    basis: Tensor = torch.linalg.qr(terms).Q.T
-    return basis
-
-
-def _detail(images: Tensor, basis: Tensor) -> Tensor:
-    """Grey images as vectors of length 1 without smooth gradients, which any two photographs have in common."""
-    flat = images.flatten(1)
-    return unit_vectors((flat - flat @ basis.T @ basis)[:, None])
+    ours, best = detail(known[middle]), torch.full((len(queries), len(known)), -1.0)
+    for window in windows:
+        best = torch.maximum(best, detail(window) @ ours.T)
+    return best
 
 
 def _offsets(size: int, window: int) -> range:

@@ -1,31 +1,37 @@
-"""Checks of the model's outputs: whether they are logits, which samples they depend on, and in which mode."""
+"""Checks of the model's outputs: whether they are logits, which samples they depend on, and what they can reach."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
-from runner.verbs.check.result import Result, failed, graded, join_names, passed, skipped, warned
+from runner.verbs.check.model import observe_pass
+from runner.verbs.check.result import Result, failed, graded, join_names, need, passed, warned
+from runner.verbs.check.split_stats import is_classes
 
 _CERTAIN = 20.0  # a logit that stands for certainty
 _MIXED, _REPEATED = 1e-3, 1e-4  # shares of the change of the sample's own outputs, and of their size
+_PUSHED = (1e-2, 1e2, 1e4)  # sizes of random weights in the last layer
+_SAMPLES = 32  # of the batch, for these weights
 
 
-def _evaluated(context: CheckContext, images: Tensor | None = None) -> Tensor:
+def _evaluated(context: CheckContext, images: Tensor) -> Tensor:
     """Outputs in evaluation mode, float32 (B, outputs)."""
     context.model.eval()
     with torch.no_grad():
-        outputs: Tensor = context.model(context.batch.images if images is None else images)
+        outputs: Tensor = context.model(images)
     return outputs.float()
 
 
 def logits(context: CheckContext) -> Result:
     """Softmax, log-softmax or sigmoid before a loss that expects logits."""
-    outputs, targets = _evaluated(context), context.targets(context.batch)
-    if outputs.ndim != 2 or outputs.shape[1] < 2 or targets.is_floating_point():
-        return skipped("the outputs are not those of classes")
+    outputs, targets = _evaluated(context, context.batch.images), context.targets(context.batch)
+    of_classes = outputs.ndim == 2 and outputs.shape[1] >= 2 and not targets.is_floating_point()
+    need(of_classes, "the outputs are not those of classes")
     low, high = float(outputs.min()), float(outputs.max())
     probabilities = low >= 0 and bool((outputs.sum(1) - 1).abs().max() < 1e-3)
     if not (probabilities or (low > 0 and high < 1)):
@@ -57,8 +63,7 @@ def sample_mixing(context: CheckContext) -> Result:
         own = max(own, float(apart[place]))
         apart[place] = 0
         others = max(others, float(apart.max()))
-    if max(own, others) <= 1e-9:
-        return skipped("the outputs do not depend on the images before training")
+    need(max(own, others) > 1e-9, "the outputs do not depend on the images before training")
     evidence = f"changing one image changes the outputs of others by {others:.3g}, its own by {own:.3g}"
     fix = "keep the batch dimension first: permute or flatten(1) instead of view or reshape across samples"
     return graded(evidence, fix, fail=others > _MIXED * own)
@@ -67,22 +72,16 @@ def sample_mixing(context: CheckContext) -> Result:
 def modes(context: CheckContext) -> Result:
     """Modules that stay in training mode in an evaluation, or in evaluation mode in training."""
     model, fix = context.model, "let train(mode) pass the mode on to all modules, and do not set it in forward"
-    stuck = {}
-    for training in (False, True):
+    for training, stuck_in, call in ((False, "training", "eval"), (True, "evaluation", "train")):
         model.train(training)
         with torch.no_grad():
             model(context.batch.images)  # may also change modes
-        stuck[training] = {
-            name or "the model": each for name, each in model.named_modules() if each.training != training
-        }
-    if stuck[False]:
-        evidence = f"{len(stuck[False])} modules stay in training mode after eval(): {join_names(list(stuck[False]))}"
-        return failed(evidence, fix)
-    if stuck[True]:
-        evidence = f"{len(stuck[True])} modules stay in evaluation mode after train(): {join_names(list(stuck[True]))}"
-        if "the model" in stuck[True] or any(isinstance(each, DROPOUT) for each in stuck[True].values()):
-            return failed(evidence, fix)
-        return warned(evidence, f"{fix}; unless they are meant to be frozen")
+        stuck = {name or "the model": each for name, each in model.named_modules() if each.training != training}
+        if stuck:
+            evidence = f"{len(stuck)} modules stay in {stuck_in} mode after {call}(): {join_names(list(stuck))}"
+            if not training or "the model" in stuck or any(isinstance(each, DROPOUT) for each in stuck.values()):
+                return failed(evidence, fix)
+            return warned(evidence, f"{fix}; unless they are meant to be frozen")
     count = sum(isinstance(each, BATCH_NORM) or (isinstance(each, DROPOUT) and each.p > 0) for each in model.modules())
     return passed(f"both modes reach every module, of which {count} are BatchNorm or dropout")
 
@@ -90,10 +89,72 @@ def modes(context: CheckContext) -> Result:
 def repeatable_evaluation(context: CheckContext) -> Result:
     """Outputs that differ when the same images are evaluated again, for example with dropout that is always on."""
     torch.manual_seed(1)
-    first = _evaluated(context)
+    first = _evaluated(context, context.batch.images)
     torch.manual_seed(2)
-    apart = float((_evaluated(context) - first).abs().max())
+    apart = float((_evaluated(context, context.batch.images) - first).abs().max())
     size = max(float(first.abs().max()), 1e-12)
     evidence = f"two evaluations of the same images differ by {apart:.3g}, of {size:.3g}"
     fix = "F.dropout(x, p, self.training) or nn.Dropout; no randomness in evaluation mode"
     return graded(evidence, fix, fail=apart > _REPEATED * size)
+
+
+def _output_bounds(context: CheckContext) -> tuple[float, float]:
+    """Lowest and highest output for any weights of the last layer, infinite without a bound."""
+    scales, unknown = (
+        context.cached(observe_pass).scales,
+        "the last layer cannot be found, or does not change the outputs",
+    )
+    need(scales, unknown)
+    weight: Tensor = context.model.get_submodule(scales[-1][0]).weight  # type: ignore[assignment]
+    reached: list[tuple[float, float]] = []
+    for size in _PUSHED:
+        generator, outputs = torch.Generator().manual_seed(0), []
+        for _ in range(4):
+            with torch.no_grad():
+                weight.copy_(size * torch.randn(weight.shape, generator=generator))
+            outputs.append(_evaluated(context, context.batch.images[:_SAMPLES]))
+        reached.append((float(torch.stack(outputs).min()), float(torch.stack(outputs).max())))
+    _, (low, high), (lowest, highest) = reached
+    need(all(map(math.isfinite, (low, high, lowest, highest))) and lowest != highest, unknown)
+    bounded_below, bounded_above = lowest > low - 0.5 * abs(low) - 1e-3, highest < high + 0.5 * abs(high) + 1e-3
+    bottom, top = min(each for each, _ in reached), max(each for _, each in reached)
+    return bottom if bounded_below else -math.inf, top if bounded_above else math.inf
+
+
+def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float) -> float:
+    """The lowest loss of outputs between two bounds, with one value for the right class and one for all others."""
+    right = F.one_hot(targets, context.training.task.outputs(context.splits.classes)).float()
+    low, high = max(low, -_CERTAIN), min(high, _CERTAIN)
+    with torch.no_grad():
+        return min(
+            float(
+                context.training.parts.loss(
+                    right * (high + a * (low - high)) + (1 - right) * (low + b * (high - low)), targets
+                )
+            )
+            for a in (0.0, 0.25, 0.4, 0.5)
+            for b in (0.0, 0.25, 0.4, 0.5)
+        )
+
+
+def reachable_targets(context: CheckContext) -> Result:
+    """Outputs that cannot reach the targets with any weights: a ReLU, sigmoid, tanh or log-softmax at the end."""
+    low, high = bounds = _output_bounds(context)
+    if math.isinf(low) and math.isinf(high):
+        return passed("the outputs have no bounds")
+    evidence = f"with any weights in the last layer, outputs are from {low:.3g} to {high:.3g}"
+    fix = "no activation after the last layer, or targets scaled to its range"
+    targets = context.targets(context.batch)
+    if is_classes(targets):
+        certain = (-_CERTAIN, _CERTAIN)
+        try:
+            guess, best, floor = (_lowest_loss(context, targets, *pair) for pair in ((0.0, 0.0), bounds, certain))
+        except (RuntimeError, ValueError):  # a loss that takes only probabilities
+            return passed(f"{evidence}, and the loss takes nothing else")
+        evidence += f"; with every answer right the loss is {best:.3g}, unbounded {floor:.3g}, of a guess {guess:.3g}"
+        fail = best > floor + 0.15 * max(0.0, guess - floor)
+        return graded(evidence, fix, fail=fail, warn=low > -1e-3 and math.isinf(high))
+    values = context.targets(context.read("train", context.readable("train", 256))).float()
+    margin = 1e-3 * float(values.std())
+    outside = float(((values < low - margin) | (values > high + margin)).float().mean())
+    return graded(f"{evidence}; {outside:.0%} of the targets are outside", fix, fail=outside > 0.01)

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["pass", "warn", "fail", "skip"]
-Lack = Literal["", "time", "images"]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a check reports.
+    """What a check reports."""
 
-    Attributes:
-        status: pass, warn, fail, or skip if the check does not apply or could not run.
-        evidence: the measured numbers; for a skipped check the reason.
-        fix: the key to set or the code to change; empty if nothing is wrong.
-        lack: what a check that applies ran short of: time or images.
-    """
-
-    status: Status
-    evidence: str
-    fix: str = ""
-    lack: Lack = ""
+    status: Status  # skip: the check does not apply or could not run
+    evidence: str  # the measured numbers; for a skipped check the reason
+    fix: str = ""  # the key to set or the code to change; empty if nothing is wrong
+    lack: Literal["", "time", "images"] = ""  # what a check that applies ran short of
 
 
 class NotApplicable(Exception):
     """Raised by a check, or by what it needs, to skip it with a reason."""
+
+
+def need(condition: object, reason: str) -> None:
+    """Skip the check with a reason unless the condition holds."""
+    if not condition:
+        raise NotApplicable(reason)
 
 
 def passed(evidence: str) -> Result:
@@ -50,9 +49,9 @@ def graded(evidence: str, fix: str, *, fail: bool = False, warn: bool = False) -
     return Result("fail" if fail else "warn" if warn else "pass", evidence, fix if fail or warn else "")
 
 
-def skipped(reason: str) -> Result:
-    """The check does not apply."""
-    return Result("skip", reason)
+def none_of(names: Sequence[str], what: str, fix: str, otherwise: str, status: Status = "fail") -> Result:
+    """Passed if there are no names; else their number, what is wrong with them, and the first of them."""
+    return Result(status, f"{len(names)} {what}: {join_names(names)}", fix) if names else passed(otherwise)
 
 
 def out_of_time(evidence: str) -> Result:
@@ -60,7 +59,7 @@ def out_of_time(evidence: str) -> Result:
     return Result("skip", evidence, lack="time")
 
 
-def join_names(names: list[str], most: int = 3) -> str:
+def join_names(names: Sequence[object], most: int = 3) -> str:
     """The first names separated by commas, and the number of the others."""
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")

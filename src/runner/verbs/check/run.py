@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
-from runner.build.batch_size import auto_batch_size
 from runner.build.describe import describe
 from runner.build.hardware import set_switches
-from runner.checkpoint import find
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
-from runner.config.schema.check import Check as Settings
+from runner.config.schema.verbs import Check as Settings
 from runner.config.signals import raising_after
-from runner.data.build import DataModule, build_data
 from runner.engine.errors import Diverged
-from runner.runtime.device import choose_device, prepare_repeating
 from runner.tracking.console import Console
-from runner.train import build_run
 from runner.verbs._checkpoint import config_and_checkpoint
 from runner.verbs._report import Report
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.report import CompletedCheck, images_seen, record, show
-from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time, skipped
-from runner.verbs.check.table import BUILD, CHECKS, Check
+from runner.verbs.check.result import NotApplicable, Result, failed, join_names, out_of_time
+from runner.verbs.check.split_stats import is_classes
+from runner.verbs.check.table import BUILD, CHECKS, Check, turn
 
 FAILED, INCOMPLETE = 1, 3  # exit statuses
-_TRACEBACK = "HYDRA_FULL_ERROR=1 shows the traceback"
-_SAMPLES = 64  # of a batch of an evaluation
-
-T = TypeVar("T")
+_MOST_CLASSES = 12  # that the report lists
+_KINDS = {  # status or lack: the words of the summary, and whether it names the checks
+    "fail": ("failed", True),
+    "warn": ("warned", True),
+    "pass": ("passed", False),
+    "skip": ("skipped", False),
+    "time": ("not run for lack of time", True),
+    "images": ("not decided, as too few images were seen", True),
+}
+Results = dict[Check, tuple[Result, float]]  # the result of each check, and the seconds that it took
 
 
 class OutOfTime(BaseException):
@@ -54,14 +55,30 @@ def run(composition: Composition) -> float:
         SystemExit: with exit status 1 if a check failed, 3 if one could not run, unless the job is part of a sweep.
     """
     config, found = config_and_checkpoint(composition, Settings, "best")
-    chosen = select_checks(config)
-    report, began = Report(config.json), time.monotonic()
-    completed, seen = run_checks(config, found, chosen, report)
-    bad = sum(each.result.status in (("fail", "warn") if config.strict else ("fail",)) for each in completed)
-    seconds = time.monotonic() - began
-    if not report.json(record(completed, seen, bad > 0, seconds)):
-        show(report, completed, seen, seconds)
-    if composition.job_dir is None and (bad or any(each.result.lack for each in completed)):
+    chosen, report = select_checks(config), Report(config.json)
+    context = CheckContext(config, found)
+    set_switches(config, context.device)
+    with contextlib.closing(context):
+        results = run_checks(context, chosen, report)
+        seen, seconds = images_seen(context), time.monotonic() - context.began
+    bad = sum(result.status in (("fail", "warn") if config.strict else ("fail",)) for result, _ in results.values())
+    complete = not any(result.lack for result, _ in results.values())
+    record = {
+        "ok": not bad,
+        "counts": dict(Counter(result.status for result, _ in results.values())),
+        "complete": complete,
+        "seconds": round(seconds, 3),
+        "seen": seen,
+        "checks": [
+            {"group": each.group, "name": each.name, "finds": each.finds}
+            | dataclasses.asdict(result)
+            | {"seconds": round(taken, 3)}
+            for each, (result, taken) in results.items()
+        ],
+    }
+    if not report.json(record):
+        show(report, results, seen, seconds)
+    if composition.job_dir is None and (bad or not complete):
         raise SystemExit(FAILED if bad else INCOMPLETE)
     return float(bad)
 
@@ -83,51 +100,29 @@ def select_checks(config: Settings) -> list[Check]:
         for name in given
         if name not in allowed[key]
     ]
-    if problems:
-        raise ConfigError(problems)
     only, skip = set(config.only), set(config.skip)
     chosen = [
         each for each in CHECKS if (not only or {each.name, each.group} & only) and not {each.name, each.group} & skip
     ]
-    if not chosen and not always & only:
+    if not problems and not chosen and not always & only:
         selected = f" of only=[{','.join(config.only)}]" if config.only else ""
-        raise ConfigError([Problem("skip", f"leaves no check{selected}", "a shorter list")])
+        problems = [Problem("skip", f"leaves no check{selected}", "a shorter list")]
+    if problems:
+        raise ConfigError(problems)
     return chosen
 
 
-def run_checks(
-    config: Settings,
-    found: find.LoadedCheckpoint | None,
-    chosen: Sequence[Check],
-    console: Console,
-) -> tuple[list[CompletedCheck], dict[str, dict[str, Any]]]:
-    """Build the run, and run the checks: their results, and how many images of each split were read."""
-    began = time.monotonic()
-    set_switches(config, _device(config))
-    late = [CompletedCheck(each, _late(config, "ran out"), 0.0) for each in (BUILD, *chosen)]
-    built = _attempt(lambda: _build_data(config), began + config.budget_s - time.monotonic())
-    if isinstance(built, OutOfTime):
-        return late, {}
-    if isinstance(built, Exception):
-        others = [CompletedCheck(each, skipped("the data was not built"), 0.0) for each in chosen]
-        return [CompletedCheck(BUILD, _build_failed(built), time.monotonic() - began), *others], {}
-    config, splits = built
-    with contextlib.closing(splits):
-        context = CheckContext(config, splits, found, began)
-        error = _attempt(context.build, context.left)
-        if isinstance(error, OutOfTime):
-            return late, {}
-        # If the build failed, the data can still be checked.
-        result = BUILD.run(context) if error is None else _build_failed(error)
-        completed = [CompletedCheck(BUILD, result, time.monotonic() - began)]
-        if error is None:
+def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> Results:
+    """Build the run and run the checks. If the build fails, the data can still be checked."""
+    results: Results = {}
+    errors: dict[str, str] = {}
+    for each in (BUILD, *sorted(chosen, key=turn)):
+        before = time.monotonic()
+        results[each] = run_check(each, context, errors), time.monotonic() - before
+        if each is BUILD and results[each][0].status == "pass":
+            config = context.config
             console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
-        errors: dict[str, str] = {}
-        for each in sorted(chosen, key=lambda each: each.turn):
-            before = time.monotonic()
-            completed.append(CompletedCheck(each, run_check(each, context, errors), time.monotonic() - before))
-        places = {each.name: place for place, each in enumerate((BUILD, *chosen))}
-        return sorted(completed, key=lambda each: places[each.check.name]), images_seen(context)
+    return {each: results[each] for each in (BUILD, *chosen)}
 
 
 def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
@@ -138,26 +133,36 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
         context: what it looks at; restored afterwards.
         errors: by error the first check that raised it; added to.
     """
+    budget = f"budget_s={context.config.budget_s:g}"
     if context.left <= 0:
-        return _late(context.config, "is used up")
+        return out_of_time(f"{budget} is used up")
+    context.used_stats = False
     try:
-        context.used_stats = False
-        with context.restored(), time_limit(context.left):
+        with contextlib.ExitStack() as stack:
+            stack.callback(context.restore)
+            stack.enter_context(time_limit(context.left))
             result = each.run(context)
             # A fault found in a few images is a fault; that a few images show none proves little.
             few = context.undersampled() if context.used_stats and result.status == "pass" else []
         return Result("skip", f"saw only {join_names(few)}", lack="images") if few else result
     except OutOfTime:
-        return _late(context.config, "ran out while it was running")
+        return out_of_time(f"{budget} ran out while it was running")
     except NotApplicable as reason:
-        return skipped(str(reason))
+        return Result("skip", str(reason))
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception as error:  # a custom model, loss or data set can raise anything
-        text = _describe(error)
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exception(error)
+        fix = "HYDRA_FULL_ERROR=1 shows the traceback"
+        if isinstance(error, Diverged):
+            fix = "a smaller optimizer.lr, or grad_clip.norm=1.0"
+        elif isinstance(error, UserError):
+            fix = "as the message says; `train` stops there too"
+        named = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        text = " ".join(named.split())
         if errors.setdefault(text, each.name) != each.name:
-            return skipped(f"raised the same error as {errors[text]}")
-        fix = "a smaller optimizer.lr, or grad_clip.norm=1.0" if isinstance(error, Diverged) else _TRACEBACK
+            return Result("skip", f"raised the same error as {errors[text]}")
         return failed(text, fix)
 
 
@@ -167,50 +172,49 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     A single call into torch is not interrupted. In threads other than the main one, and on systems without timers, nothing is.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    timed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    with raising_after(seconds, OutOfTime) if timed else contextlib.nullcontext():
         yield
-    else:
-        with raising_after(seconds, OutOfTime):
-            yield
 
 
-def _late(config: Settings, what: str) -> Result:
-    return out_of_time(f"budget_s={config.budget_s:g} {what}")
+def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
+    """By split how many `samples` it has, how many were `read`, and how many of these each of the `classes` has.
+
+    Empty if no check needed an image.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for split, stats in vars(context).get("unmarked_stats", {}).items():
+        names = dict(enumerate(context.splits.classes))
+        classes: dict[str, int] = {}
+        if names and is_classes(stats.targets) and len(stats.targets):
+            counts = Counter(stats.targets.tolist())
+            other = {f"no class {number}": count for number, count in sorted(counts.items()) if number not in names}
+            classes = {label: counts[number] for number, label in names.items()} | other
+        found[split] = {"samples": stats.samples, "read": stats.read, "classes": classes}
+    return found
 
 
-def _device(config: Settings) -> Any:
-    prepare_repeating(config.deterministic)
-    return choose_device(config.device)[0]
-
-
-def _attempt(work: Callable[[], T], seconds: float) -> T | Exception | OutOfTime:
-    """What `work` returns or raises within a time; custom data sets and models can raise anything."""
-    try:
-        with time_limit(seconds):
-            return work()
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except (Exception, OutOfTime) as error:
-        return error
-
-
-def _build_data(config: Settings) -> tuple[Settings, DataModule]:
-    """The config, with the batch size that fits if it is auto, and the data."""
-    if config.data.batch_size == "auto":
-        config, _ = auto_batch_size(config, functools.partial(build_run, make_cache=False))
-    size, last = min(config.evaluate.batch_size, _SAMPLES), config.channels_last
-    data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts images that cannot be read
-    return config, build_data(data, config.transform, config.seed, _device(config), size, last, make_cache=False)
-
-
-def _build_failed(error: Exception) -> Result:
-    if isinstance(error, UserError):
-        return failed(" ".join(str(error).split()), "as the message says; `train` stops there too")
-    return failed(_describe(error), _TRACEBACK)
-
-
-def _describe(error: Exception) -> str:
-    """The error in one line; HYDRA_FULL_ERROR=1 also prints the traceback."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1":
-        traceback.print_exception(error)
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], seconds: float) -> None:
+    """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
+    rows = []
+    names: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+    for check, (result, _) in results.items():
+        names[result.lack or result.status].append(check.name)
+        rows.append([check.group, check.name, result.status, result.evidence])
+        if result.fix:
+            rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
+            rows.append(["", "", "", f"  fix: {result.fix}"])
+    console.table("", ["group", "check", "result", "evidence"], rows)
+    for split, of_split in seen.items():
+        line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} images of {split}", of_split["classes"]
+        many = len(classes) > _MOST_CLASSES
+        order = sorted(classes, key=classes.__getitem__) if many else classes
+        seen_of = join_names([f"{name} {classes[name]:,}" for name in order], _MOST_CLASSES)
+        console.line(f"{line}: {'fewest ' if many else ''}{seen_of}" if classes else line)
+    counts = [
+        f"{len(found)} {words}" + (f" ({', '.join(found)})" if named else "")
+        for (words, named), found in zip(_KINDS.values(), names.values(), strict=True)
+        if found
+    ]
+    more = "; a larger budget_s runs them" if names["time"] or names["images"] else ""
+    console.line(f"{', '.join(counts)} in {seconds:.1f} s{more}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.verbs.check.context import BATCH_NORM, DROPOUT, CheckContext
-from runner.verbs.check.result import Result, failed, graded, join_names, passed, skipped, warned
+from runner.verbs.check.model import Operations
+from runner.verbs.check.result import NotApplicable, Result, failed, graded, join_names, need, passed, warned
 
 _POINTS = 2000  # of a schedule
 _STEPS = 3
@@ -18,7 +20,6 @@ _FAST, _FAST_SGD = 0.7, 3.0  # share of their size that weights move by in one s
 _ADAM = ("adam", "adamw", "nadam", "radam", "adamax", "lion", "lamb", "adan", "adopt", "adabelief")
 _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight decay to the gradient
 _EXTREME, _USELESS = 0.8, 0.95  # dropout
-_MOMENTUM = "momentum=0.1; in PyTorch it is the share of the new batch, in TensorFlow that of the old ones"
 
 
 def _kind(context: CheckContext) -> str:
@@ -34,80 +35,65 @@ def _factors(context: CheckContext) -> list[float]:
 
 def optimizer_settings(context: CheckContext) -> Result:
     """A learning rate, momentum, betas, eps or weight decay that no training works with."""
-    kind, steps = _kind(context), context.training.total_steps
-    groups = context.training.state.optimizer.param_groups
-    bad: list[tuple[str, str]] = []
-    odd: list[tuple[str, str]] = []
-    for group in groups:
-        _judge_group(group, kind, steps, bad, odd)
-    for found, result in ((bad, failed), (odd, warned)):
-        if found:
-            return result(join_names(list(dict.fromkeys(each for each, _ in found))), found[0][1])
-    rates = [float(group["initial_lr"]) for group in groups]
-    return passed(f"{kind} with lr {min(rates):g}" + (f" to {max(rates):g}" if max(rates) > min(rates) else ""))
+    kind, groups = _kind(context), context.training.state.optimizer.param_groups
+    faults = [fault for group in groups for fault in _group_faults(group, kind, context.training.total_steps)]
+    for severe, result in ((True, failed), (False, warned)):
+        if found := {evidence: fix for wrong, bad, evidence, fix in faults if wrong and bad == severe}:
+            return result(join_names(list(found)), next(iter(found.values())))
+    low, high = (pick(float(group["initial_lr"]) for group in groups) for pick in (min, max))
+    return passed(f"{kind} with lr {low:g}" + (f" to {high:g}" if high > low else ""))
 
 
-def _judge_group(
-    group: dict[str, Any], kind: str, steps: int, bad: list[tuple[str, str]], odd: list[tuple[str, str]]
-) -> None:
-    """Add what is wrong with a parameter group, and its fix, to `bad`, or to `odd` if it is only unusual."""
+def _group_faults(group: dict[str, Any], kind: str, steps: int) -> Iterator[tuple[bool, bool, str, str]]:
+    """For each fault that a parameter group can have: whether it does, whether it is severe, evidence and fix."""
     rate, decay = float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0) or 0.0)
-    momentum, betas, eps = group.get("momentum"), group.get("betas"), float(group.get("eps", 0.0) or 0.0)
-    adam, dampening = kind.lower() in _ADAM, float(group.get("dampening", 0.0) or 0.0)
+    momentum, eps = float(group.get("momentum") or 0.0), float(group.get("eps") or 0.0)
+    betas, dampening = group.get("betas"), float(group.get("dampening") or 0.0)
+    first, second = map(float, betas) if isinstance(betas, list | tuple) and len(betas) == 2 else (0.0, 1.0)
+    adam, taken = kind.lower() in _ADAM, rate * decay
+    largest = 100 * max(1e-3, 1 - momentum) if kind == "SGD" else 0.05 if adam or kind == "RMSprop" else math.inf
+    severe = rate >= (100 if kind == "SGD" else 0.5)
 
     def too_long(decay_rate: float) -> bool:
-        return decay_rate > 0.99 and 1 - decay_rate < 2 / max(4, steps)
+        return 0.99 < decay_rate < 1 and 1 - decay_rate < 2 / max(4, steps)
 
     average = f"averages more than half of the {steps:,} steps of the run"
-    if not math.isfinite(rate) or rate < 0:
-        bad.append((f"lr is {rate:g}", "a positive optimizer.lr"))
-    elif rate == 0:
-        odd.append(("lr is 0: nothing is trained", "a positive optimizer.lr"))
-    elif (adam or kind == "RMSprop") and rate >= 0.05:
-        (bad if rate >= 0.5 else odd).append((f"lr={rate:g} for {kind}", "0.0001 to 0.01 is usual for it"))
-    elif kind == "SGD" and rate / max(1e-3, 1 - float(momentum or 0)) >= 100:
-        (bad if rate >= 100 else odd).append((f"lr={rate:g} with momentum {momentum:g}", "0.001 to 1 is usual"))
-    if group.get("maximize"):
-        bad.append(("maximize=true: the loss rises", "optimizer.maximize=false"))
-    if momentum is not None and float(momentum) >= 1:
-        bad.append((f"momentum={momentum:g}: no step is ever forgotten", "optimizer.momentum=0.9"))
-    elif momentum is not None and too_long(float(momentum)):
-        odd.append((f"momentum={momentum:g} {average}", "optimizer.momentum=0.9"))
-    if dampening >= 0.99 and momentum:
-        bad.append((f"dampening={dampening:g}: no gradient reaches the momentum", "optimizer.dampening=0"))
-    if isinstance(betas, list | tuple) and len(betas) == 2:
-        first, second = map(float, betas)
-        if first > second:
-            odd.append((f"betas=[{first:g}, {second:g}]", "the other way round: [0.9, 0.999]"))
-        elif too_long(first):
-            odd.append((f"betas[0]={first:g} {average}", "betas [0.9, 0.999]"))
-        elif second < 0.5:
-            odd.append((f"betas[1]={second:g}: the size of a step is as noisy as its gradient", "betas [0.9, 0.999]"))
-    if adam and eps > 1e-3:
-        odd.append((f"eps={eps:g} is more than most gradients, so steps shrink with them", "optimizer.eps=1e-8"))
-    if decay < 0:
-        bad.append((f"weight_decay={decay:g}: weights grow", "a weight decay of 0 or more"))
-    if (taken := rate * decay) >= 2e-3:
-        evidence = f"weight_decay={decay:g} takes {min(1.0, taken):.1%} off every weight in each step at lr={rate:g}"
-        (bad if taken >= 0.05 else odd).append((evidence, "a smaller optimizer.weight_decay: 0.0001 to 0.1 is usual"))
-    elif decay >= 0.1 and kind in _L2 and not group.get("decoupled_weight_decay", False):
-        evidence = f"weight_decay={decay:g} of {kind} is added to the gradient, where it exceeds that of the loss"
-        odd.append((evidence, "0.0001 to 0.001 is usual for it, or optimizer=adamw"))
+    large, usual = f"lr={rate:g} for {kind}", "0.0001 to 0.01 is usual for it"
+    if kind == "SGD":
+        large, usual = f"lr={rate:g} with momentum {momentum:g}", "0.001 to 1 is usual"
+    adams, decays = "betas [0.9, 0.999]", "a smaller optimizer.weight_decay: 0.0001 to 0.1 is usual"
+    l2 = kind in _L2 and not group.get("decoupled_weight_decay", False)
+    yield not math.isfinite(rate) or rate < 0, True, f"lr is {rate:g}", "a positive optimizer.lr"
+    yield rate == 0, False, "lr is 0: nothing is trained", "a positive optimizer.lr"
+    yield largest <= rate < math.inf, severe, large, usual
+    yield bool(group.get("maximize")), True, "maximize=true: the loss rises", "optimizer.maximize=false"
+    yield momentum >= 1, True, f"momentum={momentum:g}: no step is ever forgotten", "optimizer.momentum=0.9"
+    yield too_long(momentum), False, f"momentum={momentum:g} {average}", "optimizer.momentum=0.9"
+    blocked = dampening >= 0.99 and momentum != 0
+    yield blocked, True, f"dampening={dampening:g}: no gradient reaches the momentum", "optimizer.dampening=0"
+    yield first > second, False, f"betas=[{first:g}, {second:g}]", "the other way round: [0.9, 0.999]"
+    yield first <= second and too_long(first), False, f"betas[0]={first:g} {average}", adams
+    yield first <= second < 0.5, False, f"betas[1]={second:g}: the size of a step is as noisy as its gradient", adams
+    faint = f"eps={eps:g} is more than most gradients, so steps shrink with them"
+    yield adam and eps > 1e-3, False, faint, "optimizer.eps=1e-8"
+    yield decay < 0, True, f"weight_decay={decay:g}: weights grow", "a weight decay of 0 or more"
+    shrinks = f"weight_decay={decay:g} takes {min(1.0, taken):.1%} off every weight in each step at lr={rate:g}"
+    yield taken >= 2e-3, taken >= 0.05, shrinks, decays
+    exceeds = f"weight_decay={decay:g} of {kind} is added to the gradient, where it exceeds that of the loss"
+    yield decay >= 0.1 and l2 and taken < 2e-3, False, exceeds, "0.0001 to 0.001 is usual for it, or optimizer=adamw"
 
 
 def schedule(context: CheckContext) -> Result:
     """A schedule that never reaches the learning rate, leaves it at once, or far exceeds it; a warm-up longer than the run."""
     total = context.training.total_steps
-    if total < 10:
-        return skipped(f"the run has {total} steps")
+    need(total >= 10, f"the run has {total} steps")
     factors = _factors(context)
-    top = max(factors)
+    top, first, last = max(factors), factors[0], factors[-1]
     active = sum(each > 0.01 * top for each in factors) / len(factors)
     peak = factors.index(top) / len(factors)
-    first, last = factors[0], factors[-1]
-    evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     idle = f"the rate is practically 0 in {1 - active:.0%} of the run"
     rising = last > 2 * max(factors[: max(1, len(factors) // 2)])
+    evidence = f"at most {top:.3g} times the rate, first {first:.3g} and last {last:.3g}, in {total:,} steps"
     for result, wrong, problem in (
         (failed, not all(map(math.isfinite, factors)) or min(factors) < 0, "factors that are negative or not finite"),
         (failed, top < 0.05, "the rate is never reached"),
@@ -129,47 +115,45 @@ def _moves(context: CheckContext) -> tuple[dict[str, float], float]:
     training, batch, state = context.training, context.batch, context.training.state
     state.train()
     loss = context.loss()
-    norm = 0.0
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [each.grad for each in training.model.parameters() if each.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    gradients = [each.grad for each in training.model.parameters() if each.grad is not None]
+    norm = float(torch.nn.utils.get_total_norm(gradients))
     context.restore()
-    weights = {name: p for name, p in training.model.named_parameters() if p.requires_grad and p.ndim >= 2}
-    before = {name: each.detach().clone() for name, each in weights.items() if float(each.detach().norm()) > 0}
+    weights = {name: p.detach() for name, p in training.model.named_parameters() if p.requires_grad and p.ndim >= 2}
+    before = {name: each.clone() for name, each in weights.items() if bool(each.any())}
     for group in state.optimizer.param_groups:
         group["lr"] = group["initial_lr"]
     for _ in range(_STEPS):
         training.step(state, training.parts, batch, 1.0, len(batch.images), True)
     after = dict(training.model.named_parameters())
-    moved = {name: float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items()}
-    return {name: each / _STEPS for name, each in moved.items()}, norm
+    return {
+        name: float((after[name].detach() - old).norm() / old.norm()) / _STEPS for name, old in before.items()
+    }, norm
 
 
 def step_size(context: CheckContext) -> Result:
     """Steps so small that no weight changes in the whole run, or larger than the weights themselves."""
     moves, norm = _moves(context)
-    if not moves:
-        return skipped("the model has no weights of two dimensions")
-    if not all(math.isfinite(each) for each in moves.values()):
+    need(moves, "the model has no weights of two dimensions")
+    if not all(map(math.isfinite, moves.values())):
         return failed("weights are not finite after three steps", "a smaller optimizer.lr, or grad_clip.norm=1.0")
-    config, total = context.config, context.training.total_steps
-    factors, adam = _factors(context), _kind(context).lower() in _ADAM
-    mean = sum(factors) / len(factors)
-    high, middle = max(moves.values()), sorted(moves.values())[len(moves) // 2]
-    reach = high * mean * total
+    clip, total, adam = context.config.grad_clip, context.training.total_steps, _kind(context).lower() in _ADAM
+    run = statistics.fmean(_factors(context)) * total  # in steps at the full rate
+    high, middle = max(moves.values()), statistics.median_high(moves.values())
+    reach = high * run
     evidence = f"weights move by up to {high:.2g} of their size in a step at the full rate, by {reach:.2g} in all {total:,} steps"
-    grad_clip, fix = config.grad_clip, "a larger optimizer.lr, or a longer run"
-    if grad_clip.norm is not None and grad_clip.norm < 0.01 * norm:
-        evidence += f"; gradients with a norm of {norm:.3g} are clipped to grad_clip.norm={grad_clip.norm:g}"
+    fix = "a larger optimizer.lr, or a longer run"
+    if clip.norm is not None and clip.norm < 0.01 * norm:
+        evidence += f"; gradients with a norm of {norm:.3g} are clipped to grad_clip.norm={clip.norm:g}"
         fix = f"grad_clip.norm of about {norm:.1g}, or null"
-        if grad_clip.norm < 1e-4 * norm and not adam:
+        if clip.norm < 1e-4 * norm and not adam:
             return failed(evidence, fix)
-    elif grad_clip.value is not None or grad_clip.agc is not None:
+    elif clip.value is not None or clip.agc is not None:
         fix = "larger grad_clip.value and grad_clip.agc, or null"
-    still = [name for name, each in moves.items() if each * mean * total < _STUCK]
-    if (grad_clip.norm, grad_clip.value, grad_clip.agc) != (None, None, None) and 2 * len(still) > len(moves):
-        return failed(f"{evidence}; {len(still)} of {len(moves)} weights hardly move", fix)
+    still = sum(each * run < _STUCK for each in moves.values())
+    if (clip.norm, clip.value, clip.agc) != (None, None, None) and 2 * still > len(moves):
+        return failed(f"{evidence}; {still} of {len(moves)} weights hardly move", fix)
     if reach < _SLOW:
         return graded(evidence, fix, fail=reach < _STUCK, warn=True)
     fix = "a smaller optimizer.lr: weights should move by about 0.001 of their size in a step"
@@ -179,80 +163,71 @@ def step_size(context: CheckContext) -> Result:
 
 def averaging(context: CheckContext) -> Result:
     """A weight average that never moves, covers more than the run, or does not average."""
-    config, total = context.config, context.training.total_steps
-    if config.ema is None:
-        return skipped("ema is not set")
-    kept = 0.0
-    for step in range(min(total, 200_000)):
-        kept += math.log(min(config.ema, (1 + step) / (10 + step)) if config.averaging.warmup else config.ema)
-    share, horizon = math.exp(kept), 1 / (1 - config.ema)
-    evidence = f"ema={config.ema:g} averages {horizon:,.0f} of {total:,} steps; {share:.1%} of it are initial weights"
+    ema, warmup, total = context.config.ema, context.config.averaging.warmup, context.training.total_steps
+    if ema is None:
+        raise NotApplicable("ema is not set")
+    share = math.prod(min(ema, (1 + step) / (10 + step)) if warmup else ema for step in range(min(total, 200_000)))
+    horizon = 1 / (1 - ema)
+    evidence = f"ema={ema:g} averages {horizon:,.0f} of {total:,} steps; {share:.1%} of it are initial weights"
     fix = f"ema={1 - 10 / max(20, total):.4g} averages a tenth of the run"
     if share > 0.01:
         return graded(evidence, f"averaging.warmup=true, or {fix}", fail=share > 0.1, warn=True)
     if horizon > total and total >= 10:
         return warned(f"{evidence}: the decay is never reached, because averaging warms up for the whole run", fix)
-    return warned(f"{evidence}: it hardly differs from the weights", fix) if config.ema < 0.5 else passed(evidence)
+    return warned(f"{evidence}: it hardly differs from the weights", fix) if ema < 0.5 else passed(evidence)
 
 
 def norm_statistics(context: CheckContext) -> Result:
     """BatchNorm that cannot work: momentum 0 or 1, a large eps, or batches of one sample."""
-    named = context.model.named_modules()
-    norms = {name: module for name, module in named if isinstance(module, BATCH_NORM)}
-    if not norms:
-        return skipped("the model has no BatchNorm")
+    norms = {name: each for name, each in context.model.named_modules() if isinstance(each, BATCH_NORM)}
+    need(norms, "the model has no BatchNorm")
     plan, steps = context.training.plan, context.training.total_steps
-    size = plan.batch_size
+    size, fix = (
+        plan.batch_size,
+        "momentum=0.1; in PyTorch it is the share of the new batch, in TensorFlow that of the old ones",
+    )
     for name, norm in norms.items():
         momentum = norm.momentum
         if norm.track_running_stats and momentum is not None:
+            evidence = f"momentum={momentum:g} of {name}: its statistics"
             if momentum <= 0 or (momentum * steps < 0.5 and momentum < 0.01):
-                evidence = f"momentum={momentum:g} of {name}: its statistics keep their initial values"
-                return failed(f"{evidence} in {steps:,} steps", _MOMENTUM)
+                return failed(f"{evidence} keep their initial values in {steps:,} steps", fix)
             if momentum >= 0.9:
-                evidence = f"momentum={momentum:g} of {name}: its statistics are those of the last batch"
-                return graded(evidence, _MOMENTUM, fail=momentum >= 0.99, warn=True)
+                return graded(f"{evidence} are those of the last batch", fix, fail=momentum >= 0.99, warn=True)
         if norm.eps > 0.05:
             return warned(f"eps={norm.eps:g} of {name} is as large as the variance itself", "eps=1e-5")
     evidence = f"data.batch_size={size} for {len(norms)} BatchNorm layers"
-    if size == 1:
-        return failed(evidence, "a larger batch, or GroupNorm")
     if size < 4:
-        return warned(evidence, "a batch of 16 or more, or GroupNorm")
+        return graded(evidence, "a batch of 16 or more, or GroupNorm", fail=size == 1, warn=True)
     if not plan.drop_last and plan.limit is None and plan.samples % size == 1 and plan.samples > size:
         evidence = f"the last batch of an epoch has one sample, for {len(norms)} BatchNorm layers"
         return warned(evidence, "data.drop_last=true, or another data.batch_size")
     return passed(f"{len(norms)} layers, batches of {size}")
 
 
-class _DropoutCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the share of values that each dropout call of any kind drops."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rates: list[float] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket).rpartition(".")[2]
-        if name in ("bernoulli_", "bernoulli") and len(args) > 1 and isinstance(args[1], float):
-            self.rates.append(1 - args[1])
-        elif name == "native_dropout" and isinstance(args[1], float):
-            self.rates.append(1 - (1 - args[1]))
-        return func(*args, **(kwargs or {}))
-
-
 def dropout_rate(context: CheckContext) -> Result:
     """Dropout, as a layer or a function, that drops almost everything."""
+    calls: list[float] = []
+    images = context.batch.images
+
+    def look(name: str, arguments: Sequence[Any], output: Any) -> None:
+        if (
+            name in ("bernoulli_", "bernoulli", "native_dropout")
+            and len(arguments) > 1
+            and isinstance(arguments[1], float)
+        ):
+            # Those other than native_dropout are given the share that is kept.
+            calls.append(arguments[1] if name == "native_dropout" else 1 - arguments[1])
+
     context.training.state.train()
-    calls = _DropoutCalls()
-    with calls, torch.no_grad():
-        context.model(context.batch.images)
-    layers = [(name, module) for name, module in context.model.named_modules() if isinstance(module, DROPOUT)]
-    rates = {name: float(module.p) for name, module in layers if module.p > 0}
-    rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls.rates)}
+    with Operations(look), torch.no_grad():
+        context.model(images)
+    modules = context.model.named_modules()
+    rates = {name: float(each.p) for name, each in modules if isinstance(each, DROPOUT) and each.p > 0}
+    rates |= {f"number {place} in forward": rate for place, rate in enumerate(calls)}
     if not rates:
         return passed("there is none")
-    name = max(rates, key=lambda each: rates[each])
+    name = max(rates, key=rates.__getitem__)
     evidence = f"up to {rates[name]:.0%} of the values are dropped ({name})"
     fix = "a dropout of 0.1 to 0.5; p is the share that is dropped, not the share that is kept"
     return graded(evidence, fix, fail=rates[name] >= _USELESS, warn=rates[name] >= _EXTREME)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.result import Result, passed, skipped, warned
-from runner.verbs.check.sample_images import sample_images
+from runner.verbs.check.result import NotApplicable, Result, need, passed, warned
+from runner.verbs.check.split_stats import is_classes
 
 _FEWEST = 15  # samples of a class
 _REVEALING = 0.97  # balanced accuracy of a single value
@@ -24,17 +22,23 @@ _FILES = 400
 
 def _threshold_accuracy(values: Tensor, positive: Tensor) -> Tensor:
     """Best balanced accuracy of a single threshold for each column of (N, P), in either direction: (P,)."""
-    order = values.argsort(0)
-    ranked, hit = values.gather(0, order), positive[order].double()
-    accuracy = ((hit.cumsum(0) / positive.sum() - (1 - hit).cumsum(0) / (~positive).sum()).abs() + 1) / 2
-    between = torch.ones_like(accuracy, dtype=torch.bool)  # a threshold lies between two values
-    between[:-1] = ranked[1:] > ranked[:-1]
-    return torch.where(between, accuracy, 0.5).amax(0)
+    from scipy.stats import ks_2samp
+
+    # The Kolmogorov-Smirnov distance is the largest difference between the rates of true and of false positives.
+    gap = ks_2samp(values[positive].numpy(), values[~positive].numpy(), method="asymp").statistic
+    return torch.as_tensor((gap + 1) / 2)
+
+
+def _frequent_classes(targets: Tensor, what: str) -> list[int]:
+    counts = Counter(targets.tolist())
+    classes = sorted(each for each, count in counts.items() if count >= _FEWEST)
+    need(len(counts) > 1 and classes, f"fewer than {_FEWEST} {what} of each class were read")
+    return classes
 
 
 def _find_mark(images: Tensor, positive: Tensor) -> tuple[float, int, int] | None:
     """Balanced accuracy, row and column of a pixel that reveals a class and is not part of an object."""
-    channels, height, width = images.shape[1:]
+    height, width = images.shape[2:]
     flat = images.flatten(1)
     # The exact accuracy is computed only for the pixels whose means differ most, in deviations.
     inside, outside = flat[positive], flat[~positive]
@@ -52,52 +56,35 @@ def _find_mark(images: Tensor, positive: Tensor) -> tuple[float, int, int] | Non
     at_border = edge < max(1, min(height, width) // 6)
     # In photographs of one class no pixel is constant; inside an object, black or white pixels may be.
     constant = (own.std(0) < 1e-3) & ((own.mean(0) > 0.02) & (own.mean(0) < 0.98) | at_border)
-    around = [
-        (row + down, column + right)
-        for down in (-3, 0, 3)
-        for right in (-3, 0, 3)
-        if (down or right) and 0 <= row + down < height and 0 <= column + right < width
-    ]
+    around = [(row + down, column + right) for down in (-3, 0, 3) for right in (-3, 0, 3) if down or right]
+    around = [(down, right) for down, right in around if 0 <= down < height and 0 <= right < width]
     near = images[:, :, [each[0] for each in around], [each[1] for each in around]].flatten(1)
     isolated = float(_threshold_accuracy(near, positive).max()) < best - _DROP
     center = ..., slice(height // 4, height - height // 4), slice(width // 4, width - width // 4)
-    inner = separation.view(channels, height, width)[center].flatten()
+    inner = separation.view(images.shape[1:])[center].flatten()
     middle = images[center].flatten(1)[:, inner.topk(min(_TRIED, len(inner))).indices]
     only_there = at_border and float(_threshold_accuracy(middle, positive).max()) < best - _DROP
     return (best, row, column) if isolated or only_there or bool(constant.any()) else None
 
 
-def _constant_per_class(images: Tensor, targets: Tensor, classes: Sequence[int]) -> str:
-    """A sentence about a channel or extreme value that is constant within each class and differs between classes."""
-    flat = images.flatten(2)
-    means, steady = flat.mean(2), flat.std(2) < 1e-3
-    values = {
-        f"channel {number}": means[:, number] for number in range(images.shape[1]) if bool(steady[:, number].all())
-    }
-    values |= {"the smallest value": images.flatten(1).amin(1), "the largest value": images.flatten(1).amax(1)}
-    for name, value in values.items():
-        groups = [value[targets == each] for each in classes]
-        if all(float(group.max() - group.min()) < 1e-3 for group in groups):
-            levels = [float(group.mean()) for group in groups]
-            if max(levels) - min(levels) > 3e-3:
-                return f"{name} is {levels[0]:.3g} in every image of class {classes[0]}, and {levels[-1]:.3g} of {classes[-1]}"
-    return ""
-
-
 def image_shortcut(context: CheckContext) -> Result:
     """A mark in the image that reveals the label: a border, a corner, a stamp, or a channel that is constant per class."""
-    context.require_classes()
-    found = context.cached(sample_images).get("train")
-    if found is None or found.targets.ndim != 1:
-        return skipped("there are no images to look at")
-    images, targets = found
-    counts = Counter(targets.tolist())
-    classes = sorted(each for each, count in counts.items() if count >= _FEWEST)
-    if len(counts) < 2 or not classes:
-        return skipped(f"fewer than {_FEWEST} images of each class were read")
+    need(context.classes, "there are no classes")
+    images, targets = context.sample_images.get("train", (torch.zeros(0), torch.zeros(0)))
+    need(is_classes(targets), "there are no images to look at")
+    classes = _frequent_classes(targets, "images")
     fix = "remove the mark from all images, or crop it off: otherwise the model learns the mark, not the object"
-    if len(classes) > 1 and (evidence := _constant_per_class(images, targets, classes)):
-        return warned(evidence, fix)
+    flat = images.flatten(2)
+    values = {f"channel {n}": each.mean(1) for n, each in enumerate(flat.unbind(1)) if bool((each.std(1) < 1e-3).all())}
+    values |= {"the smallest value": flat.amin((1, 2)), "the largest value": flat.amax((1, 2))}
+    for name, value in values.items():
+        groups = [value[targets == each] for each in classes]
+        levels = [float(group.mean()) for group in groups]
+        if max(float(group.max() - group.min()) for group in groups) < 1e-3 and max(levels) - min(levels) > 3e-3:
+            evidence = (
+                f"{name} is {levels[0]:.3g} in every image of class {classes[0]}, and {levels[-1]:.3g} of {classes[-1]}"
+            )
+            return warned(evidence, fix)
     for each in classes:
         if (mark := _find_mark(images, targets == each)) is not None:
             accuracy, row, column = mark
@@ -106,7 +93,7 @@ def image_shortcut(context: CheckContext) -> Result:
     return passed(f"no mark in {len(images)} images tells one of {len(classes)} classes from the others")
 
 
-def _path(dataset: object, index: int) -> Path | None:
+def _path(dataset: object, index: int) -> Path:
     """The file of a sample, if the data set knows it."""
     if callable(path := getattr(dataset, "path", None)):
         return Path(path(index))
@@ -114,59 +101,47 @@ def _path(dataset: object, index: int) -> Path | None:
         known = getattr(dataset, name, None)
         if isinstance(known, list | tuple) and index < len(known):
             one = known[index][0] if isinstance(known[index], list | tuple) else known[index]
-            return Path(one) if isinstance(one, str | Path) else None
-    return None
-
-
-def _properties(path: Path) -> dict[str, Any]:
-    """Properties of an image file that are known without decoding it."""
-    from PIL import Image
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Image.open(path) as image:
-            return {
-                "the format": image.format,
-                "the color mode": image.mode,
-                "the size in pixels": image.size,
-                "the size in bytes": path.stat().st_size,
-            }
+            if isinstance(one, str | Path):
+                return Path(one)
+    raise NotApplicable("the data set does not name its files")
 
 
 def file_shortcut(context: CheckContext) -> Result:
     """Properties of the files that reveal the label: format, color mode, size in pixels or bytes."""
+    from PIL import Image
+
     dataset = context.splits.parts["train"][0]
-    if not context.classes or "train" not in context.labels:
-        return skipped("there are no classes")
+    need(context.classes and "train" in context.labels, "there are no classes")
     known = dict(zip(context.train_stats.indices.tolist(), context.train_stats.targets.tolist(), strict=True))
-    files: list[tuple[int, dict[str, Any]]] = []
+    numbers: list[int] = []
+    files: list[tuple[object, ...]] = []  # properties that are known without decoding the image
     until = 0.95 * context.left
-    for index in context.readable("train", _FILES):
-        path = _path(dataset, index)
-        if path is None:
-            return skipped("the data set does not name its files")
-        if context.left < until:
-            break
-        try:
-            files.append((int(known[index]), _properties(path)))
-        except OSError:
-            continue
-    targets = torch.tensor([target for target, _ in files])
-    counts = Counter(targets.tolist())
-    classes = [each for each, count in sorted(counts.items()) if count >= _FEWEST]
-    if len(counts) < 2 or not classes:
-        return skipped(f"fewer than {_FEWEST} files of each class were read")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index in context.readable("train", _FILES):
+            path = _path(dataset, index)
+            if context.left < until:
+                break
+            try:
+                with Image.open(path) as image:
+                    files.append((image.format, image.mode, image.size, path.stat().st_size))
+            except OSError:
+                continue
+            numbers.append(int(known[index]))
+    targets = torch.tensor(numbers)
+    classes = _frequent_classes(targets, "files")
     fix = "store the files of all classes in the same way; what differs may also be visible in the pixels"
-    for name in files[0][1]:
-        values = [properties[name] for _, properties in files]
+    names = ("the format", "the color mode", "the size in pixels", "the size in bytes")
+    for name, values in zip(names, zip(*files, strict=True), strict=True):
         for each in classes:
             positive = targets == each
-            inside = {value for value, hit in zip(values, positive.tolist(), strict=True) if hit}
             # A size in bytes is compared with a threshold, the others for equality.
-            equal = {f" ({one})": [value == one for value in values] for one in inside}
-            columns = {"": values} if name == "the size in bytes" else equal
+            inside = {value for value, hit in zip(values, positive.tolist(), strict=True) if hit}
+            columns = {f" ({one})": [value == one for value in values] for one in inside}
+            if name == "the size in bytes":
+                columns = {"": list(values)}
             for which, column in columns.items():
-                accuracy = float(_threshold_accuracy(torch.tensor(column).float()[:, None], positive))
+                accuracy = float(_threshold_accuracy(torch.tensor(column).float(), positive))
                 if accuracy >= _REVEALING:
                     evidence = f"{name} of the file{which} alone tells class {each} from the others"
                     return warned(f"{evidence} with a balanced accuracy of {accuracy:.1%}", fix)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +16,17 @@ from runner.data.loaders import Batch
 from runner.engine.errors import Diverged, NotFinite
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
-from runner.engine.protocols import Schedule
-from runner.engine.state import RunningMean, TrainState
+from runner.engine.state import RunningMean
 from runner.verbs.check.context import CheckContext
-from runner.verbs.check.loop_runs import build_loop, held_out_loader, run_callbacks
-from runner.verbs.check.overfit_batch import evaluation_with_batch_statistics, overfit_samples, train_on_batch
-from runner.verbs.check.result import Result, failed, graded, out_of_time, passed, skipped, warned
+from runner.verbs.check.loop import (
+    build_loop,
+    evaluation_with_batch_statistics,
+    held_out_loader,
+    overfit_samples,
+    run_callbacks,
+    train_on_batch,
+)
+from runner.verbs.check.result import Result, failed, graded, need, out_of_time, passed, warned
 
 _RAMP = 10  # steps up to the learning rate, and as many at it
 _SHARE_OF_RAMP = 0.6  # of the time left, for these steps
@@ -35,40 +39,24 @@ _UNDONE = 0.5  # share of the progress without callbacks
 _SECONDS = 0.1  # share of the time left, for one short training
 
 
-@contextlib.contextmanager
-def _counting_every_loss(state: TrainState) -> Iterator[None]:
-    """Also count losses that are not finite, which the running mean of `on_nonfinite=skip` skips."""
-    usual = state.meter
-    state.meter = RunningMean(next(state.model.parameters()).device)
-    try:
-        yield
-    finally:
-        state.meter = usual
+def _count_every_loss(context: CheckContext) -> None:
+    """Until the check ends, also count losses that are not finite, which the running mean of `on_nonfinite=skip` skips."""
+    context.training.state.meter = RunningMean(next(context.model.parameters()).device)
 
 
 def learning_rate(context: CheckContext) -> Result:
     """A learning rate at which the loss explodes within a few steps, or nothing changes."""
-    with _counting_every_loss(context.training.state):
-        return _ramp(context)
-
-
-def _ramp(context: CheckContext) -> Result:
-    training = context.training
+    training, budget = context.training, f"budget_s={context.config.budget_s:g} is too short"
     if (possible := context.affordable_steps()) < 2 * _RAMP:
         return out_of_time(f"it takes {2 * _RAMP} steps, and there is time for {possible:.0f}")
-    state, plan = training.state, training.plan
+    _count_every_loss(context)
+    state, plan, loader = training.state, training.plan, training.data.train.loader
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
     before = {name: p.detach().clone() for name, p in training.model.named_parameters() if p.requires_grad}
     losses: list[float] = []
     until = time.monotonic() + max(1.0, _SHARE_OF_RAMP * context.left)
-
-    def batches() -> Iterator[Any]:
-        epoch = 0
-        while True:
-            yield from zip(training.data.train.loader.batches(epoch, 0, plan.batches), plan.parts(0), strict=False)
-            epoch += 1
-
-    for batch, (size, weight, update) in batches():
+    epochs = (zip(loader.batches(n, 0, plan.batches), plan.parts(0), strict=False) for n in itertools.count())
+    for batch, (size, weight, update) in itertools.chain.from_iterable(epochs):
         # Up to the rate in equal factors, from a hundredth of it: a short warm-up.
         share = 0.01 ** max(0.0, 1 - len(losses) / (_RAMP - 1))
         for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
@@ -79,13 +67,9 @@ def _ramp(context: CheckContext) -> Result:
             state.meter.reset()
             if len(losses) >= 2 * _RAMP or time.monotonic() > until or not math.isfinite(losses[-1]):
                 break
-    moves = [
-        float((parameter.detach() - before[name]).norm() / before[name].norm())
-        for name, parameter in training.model.named_parameters()
-        if name in before and float(before[name].norm()) > 0
-    ]
-    moved = max([0.0, *moves])
-    first, last = losses[0], statistics.median(losses[-5:])
+    after = dict(training.model.named_parameters())
+    moves = [float((after[name].detach() - old).norm() / old.norm()) for name, old in before.items() if bool(old.any())]
+    moved, first, last = max([0.0, *moves]), losses[0], statistics.median(losses[-5:])
     evidence = f"loss {first:.4g} to {last:.4g} in {len(losses)} steps up to {max(rates):g}; "
     evidence += f"weights move by up to {moved:.2g} of their size"
     fix = "a smaller optimizer.lr"
@@ -94,7 +78,7 @@ def _ramp(context: CheckContext) -> Result:
     if training.parts.guard is not None and (skipped_steps := training.parts.guard.found()):
         return failed(f"{evidence}; the gradients of step {skipped_steps[0] + 1} are not finite", fix)
     if len(losses) < 2 * _RAMP:
-        return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
+        return out_of_time(f"{budget}: {evidence}")
     if last > 3 * first + 1:
         return warned(evidence, fix)
     return graded(evidence, "a larger optimizer.lr", warn=moved < 1e-5)
@@ -123,22 +107,18 @@ class _LossRecorder:
         """Training starts again, without the step."""
         self.rollbacks.append(str(found))
         self.losses.clear()
+        _count_every_loss(self.context)
 
 
 def training(context: CheckContext) -> Result:
     """A short training like that of the run, in which the loss does not fall (train=true)."""
-    if not context.config.train:
-        return skipped("only with train=true")
-    with _counting_every_loss(context.training.state):
-        return _train(context)
-
-
-def _train(context: CheckContext) -> Result:
+    need(context.config.train, "only with train=true")
     run = context.training
     steps = min(context.config.train_steps, run.total_steps)
     every = max(1, steps // 10)
     recorder = _LossRecorder(context, every)
     run.state.train()
+    _count_every_loss(context)
     limits = Limits(epochs=None, max_steps=steps, evaluate_every_epochs=None)
     loop = build_loop(context, run.data.train.loader, run.plan, limits, extra=[recorder])
     fix = "overfit and learning-rate tell model and optimizer apart; a larger train_steps"
@@ -147,8 +127,7 @@ def _train(context: CheckContext) -> Result:
     except Diverged as error:
         return failed(f"diverged: {error}", f"a smaller optimizer.lr, or grad_clip.norm=1.0: {fix}")
     losses, rollbacks = recorder.losses, recorder.rollbacks
-    wrong = [done for done, value in losses if not math.isfinite(value)]
-    if wrong:
+    if wrong := [done for done, value in losses if not math.isfinite(value)]:
         return failed(f"the loss is not finite up to step {wrong[0]} of {steps}", f"a smaller optimizer.lr: {fix}")
     if len(losses) < 3:
         if rollbacks:
@@ -162,16 +141,6 @@ def _train(context: CheckContext) -> Result:
     if rollbacks:
         return warned(f"{evidence}; rolled back {len(rollbacks)} times: {rollbacks[0]}", "repair what is not finite")
     return passed(evidence)
-
-
-class _OtherSchedule:
-    """A schedule with other factors; its state is that of the real one."""
-
-    def __init__(self, real: Schedule, factor: Callable[[int], float]) -> None:
-        self.factor, self.state_dict, self.load_state_dict = factor, real.state_dict, real.load_state_dict
-
-    def observe(self, metric: float) -> None:
-        """Nothing: evaluations after so few steps mean little."""
 
 
 def _loss_now(context: CheckContext, batch: Batch) -> float:
@@ -194,7 +163,8 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
     run = context.training
     context.restore()
     state, real = run.state, run.state.schedule
-    rates = [group["initial_lr"] for group in state.optimizer.param_groups]
+    groups = state.optimizer.param_groups
+    rates = [group["initial_lr"] for group in groups]
     callbacks, parts, size, until = without != "callbacks", run.parts, len(batch.images), context.left * (1 - _SECONDS)
     if without == "clipping":
         parts = dataclasses.replace(parts, clip_norm=None, clip_value=None, clip_adaptive=None)
@@ -208,16 +178,16 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
         if context.left < until:
             loop.request_stop("budget_s is used up")
 
-    extra = [SimpleNamespace(on_step=stop_in_time)]
-    options: dict[str, Any] = {"callbacks": callbacks, "extra": extra, "held_out": held_out, "parts": parts}
-    loop = build_loop(context, repeated, plan, limits, **options)
-
     def factor(step: int) -> float:  # the schedule of the whole run in a few steps
         return 1.0 if without == "schedule" else real.factor(min(run.total_steps - 1, step * run.total_steps // _STEPS))
 
+    extra = [SimpleNamespace(on_step=stop_in_time)]
+    loop = build_loop(context, repeated, plan, limits, callbacks=callbacks, extra=extra, held_out=held_out, parts=parts)
+    states = {"state_dict": real.state_dict, "load_state_dict": real.load_state_dict}
     try:
-        state.schedule = _OtherSchedule(real, factor)
-        for group, rate in zip(state.optimizer.param_groups, rates, strict=True):
+        # Evaluations after so few steps mean little to it.
+        state.schedule = SimpleNamespace(factor=factor, observe=lambda metric: None, **states)
+        for group, rate in zip(groups, rates, strict=True):
             group["initial_lr"] = rate * scale
         loop.run()
         return _loss_now(context, batch)
@@ -229,23 +199,13 @@ def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str 
             group["initial_lr"] = rate
 
 
-def _loss_after_adamw(context: CheckContext, batch: Batch) -> float:
-    """The loss after as many steps of AdamW and nothing else."""
-    values = []
-    for rate in _PLAIN_RATES:
-        train_on_batch(context, batch.images, rate, _STEPS, until_learned=False)
-        values.append(_loss_now(context, batch))
-    return min(values)
-
-
 def short_training(context: CheckContext) -> Result:
     """Schedule, clipping, callbacks or optimizer that undo training: the loss of one batch does not fall in 32 steps."""
-    count = len(overfit_samples(context)[0])
+    count = len(overfit_samples(context).images)
     batch = Batch(*(each[:count] for each in context.batch))
     context.restore()
     first = _loss_now(context, batch)
-    if not math.isfinite(first) or first <= 1e-6:
-        return skipped(f"the loss is {first:.3g} before the first step")
+    need(1e-6 < first < math.inf, f"the loss is {first:.3g} before the first step")
     enough = _FALLEN * first
     custom = any(not type(each).__module__.startswith("runner.") for each in run_callbacks(context)[0])
     best, scale = math.inf, 1.0
@@ -259,10 +219,9 @@ def short_training(context: CheckContext) -> Result:
     evidence += "" if scale == 1.0 else f" at {scale:g} times the rate"
     of_callbacks = "check what the callbacks do to weights and learning rates"
     if best < enough:
-        if custom:
-            without = _loss_after(context, batch, scale, "callbacks")
-            if first - best < _UNDONE * (first - without):
-                return failed(f"{evidence}, to {without:.4g} without callbacks", of_callbacks)
+        without = _loss_after(context, batch, scale, "callbacks") if custom else best
+        if first - best < _UNDONE * (first - without):
+            return failed(f"{evidence}, to {without:.4g} without callbacks", of_callbacks)
         return passed(evidence)
     if context.left <= 1:
         return out_of_time(f"budget_s={context.config.budget_s:g} is too short: {evidence}")
@@ -274,8 +233,11 @@ def short_training(context: CheckContext) -> Result:
         value = min(_loss_after(context, batch, each, without_what) for each in _RATES[:2])
         if value < enough:
             return failed(f"{evidence}, to {value:.4g} {how}", fix)
-    plain = _loss_after_adamw(context, batch)
-    if plain < enough:
+    plain = []
+    for rate in _PLAIN_RATES:
+        train_on_batch(context, batch.images, rate, _STEPS, until_learned=False)
+        plain.append(_loss_now(context, batch))
+    if min(plain) < enough:
         fix = "another optimizer, or other arguments for it: see step-size"
-        return failed(f"{evidence}, to {plain:.4g} with AdamW", fix)
-    return skipped(f"{evidence}, and not with AdamW either: overfit says more")
+        return failed(f"{evidence}, to {min(plain):.4g} with AdamW", fix)
+    return Result("skip", f"{evidence}, and not with AdamW either: overfit says more")

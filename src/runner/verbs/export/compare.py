@@ -7,9 +7,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from runner.verbs.export.formats import Run
+import torch
+from torch import Tensor, nn
 
 _SECONDS = 0.3
 _MOST_CALLS = 100
@@ -37,28 +36,24 @@ class Comparison:
     model_ms: float
 
 
-def compare(name: str, model: Run, exported: Run, batches: list[Tensor]) -> list[Comparison]:
+@torch.inference_mode()
+def compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tensor]) -> list[Comparison]:
     """Compare outputs and latency at each batch."""
     found = []
     for images in batches:
         expected, got = model(images).double(), exported(images).double()
-        difference = relative = math.inf
-        if expected.shape == got.shape:
-            difference = float((expected - got).abs().max())
-            scale = max(1.0, float(expected.abs().max()))
-            relative = difference / scale if difference != math.inf else math.inf
-        times = latency_ms(exported, images), latency_ms(model, images)
+        difference = float((expected - got).abs().max()) if expected.shape == got.shape else math.inf
+        relative = difference / max(1.0, float(expected.abs().max()))
+        times = _latency_ms(exported, images), _latency_ms(model, images)
         found.append(Comparison(name, len(images), difference, relative, *times))
     return found
 
 
-def latency_ms(run: Run, images: Tensor) -> float:
+def _latency_ms(model: nn.Module, images: Tensor) -> float:
     """Median time of a call in milliseconds."""
-    for _ in range(_WARM_UP):
-        run(images)
     times: list[float] = []
-    while len(times) < 3 or (sum(times) < _SECONDS and len(times) < _MOST_CALLS):
+    while len(times) < _WARM_UP + 3 or (sum(times[_WARM_UP:]) < _SECONDS and len(times) < _WARM_UP + _MOST_CALLS):
         began = time.perf_counter()
-        run(images)
+        model(images)
         times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times)
+    return 1000 * statistics.median(times[_WARM_UP:])

@@ -6,6 +6,7 @@ Every format gets the model on the CPU, in float32 and evaluation mode, and take
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import logging
 import warnings
@@ -18,16 +19,7 @@ from torch import Tensor, nn
 
 from runner.config.errors import UserError
 
-Run = Callable[[Tensor], Tensor]
-"""Images (B, C, H, W) -> outputs (B, K), both on the CPU."""
-
 INPUT, OUTPUT = "images", "outputs"
-SUFFIXES = {
-    "safetensors": "model.safetensors",
-    "torch_export": "model.pt2",
-    "onnx": "model.onnx",
-    "torchscript": "model.torchscript",
-}
 INT8 = "model.int8.onnx"
 _PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
@@ -53,46 +45,28 @@ class Normalizing(nn.Module):
 
 
 def require_packages(formats: list[str]) -> None:
-    """Refuse formats whose packages are not installed.
-
-    Raises:
-        UserError: naming them.
-    """
+    """Raise a `UserError` that names the packages of formats that are not installed."""
     missing = [
-        (name, package)
+        f"{name} needs {package}"
         for name in formats
         for package in _PACKAGES.get(name, ())
         if importlib.util.find_spec(package) is None
     ]
     if missing:
-        needs = "; ".join(f"{name} needs {package}" for name, package in missing)
-        others = ", ".join(name for name in SUFFIXES if name not in _PACKAGES)
-        raise UserError("format", f"{needs}, which is not installed", f"pip install 'runner[export]', or {others}")
+        others = ", ".join(name for name in FORMATS if name not in _PACKAGES)
+        problem = f"{'; '.join(missing)}, which is not installed"
+        raise UserError("format", problem, f"pip install 'runner[export]', or {others}")
 
 
-def write(name: str, model: nn.Module, images: Tensor, path: Path, fresh: Callable[[], nn.Module]) -> Run:
-    """Write a model in a format and load the file.
-
-    Args:
-        name: of the format.
-        model: in evaluation mode, on the CPU.
-        images: an example batch of any size.
-        path: where to write.
-        fresh: builds the same model with other weights, for a format that stores weights alone.
+def write(name: str, model: nn.Module, images: Tensor, path: Path) -> nn.Module:
+    """Write a model in evaluation mode, on the CPU, in a format, and load the file; `images` is a batch of any size.
 
     Raises:
         UserError: if the format cannot express the model, with the message of its exporter.
     """
-    example = images[:1].repeat(_EXAMPLES, 1, 1, 1)
     try:
-        if name == "safetensors":
-            return _safetensors(model, path, fresh)
-        if name == "torch_export":
-            return _torch_export(model, example, path)
-        if name == "onnx":
-            return _onnx(model, example, path)
-        assert name == "torchscript", name
-        return _torchscript(model, example, path)
+        with torch.no_grad():
+            return FORMATS[name][1](model, images[:1].repeat(_EXAMPLES, 1, 1, 1), path)
     except (UserError, MemoryError, OSError):
         raise
     except Exception as error:  # exporters can raise anything for a model that they cannot express
@@ -101,40 +75,35 @@ def write(name: str, model: nn.Module, images: Tensor, path: Path, fresh: Callab
         raise UserError("format", problem, "another format") from error
 
 
-def _safetensors(model: nn.Module, path: Path, fresh: Callable[[], nn.Module]) -> Run:
+def _safetensors(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     from safetensors.torch import load_file, save
 
     # Clones, because the format refuses tied weights, which share memory.
     tensors = {name: value.detach().clone().contiguous() for name, value in model.state_dict().items()}
     path.write_bytes(save(tensors, metadata={"format": "pt"}))
-    again = fresh()
+    again = copy.deepcopy(model)
+    for value in again.state_dict().values():
+        value.zero_()  # so that what the file does not have would be missed
     again.load_state_dict(load_file(path))
-    return inferring(again.eval())
+    return again
 
 
-def _torch_export(model: nn.Module, example: Tensor, path: Path) -> Run:
+def _torch_export(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     torch.export.save(_exported(model, example), path)
-    return inferring(torch.export.load(path).module())
+    return torch.export.load(path).module()
 
 
 def _exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    with torch.no_grad():
-        return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
 
 
-def _onnx(model: nn.Module, example: Tensor, path: Path) -> Run:
+def _onnx(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    names: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT]}
     with _quiet():
-        torch.onnx.export(
-            _exported(model, example),
-            (),
-            path,
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-            external_data=size > _INLINE_BYTES,
-            verbose=False,
-        )
-    return session(path)
+        program = _exported(model, example)
+        torch.onnx.export(program, (), path, **names, external_data=size > _INLINE_BYTES, verbose=False)
+    return OnnxModel(path)
 
 
 @contextlib.contextmanager
@@ -154,53 +123,39 @@ def _quiet() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def session(path: Path) -> Run:
+class OnnxModel(nn.Module):
     """An ONNX model in onnxruntime, on as many threads as torch has."""
-    import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # errors; users cannot change the graphs that warnings are about
-    loaded = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
 
-    def run(images: Tensor) -> Tensor:
-        outputs: Any = loaded.run([OUTPUT], {INPUT: images.contiguous().numpy()})[0]
+        super().__init__()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors; users cannot change the graphs that warnings are about
+        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Outputs (B, K) of images (B, C, H, W), both on the CPU."""
+        outputs: Any = self._session.run([OUTPUT], {INPUT: images.contiguous().numpy()})[0]
         return torch.from_numpy(outputs)
 
-    return run
 
-
-def _torchscript(model: nn.Module, example: Tensor, path: Path) -> Run:
+def _torchscript(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     with warnings.catch_warnings():
         # torch deprecates it as a whole, which the verb reports itself; and a tracer's doubts about Python values
         # are resolved by the comparison at several batch sizes.
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=FutureWarning)
         warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
-        with torch.no_grad():
-            traced: Any = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
+        traced: Any = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
         torch.jit.save(traced, path)
         loaded: nn.Module = torch.jit.load(path)  # type: ignore[no-untyped-call]
-    return inferring(loaded)
+    return loaded
 
 
-def inferring(model: nn.Module) -> Run:
-    """A model as a function, without gradients."""
-
-    def run(images: Tensor) -> Tensor:
-        with torch.inference_mode():
-            outputs: Tensor = model(images)
-        return outputs
-
-    return run
-
-
-def quantized(source: Path, target: Path) -> Run:
-    """Write an ONNX model with 8-bit weights, activations quantised at run time (dynamic quantisation).
-
-    Raises:
-        UserError: if onnxruntime cannot quantise it.
-    """
+def quantized(source: Path, target: Path) -> nn.Module:
+    """Write an ONNX model with 8-bit weights, activations quantised at run time (dynamic quantisation)."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -210,4 +165,13 @@ def quantized(source: Path, target: Path) -> Run:
     with _quiet():
         # Unsigned: of 8-bit convolutions onnxruntime computes only those on the CPU.
         quantize_dynamic(model, target, weight_type=QuantType.QUInt8)
-    return session(target)
+    return OnnxModel(target)
+
+
+FORMATS: dict[str, tuple[str, Callable[[nn.Module, Tensor, Path], nn.Module]]] = {
+    "safetensors": ("model.safetensors", _safetensors),
+    "torch_export": ("model.pt2", _torch_export),
+    "onnx": ("model.onnx", _onnx),
+    "torchscript": ("model.torchscript", _torchscript),
+}
+"""The file of each format, and what writes and loads it: (model, example batch, path) -> the loaded model."""

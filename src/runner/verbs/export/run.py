@@ -20,7 +20,7 @@ from runner.build.model import build_task_model_loss
 from runner.checkpoint.digest import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import FAILED, UserError
-from runner.config.schema.export import Export
+from runner.config.schema.verbs import Export
 from runner.data.sources.image_files import reading_steps
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
@@ -39,7 +39,7 @@ from runner.verbs._checkpoint import (
 from runner.verbs._report import Report
 from runner.verbs.export import formats
 from runner.verbs.export.compare import Comparison, compare
-from runner.verbs.export.formats import INPUT, INT8, OUTPUT, SUFFIXES, Normalizing, Run
+from runner.verbs.export.formats import FORMATS, INPUT, INT8, OUTPUT, Normalizing
 
 _CPU = torch.device("cpu")
 
@@ -71,33 +71,26 @@ def run(composition: Composition) -> float:
     if config.include_preprocessing and config.transform.eval:
         report.warn("transform.eval is not part of what is exported: apply it to images first")
 
-    def with_preprocessing(model: nn.Module) -> nn.Module:
-        if not config.include_preprocessing:
-            return model
-        return Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
-
-    def fresh() -> nn.Module:
-        return with_preprocessing(resolved.build_untrained(data)[1])
-
+    exported = model
+    if config.include_preprocessing:
+        exported = Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
     run_directory = run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
-    exported = with_preprocessing(model)
-    eager, files, compared = formats.inferring(exported), dict[str, Path](), list[Comparison]()
+    files, compared, quantised = dict[str, Path](), list[Comparison](), None
     batches = [images[:size] for size in config.batch_sizes]
     for name in chosen:
-        files[name] = folder / SUFFIXES[name]
+        files[name] = folder / FORMATS[name][0]
         with _write_complete(files[name]) as path:
-            loaded = formats.write(name, exported, images, path, fresh)
-        compared += compare(name, eager, loaded, batches)
-    quantised = None
+            loaded = formats.write(name, exported, images, path)
+        compared += compare(name, exported, loaded, batches)
     shown = list(compared)
     if config.int8:
         files["int8"] = folder / INT8
         with _write_complete(files["int8"]) as path:
             loaded = formats.quantized(files["onnx"], path)
-        shown += compare("int8", eager, loaded, batches)
-        quantised = _accuracy(resolved, model, loaded, files)
+        shown += compare("int8", exported, loaded, batches)
+        quantised = _accuracy(resolved, {"float": model, "int8": loaded}, files)
     record = _record(resolved, task, data, images, files, shown)
     if quantised is not None:
         record["int8"] = quantised
@@ -137,7 +130,7 @@ def _write_complete(path: Path) -> Iterator[Path]:
 
 
 def _accuracy(
-    resolved: ResolvedCheckpoint[Export], model: nn.Module, quantised: Run, files: dict[str, Path]
+    resolved: ResolvedCheckpoint[Export], models: dict[str, nn.Module], files: dict[str, Path]
 ) -> dict[str, Any]:
     """Evaluate the model, and the model with 8-bit weights, on the validation split.
 
@@ -145,29 +138,18 @@ def _accuracy(
         UserError: if the data is not there, or has no validation split.
     """
     config = resolved.config
-    splits = resolved.data(_CPU)
-    with contextlib.closing(splits):
+    with contextlib.closing(resolved.data(_CPU)) as splits:
         if splits.val is None:
             raise UserError("int8", "this data has no validation split to compare on", "int8=false")
         task, _, loss = build_task_model_loss(config, splits, fetch_weights=False)
-        results = {}
-        for name, each in (("float", model), ("int8", _AsModule(quantised))):
-            metrics = build_metrics(config, task, _CPU)
-            limit = config.limit.eval_batches
-            results[name] = evaluate(each, splits.val.loader, task.targets, loss, metrics, limit=limit)
+        parts, limit = (splits.val.loader, task.targets, loss), config.limit.eval_batches
+        results = {
+            name: evaluate(each, *parts, build_metrics(config, task, _CPU), limit=limit)
+            for name, each in models.items()
+        }
+        samples = splits.val.samples
     sizes = {"float": files["onnx"].stat().st_size, "int8": files["int8"].stat().st_size}
-    return {"split": "val", "samples": splits.val.samples, "metrics": results, "bytes": sizes}
-
-
-class _AsModule(nn.Module):
-    """A function of images as a module, which `evaluate` takes."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self._run(images)
+    return {"split": "val", "samples": samples, "metrics": results, "bytes": sizes}
 
 
 def _record(
@@ -207,10 +189,7 @@ def _record(
             "std": normalize.std,
             "normalization_in_the_model": included,
         },
-        "files": {
-            name: {"file": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for name, path in files.items()
-        },
+        "files": {name: _file_record(path) for name, path in files.items()},
         "tolerance": config.tolerance,
         "comparison": [dataclasses.asdict(each) for each in compared],
         "versions": versions(),
@@ -231,9 +210,10 @@ def _steps(config: Export, data: DataFacts) -> list[dict[str, Any]]:
     return [*steps, {"step": "normalise", "dtype": "float32", "value": "(pixel / 255 - mean) / std", **statistics}]
 
 
-def _sha256(path: Path) -> str:
+def _file_record(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
 
 def _show(record: dict[str, Any], compared: list[Comparison], report: Report) -> None:
@@ -248,11 +228,7 @@ def _show(record: dict[str, Any], compared: list[Comparison], report: Report) ->
     columns = ["format", "batch", "largest difference", "relative", "ms", "ms of the model", "times as fast"]
     report.table("compared with the model on the CPU, float32", columns, rows)
     if "int8" in record:
-        measured = record["int8"]
-        kinds = ("float", "int8")
-        rows = [
-            [name, *(f"{measured['metrics'][kind][name]:.4f}" for kind in kinds)]
-            for name in measured["metrics"]["float"]
-        ]
-        rows.append(["bytes", *(str(measured["bytes"][kind]) for kind in kinds)])
-        report.table(f"8-bit weights, {measured['samples']:,} samples of val", ["", *kinds], rows)
+        metrics, sizes, samples = (record["int8"][name] for name in ("metrics", "bytes", "samples"))
+        rows = [[name, *(f"{found[name]:.4f}" for found in metrics.values())] for name in metrics["float"]]
+        rows.append(["bytes", *(str(sizes[kind]) for kind in metrics)])
+        report.table(f"8-bit weights, {samples:,} samples of val", ["", *metrics], rows)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,23 +15,15 @@ from runner.data.loaders import Batch
 from runner.instrument.no_trace import evaluating
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Mistake:
-    """A sample whose largest logit is not that of its class.
+    """A sample whose largest logit is not that of its class."""
 
-    Attributes:
-        probability: softmax of that logit.
-        index: of the sample in its data set.
-        true: its class.
-        predicted: the class that it was taken for.
-        image: (C, H, W), as the model was given it, on the CPU.
-    """
-
-    probability: float
-    index: int
-    true: int = field(compare=False)
-    predicted: int = field(compare=False)
-    image: Tensor = field(compare=False, repr=False)
+    probability: float  # softmax of that logit
+    index: int  # of the sample in its data set
+    true: int  # its class
+    predicted: int  # the class that it was taken for
+    image: Tensor  # (C, H, W), as the model was given it, on the CPU
 
 
 @dataclass
@@ -64,9 +55,9 @@ def mistakes_in(training: Run, split: SplitData, classes: int, limit: int | None
             confusion += torch.bincount(true * classes + predicted, minlength=classes * classes).view(classes, classes)
             for place in (predicted != true).nonzero().flatten().tolist():
                 sure = float(probabilities[place])
-                if len(surest) < most or sure > surest[0].probability:
+                if len(surest) < most or sure > surest[-1].probability:
                     image = batch.images[place].float().cpu().clone()
                     mistake = Mistake(sure, int(batch.indices[place]), int(true[place]), int(predicted[place]), image)
-                    (heapq.heappush if len(surest) < most else heapq.heapreplace)(surest, mistake)
+                    surest = sorted([*surest, mistake], key=lambda each: -each.probability)[:most]
     total, right = int(confusion.sum()), int(confusion.diag().sum())
-    return Mistakes(total, total - right, confusion.tolist(), sorted(surest, reverse=True))
+    return Mistakes(total, total - right, confusion.tolist(), surest)

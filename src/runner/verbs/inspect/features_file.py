@@ -12,9 +12,8 @@ import secrets
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -23,25 +22,7 @@ from torch import Tensor
 from runner.config.errors import UserError
 from runner.tracking.files import writing
 
-_DTYPES = {torch.float32: ("<f4", "F32"), torch.int64: ("<i8", "I64")}
-
-
-@dataclass
-class _Rows:
-    """An array that grows along its first axis: its rows so far, in a file that is open for writing."""
-
-    file: IO[bytes]
-    dtype: torch.dtype
-    row: torch.Size
-    count: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.count, *self.row)
-
-    def copy_to(self, target: IO[bytes]) -> None:
-        self.file.seek(0)
-        shutil.copyfileobj(self.file, target, 2**20)
+Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[str, tuple[int, ...]]:
@@ -61,48 +42,54 @@ def write_features(batches: Iterator[Mapping[str, Tensor]], path: Path) -> dict[
         UserError: if it cannot be written, or a batch has rows of another shape than those before.
     """
     scratch = path.parent / f".{path.name}.{secrets.token_hex(6)}.tmp"
-    arrays: dict[str, _Rows] = {}
+    files: dict[str, IO[bytes]] = {}
+    empty: dict[str, np.ndarray[Any, Any]] = {}  # an array without rows for each file: dtype and shape of a row
+    counts: dict[str, int] = {}
     with writing(path), contextlib.ExitStack() as stack:
         scratch.mkdir(parents=True)
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         for batch in batches:
             for name, tensor in batch.items():
                 dtype = torch.float32 if tensor.is_floating_point() else torch.int64
-                if name not in arrays:
-                    file = stack.enter_context((scratch / str(len(arrays))).open("w+b"))
-                    arrays[name] = _Rows(file, dtype, tensor.shape[1:])
-                rows = arrays[name]
-                if rows.row != tensor.shape[1:]:
-                    shapes = f"{tuple(tensor.shape[1:])} in one batch and of {tuple(rows.row)} in another"
+                rows = tensor.detach().to("cpu", dtype).contiguous().numpy()
+                if name not in files:
+                    files[name] = stack.enter_context((scratch / str(len(files))).open("w+b"))
+                    empty[name], counts[name] = rows[:0].copy(), 0
+                if rows.shape[1:] != empty[name].shape[1:]:
+                    shapes = f"{rows.shape[1:]} in one batch and of {empty[name].shape[1:]} in another"
                     raise UserError("features", f"{name} has rows of {shapes}", "layers whose outputs have one shape")
-                rows.file.write(tensor.detach().to("cpu", dtype).contiguous().numpy().data)
-                rows.count += len(tensor)
+                files[name].write(rows.data)
+                counts[name] += len(rows)
+        arrays = dict(empty)
+        for name, file in files.items():
+            file.flush()
+            if file.tell():  # an empty file cannot be mapped
+                arrays[name] = np.memmap(file, empty[name].dtype, "r", shape=(counts[name], *empty[name].shape[1:]))
         whole = scratch / "whole"
         with whole.open("wb") as target:
             (_write_npz if path.suffix == ".npz" else _write_safetensors)(target, arrays)
             target.flush()
             os.fsync(target.fileno())
         os.replace(whole, path)
-    return {name: rows.shape for name, rows in arrays.items()}
+    return {name: array.shape for name, array in arrays.items()}
 
 
-def _write_npz(file: IO[bytes], arrays: Mapping[str, _Rows]) -> None:
+def _write_npz(file: IO[bytes], arrays: Arrays) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, rows in arrays.items():
+        for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                header = {"descr": _DTYPES[rows.dtype][0], "fortran_order": False, "shape": rows.shape}
-                np.lib.format.write_array_header_1_0(entry, header)
-                rows.copy_to(entry)
+                np.lib.format.write_array(entry, array)
 
 
-def _write_safetensors(file: IO[bytes], arrays: Mapping[str, _Rows]) -> None:
+def _write_safetensors(file: IO[bytes], arrays: Arrays) -> None:
     """Length of the header, header in JSON, rows: https://github.com/huggingface/safetensors#format."""
     header, end = {}, 0
-    for name, rows in arrays.items():
-        begin, end = end, end + rows.file.tell()
-        header[name] = {"dtype": _DTYPES[rows.dtype][1], "shape": rows.shape, "data_offsets": [begin, end]}
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        dtype = {"f": "F32", "i": "I64"}[array.dtype.kind]
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
-    for rows in arrays.values():
-        rows.copy_to(file)
+    for array in arrays.values():
+        file.write(array.data)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from runner.instrument.nested import first_tensor
@@ -19,34 +19,17 @@ _ENOUGH_DRAWN = 3
 
 @dataclass
 class Layer:
-    """One module.
+    """One module."""
 
-    Attributes:
-        name: dotted; empty for the model itself.
-        kind: its class.
-        inner: whether it has modules inside.
-        parameters: direct ones, without those of modules inside.
-        trainable: of these.
-        output: shape of its (last) output for one sample; None if it gives no tensor or does not run.
-        calls: how often it runs in a forward pass.
-        output_bytes: of a sample, all calls together; none where the output is its input, changed in place or viewed.
-        flops: of a forward pass with one sample, without those of modules inside.
-    """
-
-    name: str
-    kind: str
-    inner: bool
-    parameters: int
-    trainable: int
-    output: tuple[int, ...] | None = None
-    calls: int = 0
-    output_bytes: int = 0
-    flops: int = 0
-
-    @property
-    def listed(self) -> bool:
-        """Whether it has parameters or operations besides those of modules inside."""
-        return not self.inner or self.parameters > 0 or self.flops > 0
+    name: str  # dotted; empty for the model itself
+    kind: str  # its class
+    inner: bool  # whether it has modules inside
+    parameters: int  # direct ones, without those of modules inside
+    trainable: int  # of these
+    output: tuple[int, ...] | None = None  # shape of its last output for one sample; None if it gives no tensor
+    calls: int = 0  # how often it runs in a forward pass
+    output_bytes: int = 0  # of a sample, all calls together; none where the output is its input, changed or viewed
+    flops: int = 0  # of a forward pass with one sample, without those of modules inside
 
     def add_call(self, inputs: Sequence[Any], output: Any) -> None:
         """Note what the module was given and what it returned."""
@@ -55,28 +38,13 @@ class Layer:
         if tensor is None:
             return
         self.output = tuple(tensor.shape[1:])
-        given = {_storage(value) for value in inputs if isinstance(value, Tensor)}
-        if not self.inner and _storage(tensor) not in given:
+        given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+        if not self.inner and tensor.untyped_storage().data_ptr() not in given:
             self.output_bytes += tensor.nbytes // max(1, len(tensor) if tensor.ndim else 1)
 
 
-@dataclass(frozen=True)
-class Anatomy:
-    """What a model is made of.
-
-    Attributes:
-        layers: every module, the model itself first.
-        buffers_bytes: of running statistics and the like.
-        weights_bytes: of parameters, those that several modules share counted once.
-    """
-
-    layers: list[Layer] = field(default_factory=list)
-    weights_bytes: int = 0
-    buffers_bytes: int = 0
-
-
-def anatomy(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted: int) -> Anatomy:
-    """Send images through a model in evaluation mode and see what its modules give.
+def layers_of(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted: int) -> list[Layer]:
+    """Send images through a model in evaluation mode and see what its modules give; the model itself comes first.
 
     Args:
         model: left as it is.
@@ -84,48 +52,27 @@ def anatomy(model: nn.Module, images: Tensor, flops: Mapping[str, int], counted:
         flops: forward, by dotted name of the module, its children included.
         counted: samples that `flops` are of.
     """
-    modules = dict(model.named_modules())
-    counted_weights: set[int] = set()
-    layers = {name: _layer(name, module, counted_weights) for name, module in modules.items()}
+    layers: dict[str, Layer] = {}
+    known: set[int] = set()  # shared weights count with the first module that has them
+    for name, module in model.named_modules():
+        weights = [weight for weight in module.parameters(recurse=False) if id(weight) not in known]
+        known.update(map(id, weights))
+        trainable = sum(weight.numel() for weight in weights if weight.requires_grad)
+        inner = any(True for _ in module.children())
+        layers[name] = Layer(name, type(module).__name__, inner, sum(map(Tensor.numel, weights)), trainable)
     with evaluating(model), Observer(model, after=lambda name, module, *seen: layers[name].add_call(*seen)):
         model(images)
+    own = dict(flops)
+    for name, count in flops.items():
+        parts = name.split(".")
+        around = (".".join(parts[:length]) for length in reversed(range(len(parts))))
+        # A list of modules does not run itself and has no operations.
+        outer = next((other for other in around if name and other in flops), None)
+        if outer is not None:
+            own[outer] -= count
     for name, layer in layers.items():
-        layer.flops = max(0, flops.get(name, 0) - _inside(name, flops)) // counted
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    return Anatomy(
-        list(layers.values()),
-        sum(parameter.nbytes for parameter in parameters),
-        sum(buffer.nbytes for buffer in buffers),
-    )
-
-
-def _inside(name: str, flops: Mapping[str, int]) -> int:
-    """Operations of the outermost modules inside one; a list of modules, which does not run itself, is passed over."""
-    prefix = f"{name}." if name else ""
-    inside = [other for other in flops if other.startswith(prefix) and other != name]
-    return sum(flops[other] for other in inside if not _within(other, set(inside)))
-
-
-def _within(name: str, others: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:count]) in others for count in range(1, len(parts)))
-
-
-def _layer(name: str, module: nn.Module, counted: set[int]) -> Layer:
-    """A row without what only running it shows; shared weights count with the first module that has them."""
-    own = [weight for weight in module.parameters(recurse=False) if id(weight) not in counted]
-    counted.update(id(weight) for weight in own)
-    return Layer(
-        name=name,
-        kind=type(module).__name__,
-        inner=any(True for _ in module.children()),
-        parameters=sum(parameter.numel() for parameter in own),
-        trainable=sum(parameter.numel() for parameter in own if parameter.requires_grad),
-    )
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+        layer.flops = max(0, own.get(name, 0)) // counted
+    return list(layers.values())
 
 
 def is_picture(shape: Sequence[int] | None) -> bool:
@@ -136,30 +83,21 @@ def is_picture(shape: Sequence[int] | None) -> bool:
 def outer_maps(layers: Sequence[Layer]) -> list[str]:
     """Layers whose outputs show best what a model makes of an image: the outer ones, or what is inside if they are few."""
     names = [layer.name for layer in layers if layer.name and is_picture(layer.output)]
-    chosen = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    chosen = _outer(names)
     while len(chosen) < _ENOUGH_DRAWN:
-        inside = {name: _children(name, names) for name in chosen}
-        opened = next((name for name in reversed(chosen) if inside[name]), None)
-        if opened is None:
+        inside = [_outer([name for name in names if name.startswith(f"{each}.")]) for each in chosen]
+        place = next((place for place in reversed(range(len(chosen))) if inside[place]), None)
+        if place is None:
             break
-        place = chosen.index(opened)
-        chosen[place : place + 1] = inside[opened]
-    return evenly(chosen, _MOST_DRAWN)
+        chosen[place : place + 1] = inside[place]
+    if len(chosen) <= _MOST_DRAWN:
+        return chosen
+    return [chosen[place] for place in np.linspace(0, len(chosen) - 1, _MOST_DRAWN).round().astype(int)]
 
 
-def _children(name: str, names: Sequence[str]) -> list[str]:
-    """Of those inside a module the outer ones."""
-    inside = [other for other in names if other.startswith(f"{name}.")]
-    return [other for other in inside if not any(other.startswith(f"{third}.") for third in inside)]
-
-
-def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of a list, the first and the last among them, at even intervals."""
-    if len(items) <= most:
-        return list(items)
-    if most == 1:
-        return [items[0]]
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+def _outer(names: Sequence[str]) -> list[str]:
+    """Those that are inside none of the others."""
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
@@ -167,8 +105,3 @@ def shape_text(shape: Sequence[int] | None) -> str:
     if shape is None:
         return ""
     return "x".join(str(size) for size in shape) if shape else "scalar"
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    """`float32`."""
-    return str(dtype).removeprefix("torch.")

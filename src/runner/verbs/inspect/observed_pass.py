@@ -22,96 +22,73 @@ from runner.verbs.inspect.statistics import Summary, dead_units, summarize
 
 @dataclass
 class Passed:
-    """What a forward and a backward pass showed.
+    """What a forward and a backward pass showed."""
 
-    Attributes:
-        loss: of the batch.
-        activations: outputs of modules, or of what `tensors` names, in the order in which they are computed.
-        dead: of those that are rectified, how many units are dead, and of how many.
-        flows: gradients of the loss by these outputs, in the same order.
-        gradients: gradients of the loss by the weights.
-        without: weights that are trained and that the loss does not depend on.
-        frozen: weights that are not trained.
-    """
-
-    loss: float = 0.0
-    activations: list[Summary] = field(default_factory=list)
-    dead: dict[str, tuple[int, int]] = field(default_factory=dict)
-    flows: list[Summary] = field(default_factory=list)
-    gradients: list[Summary] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
-    frozen: list[str] = field(default_factory=list)
+    loss: float = 0.0  # of the batch
+    activations: list[Summary] = field(default_factory=list)  # outputs, in the order in which they are computed
+    dead: dict[str, tuple[int, int]] = field(default_factory=dict)  # dead units of rectified outputs, and all units
+    flows: list[Summary] = field(default_factory=list)  # gradients of the loss by these outputs, in the same order
+    gradients: list[Summary] = field(default_factory=list)  # gradients of the loss by the weights
+    without: list[str] = field(default_factory=list)  # weights that are trained and that the loss does not depend on
+    frozen: list[str] = field(default_factory=list)  # weights that are not trained
 
 
 def pass_through(training: Run, batch: Batch, tensors: Sequence[str]) -> Passed:
-    """Send a batch of training through model and loss and back.
+    """Send a batch of training through model and loss and back, and sum up every tensor as it is computed.
 
     Weights, buffers, modes, gradients and random generators are left as they were.
 
     Raises:
         UserError: if there is no operation of a name.
     """
-    model, seen = training.model, _Seen()
+    model, found = training.model, Passed()
+    calls: Counter[str] = Counter()
+    last: Tensor | None = None
+
+    def take(name: str, tensor: Tensor) -> None:
+        nonlocal last
+        last = tensor
+        calls[name] += 1
+        label = name if calls[name] == 1 else f"{name} (call {calls[name]})"
+        found.activations.append(summarize(label, tensor))
+        if (dead := dead_units(tensor.detach())) is not None:
+            found.dead[label] = dead
+        observe_gradients(tensor, lambda gradient: found.flows.append(summarize(label, gradient)))
+
+    def take_output(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        tensor = first_tensor(output)
+        # A module that only returns the output of the last one inside it would add the same row again.
+        if name and tensor is not None and not (tensor is last and any(True for _ in module.children())):
+            take(name, tensor)
+
     try:
         with no_trace(model, training.loss), torch.enable_grad():
             training.state.train()
             if tensors:
-                found = _gradients(training, batch, listener(model, tensors, seen.take, "tensors"))
+                _compute_gradients(training, batch, listener(model, tensors, take, "tensors"), found)
             else:
-                with Observer(model, after=seen.take_output):
-                    found = _gradients(training, batch, model)
+                with Observer(model, after=take_output):
+                    _compute_gradients(training, batch, model, found)
     except RuntimeError as error:
         raise refusal(error) or error from error
-    found.activations, found.dead = list(seen.outputs.values()), seen.dead
-    found.flows = [seen.gradients[name] for name in seen.outputs if name in seen.gradients]
+    order = {each.name: place for place, each in enumerate(found.activations)}
+    found.flows.sort(key=lambda flow: order[flow.name])
     return found
 
 
-def _gradients(training: Run, batch: Batch, forward: Callable[[Tensor], Any]) -> Passed:
+def _compute_gradients(training: Run, batch: Batch, forward: Callable[[Tensor], Any], found: Passed) -> None:
     weights = dict(training.model.named_parameters())
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+    found.frozen = [name for name in weights if name not in trained]
     with training.precision.autocast():
         loss = training.loss(forward(batch.images), training.task.targets(batch.targets))
-    found = Passed(float(loss.detach()), frozen=[name for name in weights if name not in trained])
+    found.loss = float(loss.detach())
     if not trained or not loss.requires_grad:
         found.without = list(trained)
-        return found
+        return
     gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     for name, gradient in zip(trained, gradients, strict=True):
         if gradient is None:
             found.without.append(name)
         else:
             found.gradients.append(summarize(name, gradient))
-    return found
-
-
-class _Seen:
-    """Sums up tensors as they are computed, and their gradients when these are."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, Summary] = {}
-        self.dead: dict[str, tuple[int, int]] = {}
-        self.gradients: dict[str, Summary] = {}
-        self.last: Tensor | None = None
-        self._calls: Counter[str] = Counter()
-
-    def take(self, name: str, tensor: Tensor) -> None:
-        """Sum up a tensor; of what is computed several times, each."""
-        self._calls[name] += 1
-        label = name if self._calls[name] == 1 else f"{name} (call {self._calls[name]})"
-        self.last = tensor
-        self.outputs[label] = summarize(label, tensor)
-        if (dead := dead_units(tensor.detach())) is not None:
-            self.dead[label] = dead
-
-        def note(gradient: Tensor) -> None:
-            self.gradients[label] = summarize(label, gradient)
-
-        observe_gradients(tensor, note)
-
-    def take_output(self, name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
-        """Sum up the output of a module, see `Observer`."""
-        tensor = first_tensor(output)
-        # A module that only returns the output of the last one inside it would add the same row again.
-        if name and tensor is not None and not (tensor is self.last and any(True for _ in module.children())):
-            self.take(name, tensor)

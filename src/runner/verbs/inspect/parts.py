@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from runner.build.model import example_input
 from runner.build.run import Run, training_flops
 from runner.config.errors import UserError
-from runner.config.schema.inspect import Inspect
+from runner.config.schema.verbs import Inspect
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
 from runner.instrument.flops import Flops
-from runner.tracking.formats import percent
+from runner.tracking.formats import compact, number, percent
 from runner.tracking.plots import confusion_matrix
 from runner.verbs._checkpoint import unique_names
-from runner.verbs.inspect import pictures, tables
+from runner.verbs._report import mib
+from runner.verbs.inspect import pictures
 from runner.verbs.inspect.errors import mistakes_in
-from runner.verbs.inspect.layers import Anatomy, anatomy, outer_maps
+from runner.verbs.inspect.layers import Layer, layers_of, outer_maps, shape_text
 from runner.verbs.inspect.observed_pass import Passed, pass_through
 from runner.verbs.inspect.page import Table
 from runner.verbs.inspect.statistics import Summary, summarize
 
+_NUMBERS = ("mean", "std", "min", "max", "norm", "zeros", "not finite")
+
 
 @dataclass
 class Inspection:
-    """What was found so far, and what several parts need, computed when first used.
+    """What was found so far, and what several parts need, computed when first used."""
 
-    Attributes:
-        config: what to do.
-        training: what is inspected.
-        folder: where pictures go.
-        lines: shown first.
-        parts: tables, and pictures as (file, title), in order.
-        record: for JSON.
-        skipped: what could not be shown, and why.
-    """
-
-    config: Inspect
-    training: Run
-    folder: Path
-    lines: list[str] = field(default_factory=list)
-    parts: list[Table | tuple[Path, str]] = field(default_factory=list)
-    record: dict[str, Any] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    config: Inspect  # what to do
+    training: Run  # what is inspected
+    folder: Path  # where pictures go
+    lines: list[str] = field(default_factory=list)  # shown first
+    parts: list[Table | tuple[Path, str]] = field(default_factory=list)  # tables, and pictures with titles
+    record: dict[str, Any] = field(default_factory=dict)  # for JSON
+    skipped: list[str] = field(default_factory=list)  # what could not be shown, and why
 
     @cached_property
     def flops(self) -> Flops:
@@ -57,10 +48,10 @@ class Inspection:
         return training_flops(self.training, self.training.state.position)
 
     @cached_property
-    def anatomy(self) -> Anatomy:
+    def layers(self) -> list[Layer]:
         """The modules of the model."""
         flops = self.flops
-        return anatomy(self.training.model, example_input(self.training.data), flops.by_module, flops.samples)
+        return layers_of(self.training.model, example_input(self.training.data), flops.by_module, flops.samples)
 
     @cached_property
     def batch(self) -> Batch:
@@ -77,15 +68,46 @@ class Inspection:
         """Every parameter."""
         return [summarize(name, weight) for name, weight in self.training.model.named_parameters()]
 
-    def samples(self) -> tuple[Tensor, Tensor]:
-        """Images and targets of the first samples of the split that the config names, or of the training split."""
-        split = self.training.data.eval_split(self.config.split) or self.training.data.train_for_eval
-        batch = next(iter(split.loader.batches(0, 0, 1)))
-        return batch.images, batch.targets
+    def draw(self, name: str, draw: Callable[..., str], *args: Any) -> bool:
+        """Draw with a function that takes the file last and returns a title, empty if there is nothing to draw."""
+        if title := draw(*args, self.folder / name):
+            self.parts.append((self.folder / name, title))
+        return bool(title)
 
-    def add_picture(self, name: str, title: str) -> None:
-        """Note a picture that was drawn."""
-        self.parts.append((self.folder / name, title))
+    def add_summaries(
+        self,
+        key: str,
+        summaries: Sequence[Summary],
+        kind: str,
+        titles: tuple[str, str],
+        more: tuple[str, Mapping[str, str]] | None = None,
+        notes: Sequence[str] = (),
+        marks: Mapping[str, str] | None = None,
+    ) -> None:
+        """Tensors as a table with a row for each, and as histograms.
+
+        Args:
+            key: of the record, and the name of the picture.
+            summaries: of the tensors.
+            kind: of tensors that have the names: `parameter` or `output`.
+            titles: of the table and the picture.
+            more: title of a further column, and its cells by tensor.
+            notes: lines above the table.
+            marks: notes in the histograms by tensor.
+        """
+        self.record[key] = [dataclasses.asdict(each) for each in summaries]
+        rows = [[*_cells(each), *([more[1].get(each.name, "")] if more else [])] for each in summaries]
+        if rows or notes:
+            self.parts.append(Table(titles[0], [kind, "shape", *_NUMBERS, *([more[0]] if more else [])], rows, notes))
+        if rows:
+            quantity = {"weights": "weight", "activations": "activation"}.get(key, "gradient")
+            self.draw(f"{key}.png", pictures.draw_histograms, summaries, marks or {}, quantity, titles[1])
+
+
+def _cells(each: Summary) -> list[str]:
+    numbers = (each.mean, each.std, each.minimum, each.maximum, each.norm)
+    strange = f"{each.not_finite:,}" if each.not_finite else ""
+    return [each.name, shape_text(each.shape), *map(number, numbers), percent(each.zeros), strange]
 
 
 def split_of(config: Inspect, training: Run) -> SplitData:
@@ -101,92 +123,105 @@ def split_of(config: Inspect, training: Run) -> SplitData:
     return split
 
 
-def _records(found: Sequence[Any]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(each) for each in found]
-
-
 def layers(found: Inspection) -> None:
-    """Every module: what it is, what it gives, what it costs."""
-    totals = tables.totals_of(found.anatomy, found.flops)
-    found.lines += tables.totals_lines(totals)
-    found.parts.append(tables.layers_table(found.anatomy, totals))
-    found.record["totals"] = totals
-    found.record["layers"] = _records(found.anatomy.layers)
+    """Every module: what it is, what it gives, what it costs; all for one sample."""
+    model, flops = found.training.model, found.flops
+    found.record["layers"] = [dataclasses.asdict(layer) for layer in found.layers]
+    found.record["totals"] = totals = {
+        "parameters": sum(layer.parameters for layer in found.layers),
+        "trainable": sum(layer.trainable for layer in found.layers),
+        "weights_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+        "buffers_bytes": sum(buffer.nbytes for buffer in model.buffers()),
+        "output_bytes": sum(layer.output_bytes for layer in found.layers),
+        "flops_forward": flops.forward // flops.samples,
+        "flops_training": flops.of_sample,
+    }
+    size = (totals["weights_bytes"] + totals["buffers_bytes"]) / 1e6
+    found.lines += [
+        f"{totals['parameters']:,} parameters, {totals['trainable']:,} trainable; {size:,.2f} MB with buffers",
+        f"outputs of one sample {mib(totals['output_bytes'])} MiB",
+        f"{compact(totals['flops_forward'])} FLOPs forward and {compact(totals['flops_training'])} in training, a sample",
+    ]
+    columns = ["layer", "type", "output", "parameters", "trainable", "FLOPs", "output KiB"]
+    rows = [
+        [
+            layer.name or "(the model itself)",
+            layer.kind,
+            shape_text(layer.output) if layer.calls else "does not run",
+            f"{layer.parameters:,}" if layer.parameters else "",
+            f"{layer.trainable:,}" if layer.trainable else "",
+            compact(layer.flops) if layer.flops else "",
+            f"{layer.output_bytes / 1024:,.2f}" if layer.output_bytes else "",
+        ]
+        for layer in found.layers
+        # A row does not count the modules inside, so rows without anything else are empty.
+        if not layer.inner or layer.parameters or layer.flops
+    ]
+    counts = [f"{totals['parameters']:,}", f"{totals['trainable']:,}", compact(totals["flops_forward"])]
+    rows.append(["total", "", "", *counts, f"{totals['output_bytes'] / 1024:,.2f}"])
+    found.parts.append(Table("layers, for one sample", columns, rows))
 
 
 def weights(found: Inspection) -> None:
     """The weights in numbers and histograms."""
-    if not found.weights:
+    if found.weights:
+        found.add_summaries("weights", found.weights, "parameter", ("weights", "weights"))
+    else:
         found.skipped.append("weights: the model has none")
-        return
-    found.record["weights"] = _records(found.weights)
-    found.parts.append(tables.weights_table(found.weights))
-    title = "weights"
-    pictures.draw_histograms(found.weights, {}, "weight", found.folder / "weights.png", title, logarithmic=False)
-    found.add_picture("weights.png", title)
 
 
 def activations(found: Inspection) -> None:
     """What modules give for a batch of training, and which units give nothing."""
-    passed, size = found.passed, len(found.batch.images)
-    found.record["activations"] = _records(passed.activations)
+    passed = found.passed
     found.record["dead_units"] = {name: {"dead": dead, "units": units} for name, (dead, units) in passed.dead.items()}
-    found.parts.append(tables.activations_table(passed, size))
-    if passed.activations:
-        notes = {name: f"{percent(dead / units)} dead" for name, (dead, units) in passed.dead.items() if dead}
-        title = f"activations of a training batch of {size:,}"
-        target = found.folder / "activations.png"
-        pictures.draw_histograms(passed.activations, notes, "activation", target, title, logarithmic=True)
-        found.add_picture("activations.png", title)
+    cells = {name: f"{dead:,} of {units:,}" for name, (dead, units) in passed.dead.items()}
+    marks = {name: f"{percent(dead / units)} dead" for name, (dead, units) in passed.dead.items() if dead}
+    notes = ["a dead unit is 0 for every sample of the batch and at every place"] if passed.dead else []
+    title = f"activations of a training batch of {len(found.batch.images):,}"
+    more = ("dead units", cells)
+    found.add_summaries("activations", passed.activations, "output", (title, title), more, notes, marks)
 
 
 def gradients(found: Inspection) -> None:
-    """What a batch of training changes: gradients by the weights and by the outputs."""
-    passed = found.passed
-    found.record |= {
-        "loss": passed.loss,
-        "gradients": _records(passed.gradients),
-        "gradients_of_outputs": _records(passed.flows),
-        "without_gradient": passed.without,
-        "frozen": passed.frozen,
-    }
-    found.parts += tables.gradients_tables(passed, {weight.name: weight.norm for weight in found.weights})
-    for name, summaries, of in (
-        ("gradients.png", passed.gradients, "weights"),
-        ("gradients_of_outputs.png", passed.flows, "outputs"),
-    ):
-        if summaries:
-            title = f"gradients of the loss by the {of}, of a training batch of {len(found.batch.images):,}"
-            pictures.draw_histograms(summaries, {}, "gradient", found.folder / name, title, logarithmic=True)
-            found.add_picture(name, title)
+    """What a batch of training changes: gradients by the weights, relative to their size, and by the outputs."""
+    passed, batch = found.passed, f"of a training batch of {len(found.batch.images):,}"
+    found.record |= {"loss": passed.loss, "without_gradient": passed.without, "frozen": passed.frozen}
+    notes = [f"loss {number(passed.loss)}"]
+    if passed.without:
+        notes.append(f"no gradient reaches {', '.join(passed.without)}")
+    if passed.frozen:
+        notes.append(f"frozen: {', '.join(passed.frozen)}")
+    norms = {weight.name: weight.norm for weight in found.weights}
+    ratios = {each.name: number(each.norm / norms[each.name]) for each in passed.gradients if norms[each.name] > 0}
+    titles = "gradients by the weights", f"gradients of the loss by the weights, {batch}"
+    found.add_summaries("gradients", passed.gradients, "parameter", titles, ("norm / weight's", ratios), notes)
+    titles = "gradients by the outputs", f"gradients of the loss by the outputs, {batch}"
+    found.add_summaries("gradients_of_outputs", passed.flows, "output", titles)
 
 
 def inputs(found: Inspection) -> None:
     """Samples of training as the model is given them, augmented."""
     count = found.config.samples
     images, targets = found.batch.images[:count], found.batch.targets[:count]
-    title = pictures.draw_inputs(images, targets, found.training.data, found.folder / "inputs.png")
-    found.add_picture("inputs.png", title)
+    found.draw("inputs.png", pictures.draw_inputs, images, targets, found.training.data)
 
 
 def filters(found: Inspection) -> None:
     """The kernels that see the image."""
-    title = pictures.draw_filters(found.training.model, found.training.data, found.folder / "filters.png")
-    if title:
-        found.add_picture("filters.png", title)
-    else:
+    if not found.draw("filters.png", pictures.draw_filters, found.training.model, found.training.data):
         found.skipped.append("filters: no layer has weights that lie over the image")
 
 
 def features(found: Inspection) -> None:
-    """What layers make of a few images."""
-    names = found.config.tensors or outer_maps(found.anatomy.layers)
+    """What layers make of a few images of the split that the config names, or of the training split."""
+    names = found.config.tensors or outer_maps(found.layers)
     if not names:
         found.skipped.append("features: no layer gives maps; tensors=[...] names others")
         return
-    images, targets = found.samples()
-    model, splits = found.training.model, found.training.data
-    drawn = pictures.draw_maps(model, images, targets, names, splits, found.folder)
+    data = found.training.data
+    split = data.eval_split(found.config.split) or data.train_for_eval
+    batch = next(iter(split.loader.batches(0, 0, 1)))
+    drawn = pictures.draw_maps(found.training.model, batch.images, batch.targets, names, data, found.folder)
     found.parts += drawn
     if not drawn:
         found.skipped.append(f"features: nothing of {', '.join(names)} can be seen as maps")
@@ -219,12 +254,9 @@ def errors(found: Inspection) -> None:
     )
     title = f"{config.data.name} {config.split}, {mistakes.samples:,} samples"
     confusion_matrix(mistakes.confusion, classes, found.folder / "confusion.png", title)
-    found.add_picture("confusion.png", title)
+    found.parts.append((found.folder / "confusion.png", title))
     if mistakes.surest:
-        shown = pictures.draw_errors(
-            mistakes.surest, classes, mistakes.wrong, mistakes.samples, training.data, found.folder / "errors.png"
-        )
-        found.add_picture("errors.png", shown)
+        found.draw("errors.png", pictures.draw_errors, mistakes, classes, training.data)
 
 
 PARTS: dict[str, Callable[[Inspection], None]] = {

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +25,7 @@ from runner.tracking.image_grid import (
     image_grid,
     map_grid,
 )
+from runner.verbs.inspect.errors import Mistakes
 from runner.verbs.inspect.layers import is_picture, shape_text
 from runner.verbs.inspect.statistics import Summary
 
@@ -144,11 +143,13 @@ def draw_maps(
 
 def _file_name(layer: str, taken: set[str]) -> str:
     """A layer's name as part of a file name; an untrusted file may have named the modules."""
-    plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
-    choices = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count(2)))
-    chosen = next(name for name in choices if name.lower() not in taken)
-    taken.add(chosen.lower())
-    return chosen
+    name = plain = re.sub(r"[^\w.-]", "_", layer)[:_LONGEST]
+    number = 1
+    while name.lower() in taken:
+        number += 1
+        name = f"{plain}_{number}"
+    taken.add(name.lower())
+    return name
 
 
 def _as_maps(features: Tensor, image_size: tuple[int, int]) -> Tensor | None:
@@ -174,33 +175,28 @@ def _liveliest(maps: Tensor) -> list[int]:
 
 
 def draw_histograms(
-    summaries: Sequence[Summary], notes: dict[str, str], quantity: str, target: Path, title: str, logarithmic: bool
-) -> None:
-    """Draw the histograms of tensors; where there are too many, those of vectors (biases, norms) are skipped."""
-    if len(summaries) > MOST_PANELS:
-        larger = [summary for summary in summaries if len(summary.shape) > 1]
-        if 0 < len(larger) < len(summaries):
-            summaries, title = larger, f"{title}, without vectors"
-    panels = [Histogram(s.name, s.counts, s.low, s.high, notes.get(s.name, "")) for s in summaries]
-    histograms(panels, quantity, target, title, logarithmic)
-
-
-def draw_errors(
-    mistakes: Sequence[Any], classes: Sequence[str], wrong: int, samples: int, splits: DataModule, target: Path
+    summaries: Sequence[Summary], marks: Mapping[str, str], quantity: str, title: str, target: Path
 ) -> str:
+    """Draw the histograms of tensors; where there are too many, those of vectors (biases, norms) are skipped."""
+    larger = [summary for summary in summaries if len(summary.shape) > 1]
+    if len(summaries) > MOST_PANELS and 0 < len(larger) < len(summaries):
+        summaries, shown = larger, f"{title}, without vectors"
+    else:
+        shown = title
+    panels = [Histogram(s.name, s.counts, s.low, s.high, marks.get(s.name, "")) for s in summaries]
+    histograms(panels, quantity, target, shown, logarithmic=quantity != "weight")
+    return title
+
+
+def draw_errors(mistakes: Mistakes, classes: Sequence[str], splits: DataModule, target: Path) -> str:
     """Draw the samples that were most surely taken for another class; returns a title."""
-    title = f"{len(mistakes)} of {compact(wrong)} wrong predictions among {samples:,} samples, the surest first"
-    tiles = [
-        Tile(
-            pixels_of(mistake.image[None], splits)[0],
-            [
-                f"is {classes[mistake.true]}",
-                f"taken for {classes[mistake.predicted]}",
-                f"at {percent(mistake.probability)}",
-            ],
-            [_GREEN, _RED],
-        )
-        for mistake in mistakes
+    surest, wrong = mistakes.surest, compact(mistakes.wrong)
+    title = f"{len(surest)} of {wrong} wrong predictions among {mistakes.samples:,} samples, the surest first"
+    words = [
+        [f"is {classes[each.true]}", f"taken for {classes[each.predicted]}", f"at {percent(each.probability)}"]
+        for each in surest
     ]
+    pixels = pixels_of(torch.stack([each.image for each in surest]), splits)
+    tiles = [Tile(image, lines, [_GREEN, _RED]) for image, lines in zip(pixels, words, strict=True)]
     image_grid(tiles, target, title)
     return title

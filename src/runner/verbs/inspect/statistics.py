@@ -13,31 +13,20 @@ BINS = 40
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a tensor; elements that are not finite are counted, and ignored in everything else.
-
-    Attributes:
-        name: of the tensor.
-        shape: of the tensor.
-        mean, std, minimum, maximum: of the elements; NaN if none is finite.
-        norm: 2-norm.
-        zeros: share of elements that are exactly 0.
-        not_finite: how many are NaN or infinite.
-        low, high: ends of the histogram.
-        counts: elements in each of its bins, which are equally wide.
-    """
+    """What is in a tensor; elements that are not finite are counted, and ignored in everything else."""
 
     name: str
     shape: tuple[int, ...]
-    mean: float
+    mean: float  # NaN if no element is finite, and so below
     std: float
     minimum: float
     maximum: float
-    norm: float
-    zeros: float
-    not_finite: int
-    low: float
+    norm: float  # 2-norm
+    zeros: float  # share of elements that are exactly 0
+    not_finite: int  # how many are NaN or infinite
+    low: float  # of the histogram
     high: float
-    counts: list[int]
+    counts: list[int]  # elements in each of its bins, which are equally wide
 
 
 def summarize(name: str, tensor: Tensor) -> Summary:

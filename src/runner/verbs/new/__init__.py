@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.errors import UserError, nearest
+from runner.verbs._folders import split_words
 from runner.verbs._report import amount
 
 
@@ -23,30 +24,17 @@ def main(argv: Sequence[str]) -> int:
 
     An existing file is never overwritten.
     """
-    from runner.verbs.new.plan import KINDS, scaffold_plan
+    from runner.verbs.new.plan import KINDS, scaffold_plan, write_files
 
-    words: list[str] = []
-    flags: dict[str, str] = {}
-    rest = iter(argv)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            words.append(word)
-            continue
-        if flag not in ("--package", "--config-dir"):
-            raise UserError("new", f"unknown flag '{flag}'", "--package NAME, --config-dir DIR")
-        flags[flag] = value if equals else next(rest, "")
-        if not flags[flag]:
-            raise UserError("new", f"{flag} needs a {'name' if flag == '--package' else 'folder'}")
+    words, given = split_words("new", argv, {"--package": "NAME", "--config-dir": "DIR"})
     if len(words) != 2:
         allowed = ", ".join(f"{kind} NAME" for kind in KINDS)
         raise UserError("new", f"takes a kind and a name, got {amount(len(words), 'word')}", allowed)
     kind, name = words
     if kind not in KINDS:
         raise UserError("new", f"cannot create a '{kind}'", ", ".join(KINDS), nearest(kind, KINDS))
-    plan = scaffold_plan(kind, name, Path.cwd(), flags.get("--package"), flags.get("--config-dir"))
-    plan.write()
-    print(
-        "\n".join(["written:", *(f"  {path}" for path in plan.files), "", "try:", *(f"  {c}" for c in plan.commands)])
-    )
+    flags = dict(given)
+    files, commands = scaffold_plan(kind, name, Path.cwd(), flags.get("--package"), flags.get("--config-dir"))
+    write_files(files, Path.cwd())
+    print("\n".join(["written:", *(f"  {path}" for path in files), "", "try:", *(f"  {each}" for each in commands)]))
     return 0

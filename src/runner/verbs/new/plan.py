@@ -6,7 +6,6 @@ import importlib.util
 import keyword
 import re
 import sys
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -20,27 +19,19 @@ KINDS = {"model": "model", "data": "data", "task": "task", "callback": "callback
 _NOT_TEXT = ("on", "off", "yes", "no", "true", "false", "null", "y", "n")  # YAML reads these as other types
 
 
-@dataclass(frozen=True)
-class ScaffoldPlan:
-    """Files to write, by path relative to `folder`, and the commands to try them with."""
+def write_files(files: dict[str, str], folder: Path) -> None:
+    """Write every file, by path relative to `folder`, or none if one of them exists.
 
-    folder: Path
-    files: dict[str, str]
-    commands: list[str]
-
-    def write(self) -> None:
-        """Write every file, or none if one of them exists.
-
-        Raises:
-            UserError: if a file exists, or cannot be written.
-        """
-        if existing := [path for path in self.files if (self.folder / path).exists()]:
-            raise _exists(", ".join(existing), len(existing))
-        for path, text in self.files.items():
-            target = self.folder / path
-            with writing(target):
-                target.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(target, text.encode())
+    Raises:
+        UserError: if a file exists, or cannot be written.
+    """
+    if existing := [path for path in files if (folder / path).exists()]:
+        raise _exists(", ".join(existing), len(existing))
+    for path, text in files.items():
+        target = folder / path
+        with writing(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, text.encode())
 
 
 def _exists(what: str, count: int = 1) -> UserError:
@@ -48,14 +39,16 @@ def _exists(what: str, count: int = 1) -> UserError:
     return UserError("new", f"{what} already {exist}, and nothing is overwritten", "another name, or another folder")
 
 
-def scaffold_plan(kind: str, name: str, folder: Path, package: str | None, conf: str | None) -> ScaffoldPlan:
-    """What to write.
+def scaffold_plan(
+    kind: str, name: str, folder: Path, package: str | None, conf: str | None
+) -> tuple[dict[str, str], list[str]]:
+    """The files to write, by path relative to `folder`, and the commands to try them with.
 
     Args:
         kind: one of `KINDS`.
         name: of the class, in either spelling (`MyNet`, `my_net`), or of the project.
         folder: where the program was started.
-        package: package for the code; None for the one in `folder`, or `my_package`.
+        package: for the code; None for the one in `folder`, or `my_package`.
         conf: folder for the option; None for `conf` in `folder` if it exists, or `my_conf`.
 
     Raises:
@@ -75,7 +68,7 @@ def scaffold_plan(kind: str, name: str, folder: Path, package: str | None, conf:
         f"python -m runner train --config-dir {conf} {group}={option}",
         f"python -m pytest tests/test_{option}.py",
     ]
-    return ScaffoldPlan(folder, written, commands)
+    return written, commands
 
 
 def _component(kind: str, name: str, package: str, conf: str, folder: Path) -> dict[str, str]:
@@ -93,7 +86,7 @@ def _component(kind: str, name: str, package: str, conf: str, folder: Path) -> d
     }
 
 
-def _project(name: str, folder: Path) -> ScaffoldPlan:
+def _project(name: str, folder: Path) -> tuple[dict[str, str], list[str]]:
     _checked_package(name, folder)
     option = name.lower()
     _check_option("experiment", option)
@@ -116,7 +109,7 @@ def _project(name: str, folder: Path) -> ScaffoldPlan:
         f"python -m runner train --config-dir {conf} experiment={option}",
         "python -m pytest",
     ]
-    return ScaffoldPlan(folder, {f"{name}/{path}": text for path, text in inside.items()}, commands)
+    return {f"{name}/{path}": text for path, text in inside.items()}, commands
 
 
 def _from_template(template: str, words: dict[str, str]) -> str:
@@ -148,11 +141,8 @@ def _check_option(group: str, option: str) -> None:
 
 
 def _checked_package(package: str, folder: Path) -> str:
-    if (
-        not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package)
-        or keyword.iskeyword(package)
-        or package.lower() in _NOT_TEXT
-    ):
+    fine = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", package) and not keyword.iskeyword(package)
+    if not fine or package.lower() in _NOT_TEXT:
         allowed = "letters, digits and _, such as my_package"
         raise UserError("new", f"'{package}' cannot be the name of a package", allowed)
     if package in ("tests", "conf") or package in sys.stdlib_module_names or _is_elsewhere(package, folder):
@@ -166,10 +156,9 @@ def _is_elsewhere(package: str, folder: Path) -> bool:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
-    if spec is None:
-        return False
-    places = [*(spec.submodule_search_locations or []), *([spec.origin] if spec.origin else [])]
-    return not any(Path(place).resolve().is_relative_to(folder.resolve()) for place in places)
+    places = [*(spec.submodule_search_locations or []), spec.origin] if spec is not None else []
+    found = [Path(place).resolve() for place in places if place is not None]
+    return bool(spec) and not any(place.is_relative_to(folder.resolve()) for place in found)
 
 
 def _checked_conf(conf: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from runner.config.errors import UserError, nearest
 from runner.data.sources.folders import EXTENSIONS, folders_below, images_below
+from runner.verbs._checkpoint import SPLITS
 
-SPLITS = ("train", "val", "test")
 INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
 _PATTERN = frozenset("*?[")
 

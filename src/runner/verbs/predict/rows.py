@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch import Tensor
 from runner.config.errors import UserError
 from runner.verbs.predict.tables import Row
 
+SHOWN = 10  # rows, and unreadable images, that are shown
 
-@dataclass(frozen=True)
+
+@dataclass
 class RowBuilder:
     """Makes a row of a model's outputs for an image.
 
@@ -21,12 +23,16 @@ class RowBuilder:
         top_k: number of classes in a row.
         probabilities: whether to add the probability of every class.
         logits: whether to add the outputs themselves.
+        first: the first rows that were made, to be shown.
+        count: the number of all.
     """
 
     classes: tuple[str, ...]
     top_k: int
     probabilities: bool
     logits: bool
+    first: list[Row] = field(default_factory=list, init=False)
+    count: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not self.classes:
@@ -48,27 +54,24 @@ class RowBuilder:
             outputs: of the model, float32 (B, C), on the CPU.
             first_cells: the beginning of each row, such as the path of the image.
         """
+        rows = [dict(cells) for cells in first_cells]
+        values = outputs.tolist()
         if not self.classes:
-            return [cells | _numbers(values) for cells, values in zip(first_cells, outputs.tolist(), strict=True)]
-        probabilities = outputs.softmax(1)
-        # A stable sort: of equal outputs, the class that comes first ranks first, as in metrics.
-        order = torch.sort(outputs, dim=1, descending=True, stable=True).indices[:, : self.top_k]
-        likeliest = probabilities.gather(1, order).tolist()
-        rows = []
-        for index, (cells, best, shares) in enumerate(zip(first_cells, order.tolist(), likeliest, strict=True)):
-            row = dict(cells)
-            for rank, (number, share) in enumerate(zip(best, shares, strict=True), 1):
-                suffix = "" if rank == 1 else f"_{rank}"
-                row |= {f"prediction{suffix}": self.classes[number], f"probability{suffix}": share}
-            if self.probabilities:
-                row["probabilities"] = probabilities[index].tolist()
-            if self.logits:
-                row["logits"] = outputs[index].tolist()
-            rows.append(row)
+            for row, numbers in zip(rows, values, strict=True):
+                names = ["prediction"] if len(numbers) == 1 else [f"prediction_{at}" for at in range(len(numbers))]
+                row |= dict(zip(names, numbers, strict=True))
+        else:
+            probabilities = outputs.softmax(1)
+            # A stable sort: of equal outputs, the class that comes first ranks first, as in metrics.
+            order = torch.sort(outputs, dim=1, descending=True, stable=True).indices[:, : self.top_k].tolist()
+            for row, best, shares, logits in zip(rows, order, probabilities.tolist(), values, strict=True):
+                for rank, number in enumerate(best, 1):
+                    suffix = "" if rank == 1 else f"_{rank}"
+                    row |= {f"prediction{suffix}": self.classes[number], f"probability{suffix}": shares[number]}
+                if self.probabilities:
+                    row["probabilities"] = shares
+                if self.logits:
+                    row["logits"] = logits
+        self.count += len(rows)
+        self.first += rows[: SHOWN - len(self.first)]
         return rows
-
-
-def _numbers(values: list[float]) -> Row:
-    if len(values) == 1:
-        return {"prediction": values[0]}
-    return {f"prediction_{index}": value for index, value in enumerate(values)}

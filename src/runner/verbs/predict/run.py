@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from runner.build.model import KnownData
 from runner.config.app import Composition
 from runner.config.errors import UserError
-from runner.config.schema.predict import Predict
+from runner.config.schema.verbs import Predict
 from runner.data.bad_samples import BadSample
-from runner.data.build import callables
+from runner.data.build import DataModule, callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.models.features import Extractor, ExtractorPerImage
+from runner.models.features import Extractor
 from runner.runtime.precision import Precision
 from runner.tracking.files import write_atomically, writing
 from runner.tracking.formats import clean, compact, number
@@ -35,17 +35,17 @@ from runner.verbs._checkpoint import (
     as_list,
     num_classes_of,
     resolve_checkpoint,
+    split_of,
     unique_names,
     with_tta,
 )
 from runner.verbs._report import Report, amount
 from runner.verbs.inspect.features_file import write_features
-from runner.verbs.predict.inputs import INPUTS, SPLITS, files_in, split_in
-from runner.verbs.predict.rows import RowBuilder
-from runner.verbs.predict.tables import Row, Write, check_ending, open_table
+from runner.verbs.predict.inputs import INPUTS, files_in, split_in
+from runner.verbs.predict.rows import SHOWN, RowBuilder
+from runner.verbs.predict.tables import Row, check_ending, open_table
 
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
-_SHOWN = 10  # rows, and unreadable images, that are shown
 
 
 @dataclass
@@ -56,21 +56,11 @@ class Source:
         loader: gives them in batches.
         first_cells: the first cells of an image's row, from its number and its target.
         unreadable: the images that could not be read so far, by number, with the reason.
-        close: ends worker processes.
     """
 
     loader: Loader
     first_cells: Callable[[int, Any], Row]
     unreadable: Callable[[], dict[int, str]]
-    close: Callable[[], None]
-
-
-@dataclass
-class Written:
-    """The first rows that were written, to be shown, and the number of all."""
-
-    first: list[Row] = dataclasses.field(default_factory=list)
-    count: int = 0
 
 
 def run(composition: Composition) -> float:
@@ -89,27 +79,36 @@ def run(composition: Composition) -> float:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
     split = split_in(words)
-    if split is None:
-        data: KnownData = resolved.data_facts()
-        source = _files(resolved, files_in(words), (data.channels, *data.image_size), device)
+    with contextlib.ExitStack() as stack:
+        data: KnownData
+        if split is None:
+            data = resolved.data_facts()
+            source = _files(resolved, files_in(words), (data.channels, *data.image_size), device)
+            stack.callback(source.loader.close)
+        else:
+            if Path(split).is_dir():
+                report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
+            # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
+            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip")
+            listing = dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
+            data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
+            source = _split(resolved, splits, split)
         task, model = resolved.restore_model(data, device)
-    else:
-        if Path(split).is_dir():
-            report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
-        source, task, model, data = _split(resolved, split, device)
-    with contextlib.closing(source):
         rows = RowBuilder(_class_names(resolved, task), config.top_k, config.probabilities, config.logits)
         predictor: nn.Module = model
         if config.tta:
             predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
         names = as_list(config.features)
-        layers = ExtractorPerImage(Extractor(model, names)) if names else None
+        layers = Extractor(model, names) if names else None
         path = _output_file(config)
         began = time.perf_counter()
-        written = Written()
-        features_file = path.with_name(f"{path.stem}_features.npz") if layers is not None else None
-        with open_table(path, rows.lists) as write:
-            batches = _write_rows(_outputs(predictor, layers, source, precision, config), rows, write, written)
+        features_file = path.with_name(f"{path.stem}_features.npz") if names else None
+        with open_table(path, rows.lists) as table:
+
+            def write(outputs: Tensor, first_cells: list[Row]) -> None:
+                table(rows.rows(outputs, first_cells))
+
+            batches = _predict(predictor, layers, source, precision, config.strict, write)
             if features_file is None:
                 deque(batches, maxlen=0)
             else:
@@ -120,16 +119,16 @@ def run(composition: Composition) -> float:
     if unreadable:
         write_atomically(unreadable_list, "".join(f"{_one_line(reason)}\n" for reason in unreadable).encode())
     record = resolved.record() | {
-        "predicted": written.count,
+        "predicted": rows.count,
         "unreadable": unreadable,
         "unreadable_list": str(unreadable_list) if unreadable else None,
         "seconds": round(seconds, 3),
-        "images_per_s": round(written.count / seconds, 3),
+        "images_per_s": round(rows.count / seconds, 3),
         "output": str(path),
         "features": str(features_file) if features_file is not None else None,
     }
     report.json(record)
-    _show(record, written, report)
+    _show(record, rows.first, report)
     return float(record["images_per_s"])
 
 
@@ -154,32 +153,18 @@ def _files(
         config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
         note,
     )
-    return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable, loader.close)
+    return Source(loader, lambda index, _: {"path": str(paths[index])}, lambda: unreadable)
 
 
-def _split(
-    resolved: ResolvedCheckpoint[Predict], name: str, device: torch.device
-) -> tuple[Source, Task, nn.Module, KnownData]:
-    # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
-    data = dataclasses.replace(resolved.config.data, on_error="raise" if resolved.config.strict else "skip")
-    splits = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, data=data)).data(device)
-    try:
-        split = splits.eval_split(name)
-        if split is None:
-            names = ", ".join(other for other in SPLITS if splits.eval_split(other) is not None)
-            raise UserError("input", f"this data has no '{name}' split", f"{names}, or images")
-        task, model = resolved.restore_model(splits, device)
-    except BaseException:
-        splits.close()
-        raise
+def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
     classes = unique_names(resolved.classes)
 
     def first_cells(index: int, target: Any) -> Row:
         is_class = isinstance(target, int) and 0 <= target < len(classes)
         return {"sample": index, "target": classes[target] if is_class else target}
 
-    source = Source(split.loader, first_cells, lambda: splits.bad_samples.reasons(name), splits.close)
-    return source, task, model, splits
+    loader = split_of(splits, name, "input").loader
+    return Source(loader, first_cells, lambda: splits.bad_samples.reasons(name))
 
 
 def _class_names(resolved: ResolvedCheckpoint[Predict], task: Task) -> tuple[str, ...]:
@@ -190,37 +175,30 @@ def _class_names(resolved: ResolvedCheckpoint[Predict], task: Task) -> tuple[str
     return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
 
 
-def _write_rows(
-    batches: Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]], builder: RowBuilder, write: Write, written: Written
+def _predict(
+    model: nn.Module,
+    layers: Extractor | None,
+    source: Source,
+    precision: Precision,
+    strict: bool,
+    write: Callable[[Tensor, list[Row]], None],
 ) -> Iterator[dict[str, Tensor]]:
-    """Write the rows of each batch; yields its features."""
-    for outputs, first_cells, features in batches:
-        rows = builder.rows(outputs, first_cells)
-        write(rows)
-        written.count += len(rows)
-        written.first += rows[: _SHOWN - len(written.first)]
-        yield features
-
-
-def _outputs(
-    model: nn.Module, layers: ExtractorPerImage | None, source: Source, precision: Precision, config: Predict
-) -> Iterator[tuple[Tensor, list[Row], dict[str, Tensor]]]:
-    """Outputs of the readable images of each batch, float32 on the CPU, the first cells of their rows, and features."""
+    """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`."""
     loader = source.loader
     with evaluating(model):
         for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
             with precision.autocast():
                 outputs = model(batch.images).float().cpu()
-                features = layers(batch.images) if layers is not None else {}
+                features = layers.rows(batch.images) if layers is not None else {}
             indices, targets = batch.indices.tolist(), batch.targets.tolist()
             unreadable = source.unreadable()
-            if config.strict and unreadable:
+            if strict and unreadable:
                 allowed = "strict=false, which lists such images and continues"
                 raise UserError("input", unreadable[min(unreadable)], allowed)
             kept = [place for place, index in enumerate(indices) if index not in unreadable]
             if kept:
-                first_cells = [source.first_cells(indices[place], targets[place]) for place in kept]
-                yield outputs[kept], first_cells, {name: tensor[kept] for name, tensor in features.items()}
+                write(outputs[kept], [source.first_cells(indices[place], targets[place]) for place in kept])
+                yield {name: tensor[kept] for name, tensor in features.items()}
 
 
 def _output_file(config: Predict) -> Path:
@@ -232,21 +210,22 @@ def _output_file(config: Predict) -> Path:
     return path
 
 
-def _show(record: dict[str, Any], written: Written, report: Report) -> None:
-    if written.first and not report.as_json:
-        columns = [name for name, value in written.first[0].items() if not isinstance(value, list)]
-        rows = [[_cell(row[name]) for name in columns] for row in written.first]
-        more = f", the first {len(rows)}" if written.count > len(rows) else ""
-        report.table(f"{written.count:,} predicted{more}", columns, rows)
-    if unreadable := record["unreadable"]:
-        count = len(unreadable)
-        were = "was" if count == 1 else "were"
-        report.warn(f"{amount(count, 'image')} {were} not predicted, as they could not be read:")
-        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:_SHOWN]))
-        if count > _SHOWN:
-            report.line(f"  and {count - _SHOWN:,} more: {record['unreadable_list']}")
+def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
+    predicted, unreadable = record["predicted"], record["unreadable"]
+    if first and not report.as_json:
+        columns = [name for name, value in first[0].items() if not isinstance(value, list)]
+        cells = ([row[name] for name in columns] for row in first)
+        rows = [[number(value) if isinstance(value, float) else str(value) for value in row] for row in cells]
+        more = f", the first {len(rows)}" if predicted > len(rows) else ""
+        report.table(f"{predicted:,} predicted{more}", columns, rows)
+    if unreadable:
+        were = "was" if len(unreadable) == 1 else "were"
+        report.warn(f"{amount(len(unreadable), 'image')} {were} not predicted, as they could not be read:")
+        report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:SHOWN]))
+        if len(unreadable) > SHOWN:
+            report.line(f"  and {len(unreadable) - SHOWN:,} more: {record['unreadable_list']}")
     rate = compact(record["images_per_s"])
-    report.line(f"{written.count:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
+    report.line(f"{predicted:,} images in {record['seconds']:.2f} s, {rate} images/s with reading and writing")
     if not report.as_json:
         report.lines(*filter(None, (record["output"], record["features"])))
 
@@ -254,7 +233,3 @@ def _show(record: dict[str, Any], written: Written, report: Report) -> None:
 def _one_line(reason: str) -> str:
     """A reason without the line ends and other controls that a file's name may hold."""
     return " ".join(clean(reason).encode("utf-8", "backslashreplace").decode().split())
-
-
-def _cell(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from runner.config.errors import UserError, nearest
 from runner.tracking.files import finite, writing
@@ -26,11 +26,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def check_ending(path: Path) -> None:
-    """Refuse a file whose ending names no format, or one that cannot be written here.
-
-    Raises:
-        UserError: with what is allowed.
-    """
+    """Raise a `UserError` for a file whose ending names no format, or one that cannot be written here."""
     ending = path.suffix.lower()
     if ending not in _FORMATS:
         allowed = f"a file that ends in {', '.join(_FORMATS)}"
@@ -44,9 +40,8 @@ def check_ending(path: Path) -> None:
 def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write]:
     """A table that is written to a temporary name and renamed when it is complete; after an error nothing is left.
 
-    Args:
-        path: the file; its ending selects the format.
-        lists: columns that hold lists, each with a name for every item; CSV gives each item a column.
+    The ending of `path` selects the format. `lists` are the columns that hold lists, each with a name for every item; CSV
+    gives each item a column.
 
     Raises:
         UserError: if it cannot be written.
@@ -81,30 +76,33 @@ def _encodable(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-class _Table(Protocol):
-    def write(self, rows: Sequence[Row]) -> None: ...
+class _Table:
+    """Writes rows to a file; `lists` names the items of columns that hold lists."""
 
-    def close(self) -> None: ...
+    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
+        self._file, self._lists = file, lists
+        self._writer: Any = None
+
+    def write(self, rows: Sequence[Row]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Write what is left."""
 
 
-class _Csv:
+class _Csv(_Table):
     """As RFC 4180 defines it; a text that a spreadsheet would take for a formula begins with an apostrophe.
 
     Lines end with CR LF because Python before 3.11.9 quotes no other control characters than those of the line end: a bare
     CR in a name would end the line, and what follows it would begin a cell.
     """
 
-    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
-        self._writer = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\r\n")
-        self._lists = lists
-        self._has_head = False
-
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             cells = list(self._cells(row))
-            if not self._has_head:
+            if self._writer is None:
+                self._writer = csv.writer(codecs.getwriter("utf-8")(self._file), lineterminator="\r\n")
                 self._writer.writerow([_harmless(_encodable(name)) for name, _ in cells])
-                self._has_head = True
             self._writer.writerow([_harmless(value) for _, value in cells])
 
     def _cells(self, row: Row) -> Iterator[tuple[str, Any]]:
@@ -114,31 +112,18 @@ class _Csv:
             else:
                 yield name, value
 
-    def close(self) -> None:
-        """Nothing is left to write."""
-
 
 def _harmless(cell: Any) -> Any:
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) else cell
 
 
-class _JsonLines:
-    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
-        self._file = file
-
+class _JsonLines(_Table):
     def write(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
-    def close(self) -> None:
-        """Nothing is left to write."""
 
-
-class _Parquet:
-    def __init__(self, file: BinaryIO, lists: Mapping[str, Sequence[str]]) -> None:
-        self._file = file
-        self._writer: Any = None
-
+class _Parquet(_Table):
     def write(self, rows: Sequence[Row]) -> None:
         import pyarrow
 
@@ -160,8 +145,4 @@ class _Parquet:
             self._writer = ParquetWriter(self._file, schema)
 
 
-_FORMATS: dict[str, Callable[[BinaryIO, Mapping[str, Sequence[str]]], _Table]] = {
-    ".csv": _Csv,
-    ".jsonl": _JsonLines,
-    ".parquet": _Parquet,
-}
+_FORMATS: dict[str, type[_Table]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet}

@@ -8,33 +8,23 @@ from typing import Any
 
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.tracking.formats import aligned, percent
+from runner.verbs._report import mib
 
 _RANGES = {"step", WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER}
 SMALL_OP_MS = 0.02
 """Operations on the CPU that are shorter cost about as much to call as to compute."""
 
-_HEADS = ("operation", "calls", "self ms", "share", "total ms", "memory MiB")
-
 
 @dataclass(frozen=True)
 class Op:
-    """All calls of one operation, or of one kernel of a GPU.
+    """All calls of one operation, or of one kernel of a GPU."""
 
-    Attributes:
-        name: as torch or the driver calls it.
-        kernel: whether it ran on a GPU.
-        calls: how many, a step.
-        self_ms: milliseconds a step, without operations that it calls.
-        total_ms: milliseconds a step, theirs included; 0 for kernels.
-        memory_bytes: allocated less freed in it, without theirs, a step.
-    """
-
-    name: str
-    kernel: bool
-    calls: float
-    self_ms: float
-    total_ms: float
-    memory_bytes: float
+    name: str  # as torch or the driver calls it
+    kernel: bool  # whether it ran on a GPU
+    calls: float  # how many, a step
+    self_ms: float  # milliseconds a step, without operations that it calls
+    total_ms: float  # milliseconds a step, theirs included; 0 for kernels
+    memory_bytes: float  # allocated less freed in it, without theirs, a step
 
 
 def ops_in(profiler: Any, steps: int) -> list[Op]:
@@ -65,36 +55,27 @@ def small_share(ops: Sequence[Op]) -> float | None:
     return small / total if total else None
 
 
-def rows_of(ops: Sequence[Op]) -> list[list[str]]:
-    """Cells of a table; shares are of the self time of all of `ops`."""
+def table_of(ops: Sequence[Op]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows; shares are of the self time of all of `ops`."""
     total = sum(op.self_ms for op in ops) or 1.0
-    return [
+    rows = [
         [
             op.name if len(op.name) <= 72 else op.name[:71] + "~",
             f"{op.calls:g}",
             f"{op.self_ms:.3f}",
             percent(op.self_ms / total),
             f"{op.total_ms:.3f}" if not op.kernel else "",
-            f"{op.memory_bytes / 2**20:.2f}",
+            mib(op.memory_bytes),
         ]
         for op in ops
     ]
+    return ["operation", "calls", "self ms", "share", "total ms", "memory MiB"], rows
 
 
 def text_of(ops: Sequence[Op], steps: int) -> str:
-    """The table as text: kernels of a GPU first, then what the host did."""
+    """The tables as text: kernels of a GPU first, then what the host did."""
     parts = []
-    for title, some in (
-        ("kernels of the GPU", [op for op in ops if op.kernel]),
-        ("operations on the host", [op for op in ops if not op.kernel]),
-    ):
-        if some:
-            parts += [f"{title}, means of {steps} traced steps", *aligned(_HEADS, rows_of(some)), ""]
+    for title, kernel in (("kernels of the GPU", True), ("operations on the host", False)):
+        if some := [op for op in ops if op.kernel is kernel]:
+            parts += [f"{title}, means of {steps} traced steps", *aligned(*table_of(some)), ""]
     return "\n".join(parts)
-
-
-def shown(ops: Sequence[Op], count: int = 8) -> tuple[str, list[str], list[list[str]]]:
-    """Title, columns and rows for the terminal: what takes the most time, on the GPU if there is one."""
-    some = [op for op in ops if op.kernel] or list(ops)
-    title = "kernels that take the most time" if some and some[0].kernel else "operations that take the most time"
-    return title, list(_HEADS), rows_of(some)[:count]

@@ -9,37 +9,33 @@ from typing import Any
 import torch
 
 from runner.build.run import Run, training_flops
-from runner.config.cores import cores
-from runner.config.schema.profile import Profile
-from runner.instrument.flops import Flops
+from runner.config.errors import first_line
+from runner.config.schema.verbs import Profile
+from runner.instrument.nested import tensors_in
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
-from runner.runtime.peak_flops import PeakFlops, kind_of, peak
+from runner.runtime.peak_flops import kind_of, peak
 from runner.runtime.stopwatch import OTHER
-from runner.tracking.console import Console
 from runner.tracking.formats import compact, percent
+from runner.verbs._report import Report, mib
 from runner.verbs.profile.measure import Measured
-from runner.verbs.profile.ops import Op, shown, small_share
+from runner.verbs.profile.ops import Op, small_share, table_of
 from runner.verbs.profile.verdict import facts_of, verdict
 
-_MIB = 2**20
+_MOST_OPS = 8
 _PARTS = (WAIT, PREPARE, FORWARD, BACKWARD, OPTIMIZER, OTHER)
 
 
 def record_of(config: Profile, training: Run, measured: Measured, ops: list[Op]) -> dict[str, Any]:
     """Everything that was found, as plain containers."""
-    device = training.device
-    seconds = measured.seconds
+    device, seconds = training.device, measured.seconds
     mean = statistics.fmean(seconds)
     rate = measured.samples / sum(seconds)
     split = _split(measured, mean)
-    busy = None
-    if measured.traced and any(op.kernel for op in ops):
-        busy = min(1.0, sum(op.self_ms for op in ops if op.kernel) / 1000 / mean)
-    flops, reason = _flops(training)
-    ceiling = peak(device, kind_of(training.precision.dtype, device))
-    utilization = None if flops is None else rate * flops.of_sample / ceiling.flops
+    kernels = [op.self_ms for op in ops if op.kernel]
+    busy = min(1.0, sum(kernels) / 1000 / mean) if kernels else None
+    compute = _compute(training, rate)
     shares = {name: part["share"] for name, part in split.items()}
-    facts = facts_of(config, training, shares, busy, small_share(ops), utilization, cores())
+    facts = facts_of(config, training, shares, busy, small_share(ops), compute["utilization"])
     return {
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -58,7 +54,7 @@ def record_of(config: Profile, training: Run, measured: Measured, ops: list[Op])
         "samples_per_s": rate,
         "split": split,
         "device_busy": busy,
-        "compute": _compute(flops, reason, ceiling, utilization),
+        "compute": compute,
         "memory": _memory(training, measured),
         "bottleneck": verdict(facts),
     }
@@ -74,23 +70,20 @@ def _split(measured: Measured, mean: float) -> dict[str, dict[str, float]]:
     return found
 
 
-def _flops(training: Run) -> tuple[Flops | None, str]:
-    try:
-        return training_flops(training, training.state.position), ""
-    except RuntimeError as error:
-        return None, str(error).strip().splitlines()[0]
-
-
-def _compute(flops: Flops | None, reason: str, ceiling: PeakFlops, utilization: float | None) -> dict[str, Any]:
+def _compute(training: Run, rate: float) -> dict[str, Any]:
+    """Operations of a sample, and what share of the device's peak so many samples a second use."""
+    ceiling = peak(training.device, kind_of(training.precision.dtype, training.device))
     found: dict[str, Any] = {
         "ceiling_flops_per_s": ceiling.flops,
         "ceiling_source": ceiling.source,
         "ceiling_measured": ceiling.measured,
-        "utilization": utilization,
     }
-    if flops is None:
-        return found | {"flops_of_sample": None, "not_counted": reason}
+    try:
+        flops = training_flops(training, training.state.position)
+    except RuntimeError as error:
+        return found | {"utilization": None, "flops_of_sample": None, "not_counted": first_line(error)}
     return found | {
+        "utilization": rate * flops.of_sample / ceiling.flops,
         "flops_of_sample": flops.of_sample,
         "forward_flops_of_sample": flops.forward / flops.samples,
         "recomputed_flops_of_sample": flops.recomputed / flops.samples,
@@ -100,17 +93,10 @@ def _compute(flops: Flops | None, reason: str, ceiling: PeakFlops, utilization: 
 
 def _memory(training: Run, measured: Measured) -> dict[str, Any]:
     model, saved = training.model, measured.saved
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = [
-        value
-        for values in training.state.optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, torch.Tensor)
-    ]
     return {
         "weights_bytes": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        "gradients_bytes": sum(tensor.nbytes for tensor in parameters),
-        "optimizer_bytes": sum(tensor.nbytes for tensor in state),
+        "gradients_bytes": sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad),
+        "optimizer_bytes": sum(tensor.nbytes for tensor in tensors_in([*training.state.optimizer.state.values()])),
         "saved_bytes": None if saved is None else saved.activations,
         "saved_inputs_bytes": None if saved is None else saved.inputs,
         "saved_by_module": None if saved is None else saved.by_module,
@@ -119,14 +105,15 @@ def _memory(training: Run, measured: Measured) -> dict[str, Any]:
     }
 
 
-def show(console: Console, record: dict[str, Any], ops: list[Op], written: list[Path]) -> None:
+def show(report: Report, record: dict[str, Any], ops: list[Op], written: list[Path]) -> None:
     """The report on the terminal, up to the sentence about the bottleneck."""
-    timed, step = record["steps"]["timing"] - len(record["unusual_steps_ms"]), record["step_ms"]
-    for phase in record["cut_short"]:
-        console.line(f"{phase} ended after {record['steps'][phase]} steps, as budget_s is used up")
-    if unusual := record["unusual_steps_ms"]:
-        console.line(
-            f"skipped: {len(unusual)} of {record['steps']['timing']} steps, which took up to {max(unusual):,.0f} ms "
+    counts, unusual, step, compute = record["steps"], record["unusual_steps_ms"], record["step_ms"], record["compute"]
+    report.lines(
+        *(f"{phase} ended after {counts[phase]} steps, as budget_s is used up" for phase in record["cut_short"])
+    )
+    if unusual:
+        report.line(
+            f"skipped: {len(unusual)} of {counts['timing']} steps, which took up to {max(unusual):,.0f} ms "
             "(compiling or tuning for a batch of another size, or another program on this machine)"
         )
     columns = ["part of a step", "ms", "share"]
@@ -136,27 +123,29 @@ def show(console: Console, record: dict[str, Any], ops: list[Op], written: list[
         columns.append("host ms")
         hosts = [part["host_ms"] for part in record["split"].values()]
         rows = [[*row, f"{host:.3f}"] for row, host in zip(rows, [*hosts, sum(hosts)], strict=True)]
-    console.table(f"mean of {timed} steps, median {step['median']:.3f} ms", columns, rows)
+    title = f"mean of {counts['timing'] - len(unusual)} steps, median {step['median']:.3f} ms"
+    report.table(title, columns, rows)
     if ops:
-        console.table(*shown(ops))
-    memory = record["memory"]
-    parts = [("weights", "weights_bytes"), ("gradients", "gradients_bytes"), ("optimizer", "optimizer_bytes")]
-    rows = [[name, f"{memory[key] / _MIB:.2f}", ""] for name, key in parts]
-    if memory["saved_bytes"] is not None:
-        largest = sorted(memory["saved_by_module"].items(), key=lambda item: -item[1])[:3]
-        names = ", ".join(f"{name or 'the model itself'} {count / _MIB:.2f}" for name, count in largest)
-        rows.append(["saved for backward", f"{memory['saved_bytes'] / _MIB:.2f}", names])
-    rows.append(["peak", f"{memory['peak_bytes'] / _MIB:.2f}", memory["peak_is"]])
-    console.table("memory", ["what", "MiB", ""], rows)
-    compute = record["compute"]
-    console.line(f"{compact(record['samples_per_s'])} samples/s")
+        kernels = [op for op in ops if op.kernel]
+        columns, rows = table_of(kernels or ops)
+        report.table(f"{'kernels' if kernels else 'operations'} that take the most time", columns, rows[:_MOST_OPS])
+    report.table("memory", ["what", "MiB", ""], _memory_rows(record["memory"]))
+    report.line(f"{compact(record['samples_per_s'])} samples/s")
     if compute["utilization"] is None:
-        console.line(f"operations were not counted: {compute['not_counted']}")
+        report.line(f"operations were not counted: {compute['not_counted']}")
     else:
         reached = record["samples_per_s"] * compute["flops_of_sample"]
-        console.line(
+        report.line(
             f"{compact(compute['flops_of_sample'])} FLOP a sample, {compact(reached)} FLOP/s: "
             f"{percent(compute['utilization'])} of {compact(compute['ceiling_flops_per_s'])} ({compute['ceiling_source']})"
         )
-    console.line(f"written: {', '.join(path.name for path in written)}")
-    console.line(record["bottleneck"])
+    report.lines(f"written: {', '.join(path.name for path in written)}", record["bottleneck"])
+
+
+def _memory_rows(memory: dict[str, Any]) -> list[list[str]]:
+    rows = [[name, mib(memory[f"{name}_bytes"]), ""] for name in ("weights", "gradients", "optimizer")]
+    if memory["saved_bytes"] is not None:
+        largest = sorted(memory["saved_by_module"].items(), key=lambda item: -item[1])[:3]
+        names = ", ".join(f"{name or 'the model itself'} {mib(count)}" for name, count in largest)
+        rows.append(["saved for backward", mib(memory["saved_bytes"]), names])
+    return [*rows, ["peak", mib(memory["peak_bytes"]), memory["peak_is"]]]

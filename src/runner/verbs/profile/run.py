@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from runner.build.describe import describe
 from runner.config import stored
 from runner.config.app import Composition
-from runner.config.schema.profile import Profile
+from runner.config.schema.verbs import Profile
 from runner.config.secrets import mask_words
-from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.files import finite, write_atomically, write_json
+from runner.tracking.files import write_atomically, write_json
 from runner.train import build_run
 from runner.verbs._checkpoint import config_and_checkpoint, output_folder
+from runner.verbs._report import Report
 from runner.verbs.profile.measure import Measured, measure
 from runner.verbs.profile.ops import Op, ops_in, text_of
 from runner.verbs.profile.report import record_of, show
@@ -31,8 +29,7 @@ def run(composition: Composition) -> float:
         Samples a second, for sweepers.
     """
     config, found = config_and_checkpoint(composition, Profile)
-    # With json=true, standard output is one JSON object and nothing else.
-    console = Console(None, progress=False, stream=sys.stderr if config.json else None)
+    report = Report(config.json)
     steps = config.warmup_steps + config.steps + config.trace_steps + 1
     # A schedule has to reach as far as there are steps; nothing else depends on how long the run would be.
     shortened = dataclasses.replace(config, epochs=None, max_steps=steps)
@@ -44,19 +41,16 @@ def run(composition: Composition) -> float:
         folder = output_folder(
             config.output, composition.job_dir or composition.run_dir, config.output_root, "profiles"
         )
-        console.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
-        for warning in training.warnings:
-            console.warn(warning)
-        measured = measure(config, training, folder, console.line)
+        report.header(f"profile of {config.name}  seed {config.seed}  {folder}", describe(config, training))
+        report.warnings(training.warnings)
+        measured = measure(config, training, folder, report.line)
         ops = ops_in(measured.profiler, measured.traced) if measured.profiler is not None else []
         record: dict[str, Any] = {"overrides": mask_words(composition.overrides)}
         record |= record_of(config, training, measured, ops)
     written = _write(folder, record, measured, ops, stored.dump(config))
-    if config.json:
-        print(json.dumps(finite(record | {"folder": str(folder)})))
-    else:
-        show(console, record, ops, written)
-        print(folder, flush=True)
+    if not report.json(record, folder=str(folder)):
+        show(report, record, ops, written)
+        report.folder(folder)
     return float(record["samples_per_s"])
 
 

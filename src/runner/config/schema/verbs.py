@@ -1,0 +1,178 @@
+"""What the other verbs add to the config of `train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from runner.config.schema.sections import Count, NonNegative
+from runner.config.schema.train import Train
+
+Weights = Literal["auto", "raw", "averaged"]
+View = Literal["flip", "hflip", "vflip", "rotations", "shifts", "scales", "five_crop", "ten_crop"]
+TtaMean = Literal["logits", "probabilities"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(Train):
+    """What `audit` adds: how many steps are compared, under which settings, or which two checkpoints are."""
+
+    steps: Count = 10
+    vary: dict[str, Any] = field(default_factory=dict)
+    a: str | None = None
+    b: str | None = None
+    json: bool = False
+
+
+Toggle = Literal[
+    "amp",
+    "channels_last",
+    "compile",
+    "activation_checkpointing",
+    "optimizer.fused",
+    "optimizer.foreach",
+    "cudnn_benchmark",
+    "tf32",
+    "matmul_precision",
+    "threads",
+    "data.placement",
+    "data.num_workers",
+    "data.prefetch",
+    "performance",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Train):
+    """What `bench` adds: what is compared with what, and how long that may take."""
+
+    part: Literal["train", "data"] = "train"
+    toggles: list[Toggle] | None = None
+    vary: dict[str, Any] = field(default_factory=dict)
+    combine: bool = True
+    steps: Count | None = None
+    repeats: Annotated[int, Ge(2)] = 7
+    compare_steps: Annotated[int, Ge(2)] = 20
+    budget_s: Annotated[float, Gt(0)] = 60.0
+    tolerance: Annotated[float, Ge(0)] | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Train):
+    """What `check` adds: which checks are made, on how much, and what counts as failed."""
+
+    only: list[str] = field(default_factory=list)
+    skip: list[str] = field(default_factory=list)
+    strict: bool = False
+    samples: Annotated[int, Ge(16)] = 2048
+    train: bool = False
+    train_steps: Count = 100
+    budget_s: Annotated[float, Gt(0)] = 60.0
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(Train):
+    """What `eval` adds: the split to evaluate, with which weights, the views that are averaged, and where to write the result."""
+
+    split: Literal["train", "val", "test"] = "test"
+    weights: Weights = "auto"
+    tta: View | list[View] | None = None
+    tta_mean: TtaMean = "logits"
+    output: str | None = None
+    json: bool = False
+
+
+Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Train):
+    """What `export` adds: the formats, what goes into them, and how closely they have to agree with the model."""
+
+    format: Format | list[Format] = "torch_export"
+    weights: Weights = "auto"
+    include_preprocessing: bool = False
+    int8: bool = False
+    batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])
+    tolerance: Annotated[float, Gt(0)] = 1e-5
+    output: str | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FindLr(Train):
+    """What `find-lr` adds: how many steps it takes, the first rate and the last one, and where to write."""
+
+    num_steps: Annotated[int, Ge(10)] = 300
+    start: Annotated[float, Gt(0)] = 1e-5
+    end: Annotated[float, Gt(0)] = 10.0
+    output: str | None = None
+    json: bool = False
+
+
+Part = Literal["layers", "weights", "activations", "gradients", "inputs", "filters", "features", "errors"]
+
+FEATURE_FILES = (".npz", ".safetensors")
+"""Endings of a file of features."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Train):
+    """What `inspect` adds: which parts of a model are looked at, and which features are written."""
+
+    what: list[Part] | None = None
+    tensors: list[str] = field(default_factory=list)
+    features: list[str] = field(default_factory=list)
+    split: Literal["train", "val", "test"] = "val"
+    weights: Weights = "auto"
+    samples: Annotated[int, Ge(1), Le(100)] = 16
+    output: str | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict(Train):
+    """What `predict` adds: the images, what is said of each, and where it is written."""
+
+    input: str | list[str] | None = None
+    weights: Weights = "auto"
+    output: str | None = None
+    top_k: Count = 1
+    probabilities: bool = False
+    logits: bool = False
+    features: str | list[str] | None = None
+    tta: View | list[View] | None = None
+    tta_mean: TtaMean = "logits"
+    strict: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Train):
+    """What `profile` adds: how many steps are measured, how long that may take, and where to write."""
+
+    warmup_steps: NonNegative = 5
+    steps: Count = 20
+    trace_steps: NonNegative = 3
+    budget_s: Annotated[float, Gt(0)] = 45.0
+    output: str | None = None
+    json: bool = False
+
+
+VERBS: dict[str, type[Train]] = {
+    "train": Train,
+    "audit": Audit,
+    "bench": Bench,
+    "check": Check,
+    "eval": Eval,
+    "export": Export,
+    "find-lr": FindLr,
+    "inspect": Inspect,
+    "predict": Predict,
+    "profile": Profile,
+}
+"""The schema of each verb that takes a config."""

@@ -1,0 +1,64 @@
+"""A cache of what Hydra composes from the shipped YAML: composing takes most of the time of a short run.
+
+Only the groups of a command decide which files are merged, so commands that select the same options share the merged
+config. The other overrides are applied to a copy by Hydra, as without the cache. Folders of users are never cached.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.core.override_parser.types import Override
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig
+
+from runner.config.sources import shipped
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Let Hydra take merged configs from the cache until the patch is undone."""
+    known_lists: dict[Any, DefaultsList] = {}
+    known_configs: dict[int, DictConfig] = {}
+    compose = ConfigLoaderImpl._compose_config_from_defaults_list
+
+    def cached_list(repo: IConfigRepository, overrides_list: list[Override], **others: Any) -> DefaultsList:
+        folders = {source.path for source in repo.get_sources() if source.scheme() == "file"}
+        if folders != {str(shipped())}:
+            return create_defaults_list(repo, overrides_list=overrides_list, **others)
+        single = [override for override in overrides_list if not override.is_sweep_override()]
+        selected = [one for one in single if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]
+        key = (*(override.input_line for override in selected), *sorted(others.items()))
+        if key not in known_lists:
+            known_lists[key] = create_defaults_list(repo, overrides_list=selected, **others)
+        found = copy.copy(known_lists[key])
+        found.config_overrides = [override for override in single if override not in selected]
+        return found
+
+    def cached_config(self: ConfigLoaderImpl, defaults: list[Any], repo: IConfigRepository) -> DictConfig:
+        if not any(known.defaults is defaults for known in known_lists.values()):
+            return compose(self, defaults, repo)
+        if id(defaults) not in known_configs:  # kept alive by known_lists
+            known_configs[id(defaults)] = compose(self, defaults, repo)
+        return copy.deepcopy(known_configs[id(defaults)])
+
+    known_files: dict[str, ConfigResult] = {}
+    load = FileConfigSource.load_config
+
+    def cached_file(self: FileConfigSource, config_path: str) -> ConfigResult:
+        if self.path != str(shipped()):
+            return load(self, config_path)
+        if config_path not in known_files:
+            known_files[config_path] = load(self, config_path)
+        return copy.deepcopy(known_files[config_path])
+
+    patch.setattr(FileConfigSource, "load_config", cached_file)
+    patch.setattr(config_loader_impl, "create_defaults_list", functools.wraps(create_defaults_list)(cached_list))
+    patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", cached_config)

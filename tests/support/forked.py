@@ -1,0 +1,100 @@
+"""The program in processes that are forked from one with torch loaded: real processes without seconds of imports."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["runner.train", "runner.build.run"])
+
+
+class ForkedProgram:
+    """`python -m runner` with some words, used as a `subprocess.Popen` with text pipes is.
+
+    Args:
+        words: after `python -m runner`.
+        terminal: path of a terminal that becomes the controlling one; without it, what is printed goes to files.
+        ignored: signals that the program is started with as ignored.
+    """
+
+    def __init__(self, words: Sequence[str], terminal: str = "", ignored: Sequence[signal.Signals] = ()) -> None:
+        folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        streams = (terminal, terminal) if terminal else (f"{folder}/out", f"{folder}/err")
+        self._paths = [Path(path) for path in streams]
+        arguments = (tuple(words), str(Path.cwd()), dict(os.environ), streams, tuple(ignored))
+        self._process = CONTEXT.Process(target=_work, args=arguments)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("runner", timeout or 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        return tuple(path.read_text() if path.exists() else "" for path in self._paths)  # type: ignore[return-value]
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def run(words: Sequence[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end in the current folder."""
+    program = ForkedProgram(words)
+    try:
+        out, err = program.communicate(timeout)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        raise
+    return subprocess.CompletedProcess(["runner", *words], program.wait(), out, err)
+
+
+def _work(
+    words: tuple[str, ...], folder: str, environment: dict[str, str], streams: tuple[str, str], ignored: tuple[int, ...]
+) -> None:
+    os.setsid()
+    for number, path in enumerate(streams, 1):  # a terminal that the leader of a session opens becomes its own
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    if streams[0] == streams[1]:
+        os.dup2(1, 0)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    time.tzset()
+    os.chdir(folder)
+    sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    sys.argv = ["runner", *words]
+    try:
+        runpy.run_module("runner", run_name="__main__", alter_sys=True)
+    finally:
+        sys.stdout.flush()
+        atexit._run_exitfuncs()
