@@ -40,10 +40,7 @@ class Saving:
         loggers: where metrics are stored.
         buffer: metrics on their way there.
         fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
-        sources: digests of custom source files, see `runner.build.data_check`.
-
-    Attributes:
-        callback: saves when it is time.
+        sources: see `runner.build.data_check.source_digests`.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Saving:
     ) -> None:
         settings = run.config.checkpoint
         self.manager = CheckpointManager(record.directory.checkpoints, settings.keep)
-        self.callback = Checkpointing(
+        self.callback = Checkpointing(  # decides when to save
             every_steps=settings.every_steps,
             every_epochs=settings.every_epochs,
             save=self._save,

@@ -21,7 +21,7 @@ from runner.tracking.run_directory import RunDirectory, unfinished
 class Setup:
     """What a run is asked to do."""
 
-    config: Train  # the validated config
+    config: Train
     found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
     differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
     again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
