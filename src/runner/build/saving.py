@@ -111,9 +111,9 @@ class Saving:
         resume.restore(found, state, self._callbacks)
         warnings, path, best, step = [], found.path.resolve(), state.best, state.position.global_step
         if best is not None and (best.metric, best.mode) != monitor:
+            now = f"{monitor.metric} ({monitor.mode})"
             warnings.append(
-                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by "
-                f"{monitor.metric} ({monitor.mode})"
+                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by {now}"
             )
             state.best = None
         elif best is not None and not resume.carry_best(path, self.manager, best.global_step):
