@@ -22,8 +22,7 @@ from torch import nn
 from torchvision import models
 
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
-from runner.checkpoint.disk_space import size_of
-from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.manager import CheckpointManager, size_of
 from runner.checkpoint.resume import contents
 from runner.engine.state import RunningMean, TrainState
 from runner.optim.schedules import Constant

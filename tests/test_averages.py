@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from runner.build.evaluation import evaluate_both
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
-from runner.checkpoint.weights import weights_of
+from runner.checkpoint.weights import weights_of, weights_sha256
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train

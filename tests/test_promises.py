@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
+from runner.checkpoint.weights import weights_sha256
 from runner.tracking.formats import HARDWARE_METRICS
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

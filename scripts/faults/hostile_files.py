@@ -319,8 +319,8 @@ CASES = [
     Case("a generator's state of 2**70", _holding(["MT19937", [2**70] * 624, 0, 0, 0.0], "rng", "numpy"), REFUSED, HARMLESS),
     Case("callbacks and metrics with names of paths and escapes", _holding(
         {"../../x": {"a": 1}, "\x1b[2J": {}}, "metrics", "callbacks"), HARMLESS, HARMLESS),
-    Case("class names that are all the same", _holding(["x"] * 10, "classes"), HARMLESS, HARMLESS),
-    Case("class names of paths, escapes, and a million letters", _holding(_NAMES, "classes"), HARMLESS, HARMLESS),
+    Case("class names that are all the same", _holding(["x"] * 10, "classes"), REFUSED, HARMLESS),
+    Case("class names of paths, escapes, and a million letters", _holding(_NAMES, "classes"), REFUSED, HARMLESS),
     *(Case(f"a config that builds {target}", _naming(target)) for target in TARGETS),
     Case("a YAML tag", _yaml("!!python/object/apply:os.system ['touch CANARY']")),
     Case("a YAML tag inside", _yaml("model: !!python/object/new:os.system ['touch CANARY']")),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from peers.cases import CASES, MOMENTUM, NOISE, WEIGHT_DECAY, Case, Job
 from runner.config.schema.sections import Split
-from runner.data.indices import Indices
+from runner.data.sampler import Indices
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.digits import digits
 from runner.data.sources.synthetic import synthetic

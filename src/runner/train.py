@@ -28,8 +28,8 @@ from runner.build.step import build_parts, build_step, slow_guard
 from runner.build.validate import validate_limits
 from runner.build.weight_average import build_averaged
 from runner.checkpoint import resume
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.rng import seed_everything
+from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.app import current
 from runner.config.durations import seconds

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.init_from import InitialWeights, _without_prefix, start_from
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read
+from runner.checkpoint.weights import weights_sha256
 from runner.config.errors import UserError
 from runner.config.resolve import resolve_config
 from runner.config.schema import Train

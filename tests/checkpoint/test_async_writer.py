@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
-from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.file import read
+from runner.checkpoint.manager import require_space, scarce, size_of
 from runner.config.errors import UserError
 
 SMALL = (
@@ -167,7 +167,7 @@ def test_the_size_counts_tied_tensors_once() -> None:
 def test_too_little_room_is_a_sentence_before_anything_is_written(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.checkpoint.disk_space._free", lambda folder: 1000)
+    monkeypatch.setattr("runner.checkpoint.manager._free", lambda folder: 1000.0)
     result = run("train", "threads=1", "logger=none", "log.progress=false", "log.curves=false", *SMALL)
     assert result.status == 2
     assert "MiB free" in result.err

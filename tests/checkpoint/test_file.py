@@ -21,8 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runner.checkpoint import file, layout
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
+from runner.checkpoint.weights import weights_sha256
 from runner.config.errors import UserError
 
 Make = Callable[..., dict[str, Any]]
@@ -459,9 +459,9 @@ DIGESTS = {"digests": json.dumps({"a": hashlib.sha256(bytes(8)).hexdigest(), "b"
         ({"a": F32 | {"data_offsets": [0, 2**70]}}, bytes(8), "the entry of a"),
         ({"a": F32 | {"more": 1}}, bytes(8), "the entry of a"),
         ({"a": F32 | {"dtype": "F31"}}, bytes(8), "F31"),
-        ({"a": F32 | {"data_offsets": "08"}}, bytes(8), "its header is damaged or forged"),
-        ({"a": 5}, bytes(8), "its header is damaged or forged"),
-        ({"c": F32}, bytes(8), "its header is damaged or forged"),
+        ({"a": F32 | {"data_offsets": "08"}}, bytes(8), "cannot be read"),
+        ({"a": 5}, bytes(8), "cannot be read"),
+        ({"c": F32}, bytes(8), "cannot be read"),
         ({"a": F32}, bytes(8), "tensors that belong to no part"),
     ],
 )
@@ -488,7 +488,7 @@ HEAD = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '"'
 )  # fmt: skip
 def test_a_header_of_another_kind_is_refused(text: str, tmp_path: Path, forge_header: Callable[..., None]) -> None:
     forge_header(tmp_path / "odd.safetensors", {}, {}, text=text)
-    with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: is not a checkpoint"):
+    with pytest.raises(DamagedCheckpoint, match=r"odd\.safetensors: (is not a checkpoint|cannot be read)"):
         read(tmp_path / "odd.safetensors")
 
 

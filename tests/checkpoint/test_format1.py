@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from runner.checkpoint import file, find
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.manager import CheckpointManager
-from runner.checkpoint.weight_files import read_weights
+from runner.checkpoint.weights import read_weights, weights_sha256
 
 Make = Callable[..., dict[str, Any]]
 Forge = Callable[[Path, Any], None]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from runner.checkpoint import rng
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import read, write
+from runner.checkpoint.weights import weights_sha256
 
 
 def draw() -> list[float]:

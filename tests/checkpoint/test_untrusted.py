@@ -245,7 +245,7 @@ def test_averages_and_pieces_as_a_run_saves_them_are_read(tmp_path: Path, conten
     assert read(tmp_path / "good.safetensors")["averaged"]["updates"] == 3
     made["position"]["pieces"] = 0
     write(tmp_path / "odd.safetensors", made)
-    with pytest.raises(DamagedCheckpoint, match=r"position\.pieces is 0"):
+    with pytest.raises(DamagedCheckpoint, match=r"position\.pieces is not a whole number of at least 1"):
         read(tmp_path / "odd.safetensors")
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from runner.checkpoint.weight_files import read_weights
+from runner.checkpoint.weights import read_weights
 from runner.config.errors import UserError
 
 
@@ -73,9 +73,9 @@ def test_an_archive_that_would_fill_the_memory_is_not_opened(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("head", "reason"),
     [
-        (torch.zeros(1).expand(2**14, 2**14), "head.weight is larger than the file"),
-        (torch.zeros(2**14).as_strided((2**14, 2**14), (1, 0)), "head.weight is larger than the file"),
-        (torch.zeros(4, 4, device="meta"), "head.weight is a tensor of a kind that is never saved"),
+        (torch.zeros(1).expand(2**14, 2**14), "a tensor is larger than the file"),
+        (torch.zeros(2**14).as_strided((2**14, 2**14), (1, 0)), "a tensor is larger than the file"),
+        (torch.zeros(4, 4, device="meta"), "_rebuild_meta_tensor_no_storage is not allowed"),
     ],
     ids=["expanded", "strided", "meta"],
 )
@@ -86,7 +86,7 @@ def test_tensors_that_stand_for_more_than_the_file_holds_are_refused(
     path = tmp_path / "weights.pth"
     torch.save({"head.weight": head}, path, _use_new_zipfile_serialization=new_format)
     assert path.stat().st_size < 200_000
-    with pytest.raises(UserError, match=f"init_from: .* is refused: {reason}"):
+    with pytest.raises(UserError, match=f"init_from: .* is refused: .*{reason}"):
         read_weights(str(path), tmp_path)
 
 

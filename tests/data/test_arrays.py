@@ -22,15 +22,6 @@ def test_items_are_image_and_target():
     assert len(arrays) == 6
 
 
-def test_batched_fetch_equals_single_items():
-    arrays = _arrays()
-    batch = arrays.__getitems__([5, 0, 0, 2])
-    assert len(batch) == 4
-    for (image, target), index in zip(batch, [5, 0, 0, 2], strict=True):
-        assert torch.equal(image, arrays[index][0])
-        assert target == arrays[index][1]
-
-
 def test_data_loader_fetches_whole_batches():
     images, targets = next(iter(DataLoader(_arrays(), batch_size=4, generator=torch.Generator())))
     assert torch.equal(images, _arrays().images[:4])
@@ -39,11 +30,6 @@ def test_data_loader_fetches_whole_batches():
 
 def test_iteration_stops_at_the_end():
     assert len(list(_arrays())) == 6
-
-
-def test_size_and_channels_are_those_of_the_images():
-    assert _arrays().image_size == (4, 5)
-    assert _arrays().channels == 3
 
 
 def test_pickling_keeps_everything():

@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as F
 
 from runner.data.sample_rng import SampleRNG
 from runner.data.transforms import auto_augment
-from runner.data.transforms.auto_augment import RandAugment, TrivialAugment
+from runner.data.transforms.auto_augment import RandAugment, TrivialAugment, changed
 
 NEAREST = {"interpolation": InterpolationMode.NEAREST}
 
@@ -40,10 +40,10 @@ def moved(image: Tensor, translate: list[int]) -> Tensor:
 
 
 BLENDS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "_brightness": F.adjust_brightness,
-    "_colour": F.adjust_saturation,
-    "_contrast": F.adjust_contrast,
-    "_sharpness": F.adjust_sharpness,
+    "brightness": F.adjust_brightness,
+    "colour": F.adjust_saturation,
+    "contrast": F.adjust_contrast,
+    "sharpness": F.adjust_sharpness,
 }
 
 
@@ -52,44 +52,41 @@ BLENDS: dict[str, Callable[[Tensor, float], Tensor]] = {
 @pytest.mark.parametrize("name", BLENDS)
 def test_blends_are_torchvisions(name: str, factor: float, channels: int) -> None:
     images = pictures(6, channels)
-    sign, strength = (torch.full((6,), value) for value in (1.0 if factor >= 1 else -1.0, abs(factor - 1)))
-    ours = getattr(auto_augment, name)(images, strength, sign).int()
+    ours = changed(name, images, torch.full((6,), factor - 1)).int()
     assert int((ours - BLENDS[name](images, factor).int()).abs().max()) <= (
-        2 if name in ("_contrast", "_colour") else 1
+        2 if name in ("contrast", "colour") else 1
     ), "it cuts off more often"
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_changes_of_levels_are_torchvisions(channels: int) -> None:
-    images, sign = pictures(6, channels), torch.ones(6)
+    images, ones = pictures(6, channels), torch.ones(6)
     images[0] = 77
     for bits in (2, 4, 8):
-        assert torch.equal(
-            auto_augment._posterize(images, torch.full((6,), float(bits)), sign), F.posterize(images, bits)
-        )
+        assert torch.equal(changed("posterize", images, bits * ones), F.posterize(images, bits))
     for share in (0.0, 0.31, 1.0):
-        found = auto_augment._solarize(images, torch.full((6,), share), sign)
+        found = changed("solarize", images, share * ones)
         assert torch.equal(found, F.solarize(images, share * 255))
-    assert int((auto_augment._auto_contrast(images, sign, sign).int() - F.autocontrast(images).int()).abs().max()) <= 1
-    assert torch.equal(auto_augment._equalize(images, sign, sign), F.equalize(images))
+    assert int((changed("auto_contrast", images, ones).int() - F.autocontrast(images).int()).abs().max()) <= 1
+    assert torch.equal(changed("equalize", images, ones), F.equalize(images))
 
 
 @pytest.mark.parametrize(
     ("name", "strength", "expected"),
     [
-        ("_shear_x", 0.25, lambda image, s: sheared(image, [-0.25 * s, 0.0])),
-        ("_shear_y", 0.25, lambda image, s: sheared(image, [0.0, -0.25 * s])),
-        ("_translate_x", 5.7, lambda image, s: moved(image, [int(-5 * s), 0])),
-        ("_translate_y", 5.7, lambda image, s: moved(image, [0, int(-5 * s)])),
-        ("_rotate", math.sin(math.radians(25)), lambda image, s: F.rotate(image, -25.0 * s, **NEAREST)),
-        ("_rotate", 2 - math.sin(math.radians(120)), lambda image, s: F.rotate(image, -120.0 * s, **NEAREST)),
+        ("shear_x", 0.25, lambda image, s: sheared(image, [-0.25 * s, 0.0])),
+        ("shear_y", 0.25, lambda image, s: sheared(image, [0.0, -0.25 * s])),
+        ("translate_x", 5.7, lambda image, s: moved(image, [int(-5 * s), 0])),
+        ("translate_y", 5.7, lambda image, s: moved(image, [0, int(-5 * s)])),
+        ("rotate", math.sin(math.radians(25)), lambda image, s: F.rotate(image, -25.0 * s, **NEAREST)),
+        ("rotate", 2 - math.sin(math.radians(120)), lambda image, s: F.rotate(image, -120.0 * s, **NEAREST)),
     ],
     ids=["shear_x", "shear_y", "translate_x", "translate_y", "rotate", "rotate_far"],
 )
 def test_images_are_moved_as_torchvision_moves_them(name: str, strength: float, expected: Any) -> None:
     images = pictures(4)
     for sign in (1.0, -1.0):
-        found = getattr(auto_augment, name)(images, torch.full((4,), strength), torch.full((4,), sign))
+        found = changed(name, images, torch.full((4,), sign * strength))
         wanted = {s: torch.stack([expected(image, s) for image in images]) for s in (1.0, -1.0)}
         # Nearest pixels where two are as near may differ; which direction is called positive plays no part.
         shares = [float((found == other).float().mean()) for other in wanted.values()]

@@ -22,8 +22,8 @@ from runner.config.schema.sections import Data, Split, Transform
 from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.build import DataModule, build_data
 from runner.data.cache_file import CachedImages
-from runner.data.indices import AllSamples
 from runner.data.loaders import Batch, MemoryLoader
+from runner.data.sampler import AllSamples
 from runner.data.workers import WorkerLoader
 
 CPU = torch.device("cpu")

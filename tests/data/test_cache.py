@@ -231,7 +231,7 @@ def test_a_file_larger_than_the_memory_can_be_used(tmp_path: Path) -> None:
     header = Header("key", (count, 1, 2**12, 2**12), (count,), "int64", zlib.crc32(rest))
     with (tmp_path / "large.images").open("wb") as file:
         file.write(header.dump())
-        file.truncate(header.file_bytes - len(rest))  # nothing but a hole
+        file.truncate(header.ends[-1] - len(rest))  # nothing but a hole
         file.seek(0, os.SEEK_END)
         file.write(rest)
     images = CachedImages(tmp_path / "large.images", "key")

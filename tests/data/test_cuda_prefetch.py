@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.data.cuda_prefetch import prefetch_to_cuda
-from runner.data.loaders import Batch, MemoryLoader
+from runner.data.loaders import Batch, MemoryLoader, prefetch_to_cuda
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
@@ -128,13 +127,12 @@ def test_only_what_has_no_random_state_is_prepared_ahead(
         assert not prepare.making
         return images, targets
 
-    monkeypatch.setattr(f"runner.data.{'loaders' if path == 'memory' else 'workers'}.prefetch_to_cuda", marking)
+    monkeypatch.setattr("runner.data.loaders.prefetch_to_cuda", marking)
     cpu, indices = torch.device("cpu"), torch.arange(20)
     loader: Any
     if path == "memory":
         loader = MemoryLoader(ARRAYS.images, ARRAYS.targets, indices, 8, 0, True, cpu, prepare, mix)
-        loader._device = torch.device("meta")  # another device than that of the images
-        monkeypatch.setattr(loader, "_on_device", lambda tensor: tensor)
+        loader._prefetches = True  # as if the batches were wanted on another device than that of the images
     else:
         loader = WorkerLoader(ARRAYS, indices, 8, 0, True, cpu, prepare=prepare, mix_batch=mix)
     assert sum(len(batch.images) for batch in loader.batches(0, 0, 3)) == 20

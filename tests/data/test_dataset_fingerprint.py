@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.data.dataset_fingerprint import _places, class_changes, data_changes, fingerprint_data
-from runner.data.indices import AllSamples, Indices
+from runner.data.sampler import AllSamples, Indices
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, image_folder
 from runner.data.sources.synthetic import synthetic

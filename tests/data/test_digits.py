@@ -53,10 +53,6 @@ def test_a_release_without_the_file_is_read_through_scikit_learn(monkeypatch, tm
         origin = str(tmp_path / "__init__.py")
 
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: Spec() if spec else None)
-    rows = module._packaged_rows()
-    assert rows is None
-    assert np.array_equal(module._rows_by_sklearn()[:, -1], reference[1].numpy())
-    monkeypatch.setattr(module, "_packaged_rows", lambda: None)
     assert torch.equal(digits()["train"].images, reference[0])
 
 

@@ -15,11 +15,10 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.groups import groups_of
-from runner.data.leakage import find_leaks
+from runner.data.consistency import find_leaks
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import image_folder
-from runner.data.splits import make_splits
+from runner.data.splits import groups_of, make_splits
 
 
 class Plain(Dataset):

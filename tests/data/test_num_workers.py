@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from runner.config.schema.sections import Data
 from runner.data import num_workers
-from runner.data.num_workers import BatchTiming, WorkerChoice, choose_num_workers, enough
+from runner.data.num_workers import WorkerChoice, choose_num_workers, enough, spread_places
 from runner.data.placement import plan_placement
 
 
@@ -35,16 +35,16 @@ from runner.data.placement import plan_placement
 def test_the_fewest_that_keep_ahead_are_chosen(
     read_ms: float, handed_over_ms: float, epoch_s: float, cores: int, allowed: int, workers: int, reason: str
 ) -> None:
-    count, told = enough(BatchTiming(read_ms / 1000, handed_over_ms / 1000, epoch_s), cores, allowed)
+    count, told = enough(read_ms / 1000, handed_over_ms / 1000, epoch_s, cores, allowed)
     assert count == workers
     assert told.startswith(reason)
 
 
 def test_the_samples_that_are_timed_are_spread_from_the_first_to_the_last() -> None:
-    assert num_workers._spread(9, 3).tolist() == [0, 4, 8]
-    assert num_workers._spread(5, 1).tolist() == [0]
+    assert spread_places(9, 3).tolist() == [0, 4, 8]
+    assert spread_places(5, 1).tolist() == [0]
     for samples in (2**24 + 4, 2**30):
-        places = num_workers._spread(samples, 256)
+        places = spread_places(samples, 256)
         assert (int(places[0]), int(places[-1])) == (0, samples - 1)
 
 

@@ -117,7 +117,9 @@ def test_images_live_on_a_gpu_that_has_room(
 
 def test_images_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
-    with pytest.raises(UserError, match=r"'device' needs 0.0 GiB, and cuda:0 has 0.0 GiB free\n.*allowed: auto or ram"):
+    with pytest.raises(
+        UserError, match=r"'device' needs 0.0 GiB, and 0.0 GiB on cuda:0 are free\n.*allowed: auto or ram"
+    ):
         plan(device=CUDA, placement="device")
 
 

@@ -14,10 +14,9 @@ from torch.utils.data import Dataset
 
 from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import Loader, MemoryLoader
-from runner.data.profiler_ranges import Reading, loader_in_ranges, reading
 from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, loader_in_ranges
 from runner.instrument.profiler_ranges import PREPARE, WAIT
 
 CPU = torch.device("cpu")
@@ -122,16 +121,21 @@ def test_the_loader_itself_stays_as_it_is() -> None:
 def test_how_samples_are_read_is_known() -> None:
     diary = Diary()
     arrays = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES)
-    assert reading(memory(diary)) == Reading(None, CPU, False)
-    assert reading(disk(diary)) == Reading(0, None, False)
-    assert reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU)) == Reading(0, None, True)
-    assert not reading(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, [lambda image: image])).could_be_resident
+    assert facts(memory(diary)) == (None, CPU, False)
+    assert facts(disk(diary)) == (0, None, False)
+    assert facts(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU)) == (0, None, True)
+    transformed = WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, [lambda image: image])
+    assert not transformed.could_be_resident
+
+
+def facts(loader: Loader) -> tuple[int | None, torch.device | None, bool]:
+    return loader.workers, loader.resident, loader.could_be_resident
 
 
 def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
     write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
     mapped = CachedImages(tmp_path / "images")
-    assert reading(WorkerLoader(mapped, torch.arange(10), 4, 0, True, CPU)).could_be_resident
+    assert WorkerLoader(mapped, torch.arange(10), 4, 0, True, CPU).could_be_resident
 
 
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:

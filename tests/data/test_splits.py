@@ -134,13 +134,6 @@ def test_fractions_that_cannot_be_are_an_error_with_the_key(fractions, n, messag
         split_indices(None, n, fractions, 0, False)
 
 
-def test_other_splits_or_target_counts_are_refused():
-    with pytest.raises(ValueError, match="extra"):
-        split_indices(None, 10, {"extra": 0.1}, 0, False)
-    with pytest.raises(ValueError, match="9 targets for 10 samples"):
-        split_indices(torch.zeros(9), 10, {"val": 0.1}, 0, False)
-
-
 def test_missing_splits_are_carved_from_train():
     train = Plain(100, torch.arange(100) % 5)
     found = make_splits({"train": train}, Split(val=0.2, test=0.1, seed=0, stratified=True))
@@ -191,7 +184,7 @@ def test_fractions_of_given_splits_are_not_judged():
         ({"train": Plain(3), "test": Plain(0)}, 0.1, "'test' split is empty"),
         ({"train": Plain(100, [0] * 99)}, 0.1, "99 entries for 100"),
         ({"train": Plain(100)}, 0.001, r"data\.split\.val: 0\.001 of 100 .*\n.*at least 0\.01"),
-        ({"train": Stream()}, 0.1, "no length"),
+        ({"train": Stream()}, 0.1, "length of its 'train' split is not known: TypeError"),
     ],
 )
 def test_data_that_cannot_be_split_is_reported(splits, val, message):

@@ -59,7 +59,7 @@ def test_shapes_and_types_are_as_asked(samples, size, channels, classes, kind):
 
 
 def test_an_unset_size_means_32_pixels():
-    assert synthetic(4, None)["train"].image_size == (32, 32)
+    assert synthetic(4, None)["train"].images.shape[2:] == (32, 32)
 
 
 def test_classes_are_equally_frequent():

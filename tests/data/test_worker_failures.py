@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.config.errors import DataFailed
-from runner.data.indices import AllSamples
+from runner.data.sampler import AllSamples
 from runner.data.workers import WorkerLoader
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.engine.callbacks import Checkpointing, Log
 from runner.engine.errors import Preempted
 from runner.engine.loop import Loop

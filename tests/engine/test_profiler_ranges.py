@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.engine.step import backward, forward, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
 

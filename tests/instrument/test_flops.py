@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.instrument.flops import Flops, count_flops
 
 CPU = torch.device("cpu")

@@ -264,7 +264,7 @@ def test_a_terminal_that_cannot_be_drawn_on_falls_back_to_plain_lines(monkeypatc
     def fail(*arguments, **options):
         raise RuntimeError("a fault in drawing")
 
-    monkeypatch.setattr(console._terminal, "text", fail)
+    monkeypatch.setattr(console._terminal, "lines", fail)
     console.line("still here")
     assert stream.getvalue() == "still here\n"
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from runner.tracking.image_grid import Histogram, Maps, Tile, _fit, filter_grid, histograms, image_grid, map_grid
+from runner.tracking.image_grid import Histogram, Maps, Tile, filter_grid, histograms, image_grid, map_grid
+from runner.tracking.plots import fit
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +75,7 @@ def test_of_many_histograms_some_are_drawn_and_an_empty_one_says_so(target: Path
 
 
 def test_a_text_is_cut_at_either_end() -> None:
-    assert _fit("abcdef", 6) == "abcdef"
-    assert _fit("abcdefg", 6) == "abcde…"
-    assert _fit("abcdefg", 6, keep_end=True) == "…cdefg"
-    assert len(_fit("a  b\nc", 20)) == 5
+    assert fit("abcdef", 6) == "abcdef"
+    assert fit("abcdefg", 6) == "abcde…"
+    assert fit("abcdefg", 6, keep_end=True) == "…cdefg"
+    assert len(fit("a  b\nc", 20)) == 5

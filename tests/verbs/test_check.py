@@ -122,7 +122,7 @@ def test_a_training_after_checks_is_the_one_without_them(run: Callable[..., Any]
 
 
 def test_every_check_begins_where_the_run_would(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.checkpoint.digest import weights_sha256
+    from runner.checkpoint.weights import weights_sha256
     from runner.verbs.check import run as check_run
 
     seen: set[str] = set()

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 
-from runner.checkpoint.digest import weights_sha256
 from runner.checkpoint.file import KEYS, read
+from runner.checkpoint.weights import weights_sha256
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp",

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.finetune import find_head, initialize
-from runner.checkpoint.digest import weights_sha256
-from runner.checkpoint.weight_files import read_weights
+from runner.checkpoint.weights import read_weights, weights_sha256
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule

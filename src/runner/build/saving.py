@@ -11,9 +11,8 @@ from runner.build.run import Run
 from runner.build.run_record import RunRecord
 from runner.checkpoint import file, resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
-from runner.checkpoint.disk_space import require_space, scarce, size_of
 from runner.checkpoint.find import LoadedCheckpoint
-from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -25,18 +27,16 @@ class Snapshot:
         self.complete = threading.Event()
 
     def take(self, contents: dict[str, Any], later: Callable[[str], bool] = lambda place: False) -> dict[str, Any]:
-        """Copy tensors and containers; the copy is whole after `finish`.
+        """Copy nested containers; the copy is whole after `finish`.
 
-        Args:
-            contents: nested containers.
-            later: reports for a tensor on the CPU, by its place such as `/model/head.weight`, whether `finish` may copy it;
-                until `complete` is set nobody may change it.
+        `later` reports for a tensor on the CPU, by its place such as `/model/head.weight`, whether `finish` may copy it;
+        until `complete` is set nobody may change it.
         """
         self.complete.clear()
         self._later = []
         self._devices: set[torch.device] = set()
         self._copies: dict[Hashable, torch.Tensor] = {}  # tied tensors are copied once, and stay tied
-        copy: dict[str, Any] = self._copied(contents, "", later)
+        copy: dict[str, Any] = mapped(contents, lambda tensor, place: self._copied(tensor, place, later))
         for device in self._devices:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
@@ -56,23 +56,13 @@ class Snapshot:
             event.synchronize()
         self._events = []
 
-    def _copied(self, value: Any, place: str, later: Callable[[str], bool]) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copied_tensor(value.detach(), place, later)
-        return mapped(value, lambda item, key: self._copied(item, f"{place}/{key}", later))
-
-    def _copied_tensor(self, tensor: torch.Tensor, place: str, later: Callable[[str], bool]) -> torch.Tensor:
+    def _copied(self, tensor: torch.Tensor, place: str, later: Callable[[str], bool]) -> torch.Tensor:
         key = identity(tensor)
         if key in self._copies:
             return self._copies[key]
         buffer = self._buffers.get(place)
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != (
-            tensor.shape,
-            tensor.dtype,
-            tensor.stride(),
-        ):
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self._buffers[place] = buffer
+        if buffer is None or _layout(buffer) != _layout(tensor):
+            buffer = self._buffers[place] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copies[key] = buffer
         if tensor.is_cuda:
             self._devices.add(tensor.device)
@@ -82,55 +72,42 @@ class Snapshot:
         return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
-def mapped(value: Any, item: Callable[[Any, Any], Any]) -> Any:
-    """A container of a checkpoint with `item(element, key)` instead of each element; anything else as it is."""
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.stride()
+
+
+def mapped(value: Any, copy: Callable[[torch.Tensor, str], torch.Tensor], place: str = "") -> Any:
+    """A copy of a checkpoint's contents with `copy(tensor, place)` instead of each tensor."""
     kind = type(value)
-    if kind in (dict, OrderedDict, Counter):
-        return (
-            kind((key, item(element, key)) for key, element in value.items()) if kind is not Counter else Counter(value)
-        )
+    if isinstance(value, torch.Tensor):
+        return copy(value.detach(), place)
+    if kind in (dict, OrderedDict):
+        return kind((key, mapped(item, copy, f"{place}/{key}")) for key, item in value.items())
     if kind in (list, tuple):
-        return kind(item(element, index) for index, element in enumerate(value))
-    return kind(value) if kind in (set, bytearray) else value
+        return kind(mapped(item, copy, f"{place}/{index}") for index, item in enumerate(value))
+    return kind(value) if kind in (set, bytearray, Counter) else value
 
 
 class AsyncWriter:
     """Does one piece of work at a time in a thread; what goes wrong there is raised where the program next looks."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint writer")
+        self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin with a piece of work, once the one before has ended.
-
-        Raises:
-            Exception: what the one before raised.
-        """
+        """Begin with a piece of work, once the one before has ended; raises what that one raised."""
         self.wait()
-        self._thread = threading.Thread(target=self._do, args=(work,), name="checkpoint writer")
-        self._thread.start()
+        self._work = self._thread.submit(work)
 
     def check(self) -> None:
         """Raise what the last piece of work raised, if it has ended; never waits."""
-        if self._thread is not None and not self._thread.is_alive():
+        if self._work is not None and self._work.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the work to end.
-
-        Raises:
-            Exception: what it raised.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _do(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
+        """Wait for the work to end; raises what it raised, once."""
+        if self._work is not None:
+            futures.wait([self._work])
+            work, self._work = self._work, None
+            work.result()

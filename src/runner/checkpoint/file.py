@@ -11,13 +11,15 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Collection
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from runner.checkpoint import format1, layout
+from runner.checkpoint import format1, layout, pickles
 from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.errors import UserError, first_line
@@ -25,20 +27,9 @@ from runner.config.reading import open_regular
 
 FORMAT = 2
 KEYS = (
-    "format",
-    "model",
-    "optimizer",
-    "scheduler",
-    "scaler",
-    "averaged",
-    "rng",
-    "position",
-    "config",
-    "classes",
-    "metrics",
+    "format", "model", "optimizer", "scheduler", "scaler", "averaged", "rng", "position", "config", "classes", "metrics",
     "versions",
-)
-_BLOCK = 1 << 20
+)  # fmt: skip
 
 
 def _from_format_1(contents: dict[str, Any]) -> dict[str, Any]:
@@ -71,29 +62,42 @@ def write(path: Path, contents: dict[str, Any]) -> None:
             file is untouched.
     """
     assert set(contents) == set(KEYS), f"a checkpoint has exactly the keys {KEYS}"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         tensors = Tensors()
         metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
-        with temporary.open("wb") as file:
+        with _replacing(path) as temporary, temporary.open("wb") as file:
             layout.write(file, str(contents["format"]), metadata, tensors.by_name)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
     except (Unsupported, ValueError) as error:
-        _unlink(temporary)
         raise UserError(
             "checkpoint",
             f"{error}, which could not be read back; {path} was not written",
             "tensors, numbers, texts, and lists and mappings of them, as what a state_dict() gives",
         ) from error
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary name for a file that becomes `path` if no error is raised; errors of writing become sentences."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except (OSError, RuntimeError) as error:
-        _unlink(temporary)
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.EFBIG:
             reason = "it would be larger than files may be here (ulimit -f, or the file system)"
         raise UserError("checkpoint", f"cannot write {path}: {reason}; earlier checkpoints are untouched") from error
+    finally:
+        with contextlib.suppress(OSError):  # also there where both names are one file: then replacing does nothing
+            temporary.unlink()
 
 
 def _text(key: str, value: Any, tensors: Tensors) -> str:
@@ -112,11 +116,6 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
     return json.dumps(encoded, separators=(",", ":"), allow_nan=False)
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
 def link(source: Path, target: Path) -> None:
     """Make `target` the same checkpoint as `source`, atomically; a copy where the file system has no links.
 
@@ -126,38 +125,18 @@ def link(source: Path, target: Path) -> None:
         UserError: if it cannot be written.
     """
     with _opened(source) as file:
-        older = format1.is_archive(file)
+        older = pickles.is_archive(file)
     if older:
         write(target, read(source))
         return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+    with _replacing(target) as temporary:
         try:
             os.link(source, temporary)
         except OSError:
             with source.open("rb") as reading, temporary.open("wb") as writing:
-                while block := reading.read(_BLOCK):
-                    writing.write(block)
+                shutil.copyfileobj(reading, writing)
                 writing.flush()
                 os.fsync(writing.fileno())
-        os.replace(temporary, target)
-        # Where both names are one file already, replacing does nothing and leaves the temporary name.
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        _sync_folder(target.parent)
-    except OSError as error:
-        _unlink(temporary)
-        raise UserError("checkpoint", f"cannot write {target}: {error}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -178,10 +157,7 @@ def verify(path: Path) -> None:
         UserError: if there is no such file, or it cannot be read.
     """
     with _opened(path) as file:
-        try:
-            format1.verify(file) if format1.is_archive(file) else layout.verify(file)
-        except layout.Damaged as error:
-            raise DamagedCheckpoint(str(path), str(error)) from error
+        format1.verify(file) if pickles.is_archive(file) else layout.verify(file)
 
 
 def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
@@ -200,47 +176,32 @@ def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
         UserError: if there is no such file, it cannot be read, or a newer version wrote it.
     """
     with _opened(path) as file:
-        try:
-            return _migrated(format1.read(file), path) if format1.is_archive(file) else _read(file, path, parts)
-        except layout.Damaged as error:
-            raise DamagedCheckpoint(str(path), str(error)) from error
-        except UserError:
-            raise
-        except Exception as error:  # a file made by hand can raise anything
-            reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
-            raise DamagedCheckpoint(str(path), f"cannot be read: {reason[:200]}") from error
+        return _migrated(format1.read(file), path) if pickles.is_archive(file) else _read(file, path, parts)
 
 
 def _read(file: BinaryIO, path: Path, parts: Parts | None) -> dict[str, Any]:
     header = layout.read_header(file)
     _refuse_newer(header.format, path)
-    blank = {
-        name: torch.empty(stored.shape, dtype=stored.dtype, device="meta") for name, stored in header.tensors.items()
-    }
-    decoded, named = _decoded(header, blank, KEYS)
-    if len(named) < len(blank):
-        raise layout.Damaged("is not a checkpoint of runner's: it has tensors that belong to no part")
-    contents = _migrated({"format": header.format, **decoded}, path)
-    keys = KEYS if parts is None else parts(contents)
-    _, named = _decoded(header, blank, keys)
-    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in named])
-    return contents | _decoded(header, tensors, keys)[0]
-
-
-def _decoded(
-    header: layout.Header, tensors: dict[str, torch.Tensor], keys: Collection[str]
-) -> tuple[dict[str, Any], set[str]]:
-    """Parts of a checkpoint, made of these tensors, and the names of those that they have."""
-    named = set[str]()
-
-    def tensor(name: str) -> torch.Tensor:
-        named.add(name)
-        return tensors[name]
-
     texts = {key: text for key, text in header.metadata.items() if key not in ("format", "sha256", "digests")}
-    return {
-        key: text if key == "config" else decode(json.loads(text), tensor) for key, text in texts.items() if key in keys
-    }, named
+    values = {key: text if key == "config" else json.loads(text) for key, text in texts.items()}
+    named: dict[str, set[str]] = {key: set() for key in values}
+
+    blanks = {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in header.tensors.items()
+    }
+
+    def blank(key: str, name: str) -> torch.Tensor:
+        named[key].add(name)
+        return blanks[name]
+
+    contents = {key: decode(value, partial(blank, key)) for key, value in values.items()}
+    if len(set().union(*named.values())) < len(header.tensors):
+        raise layout.Damaged("is not a checkpoint of runner's: it has tensors that belong to no part")
+    contents = _migrated({"format": header.format, **contents}, path)
+    keys = values if parts is None else parts(contents)
+    needed = set[str]().union(*(named[key] for key in keys))
+    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in needed])
+    return contents | {key: decode(values[key], tensors.__getitem__) for key in keys}
 
 
 def _refuse_newer(written: Any, path: Path) -> None:
@@ -262,16 +223,28 @@ def _migrated(contents: Any, path: Path) -> dict[str, Any]:
         raise layout.Damaged(f"is not a checkpoint of runner's: its keys are not {', '.join(KEYS)}")
     if type(written) is not int or written < 1:
         raise layout.Damaged("is not a checkpoint of runner's: its format is not a number from 1 on")
-    if place := wrong_type(contents):
-        raise layout.Damaged(f"is not a checkpoint of runner's: {place}")
+    if problem := wrong_type(contents):
+        raise layout.Damaged(f"is not a checkpoint of runner's: {problem}")
     found: dict[str, Any] = contents
     for older in range(written, FORMAT):
         found = _MIGRATIONS[older](found)
     return found
 
 
-def _opened(path: Path) -> BinaryIO:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file open for reading; whatever a damaged file or one made by hand raises becomes a sentence."""
     try:
-        return open_regular(path)
+        file = open_regular(path)
     except OSError as error:
         raise UserError("checkpoint", f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        with file:
+            yield file
+    except UserError:
+        raise
+    except layout.Damaged as error:
+        raise DamagedCheckpoint(str(path), str(error)) from error
+    except Exception as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else first_line(error)
+        raise DamagedCheckpoint(str(path), f"cannot be read: {reason[:200]}") from error

@@ -25,7 +25,7 @@ class LoadedCheckpoint(NamedTuple):
 def load(
     ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", parts: Parts | None = None
 ) -> LoadedCheckpoint:
-    """Read the checkpoint that `ckpt_path` names.
+    """Read the checkpoint that `ckpt_path` names; where `last` is damaged, the newest one of the same run that is not.
 
     Args:
         ckpt_path: a file, a run directory, or `last` or `best` for the newest run in `runs`.
@@ -33,9 +33,6 @@ def load(
         prefer: `last` or `best`: which one a run directory stands for.
         key: the key of the config that names it, for messages.
         parts: which parts are needed, see `runner.checkpoint.file.read`.
-
-    Returns:
-        The contents. Where `last` is damaged, those of the newest checkpoint of the same run that is not.
 
     Raises:
         UserError: if nothing is there, or nothing valid.
@@ -89,20 +86,30 @@ def step_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.stem, path.suffix == SUFFIXES[0]), reverse=True)
 
 
+def _newest(folder: Path) -> list[Path]:
+    """The checkpoints of a run but its best one, newest first."""
+    return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
+
+
 def _load_file(path: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
     try:
         return LoadedCheckpoint(path, read(path, parts), [])
     except DamagedCheckpoint as error:
-        for other in [*filter(None, [named(path.parent, "last")]), *step_files(path.parent)]:
-            if other.name != path.name and other.is_file() and not other.samefile(path) and _is_valid(other):
-                allowed = f"the newest valid one beside it: {key}={other}"
-                raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
+        for other in _newest(path.parent):
+            if other.name == path.name or other.samefile(path):
+                continue
+            try:
+                read(other)
+            except UserError:
+                continue
+            allowed = f"the newest valid one beside it: {key}={other}"
+            raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
         raise
 
 
 def _newest_valid(folder: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
     warnings: list[str] = []
-    candidates = [*filter(None, [named(folder, "last")]), *(path for path in step_files(folder) if path.is_file())]
+    candidates = _newest(folder)
     if not candidates:
         raise UserError(key, f"{folder} has no checkpoint (last or step_* with {' or '.join(SUFFIXES)})")
     for path in candidates:
@@ -111,14 +118,6 @@ def _newest_valid(folder: Path, key: str, parts: Parts | None) -> LoadedCheckpoi
         except DamagedCheckpoint as error:
             warnings.append(str(error))
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
-
-
-def _is_valid(path: Path) -> bool:
-    try:
-        read(path)
-    except UserError:
-        return False
-    return True
 
 
 def _missing(path: Path, key: str) -> UserError:

@@ -1,19 +1,64 @@
-"""Which checkpoints of a run are on the disk: the newest few, `last` and `best`."""
+"""Which checkpoints of a run are on the disk: the newest few, `last` and `best`; and whether there is room for them."""
 
 from __future__ import annotations
 
-import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoint import file
-from runner.checkpoint.disk_space import require_space, size_of
 from runner.checkpoint.find import SUFFIXES, step_files
+from runner.checkpoint.structure import identity
+from runner.config.errors import UserError
+from runner.instrument.nested import tensors_in
+
+_MIB = 2**20
 
 
 def step_stem(global_step: int) -> str:
     """File name of the checkpoint of a step, without its suffix."""
     return f"step_{global_step:010d}"
+
+
+def size_of(value: Any) -> int:
+    """Bytes of the tensors in nested containers, tied ones once."""
+    tensors = {identity(leaf): leaf for leaf in tensors_in(value)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def require_space(folder: Path, size: int) -> None:
+    """See that a file of `size` bytes fits beside what is there.
+
+    Raises:
+        UserError: if it does not.
+    """
+    free = _free(folder)
+    if free < size:
+        raise UserError(
+            "checkpoint",
+            f"the disk that holds {folder} has {free / _MIB:,.0f} MiB free, and the next one takes "
+            f"{size / _MIB:,.0f} MiB; earlier checkpoints are untouched",
+            "free some space, a smaller checkpoint.keep, or another output_root",
+        )
+
+
+def scarce(folder: Path, size: int, keep: int) -> str:
+    """A warning if the `keep` newest checkpoints of `size` bytes, the best and the next one may not fit, or an empty string."""
+    free = _free(folder)
+    if free >= size * (keep + 2):
+        return ""
+    return (
+        f"checkpoints may not fit: the disk that holds {folder} has {free / _MIB:,.0f} MiB free, and up to "
+        f"{keep + 2} of {size / _MIB:,.0f} MiB are there at a time; free some space, or set a smaller checkpoint.keep"
+    )
+
+
+def _free(folder: Path) -> float:
+    """Bytes free on the disk that holds a folder; without end where the file system does not tell, as writing will."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return float("inf")
 
 
 class CheckpointManager:
@@ -27,20 +72,10 @@ class CheckpointManager:
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
+        self.folder, self.keep = folder, keep
+        self.last, self.best = folder / f"last{SUFFIXES[0]}", folder / f"best{SUFFIXES[0]}"
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
-
-    @property
-    def last(self) -> Path:
-        """The newest checkpoint."""
-        return self.folder / f"last{SUFFIXES[0]}"
-
-    @property
-    def best(self) -> Path:
-        """The best checkpoint."""
-        return self.folder / f"best{SUFFIXES[0]}"
 
     def save(self, contents: dict[str, Any], global_step: int, is_best: bool) -> Path:
         """Write the state after `global_step` steps, point `last` (and `best`) at it, then delete what is too old.
@@ -60,7 +95,7 @@ class CheckpointManager:
         # Later steps are of a future that is computed again after resuming from an older checkpoint.
         abandoned = [old for old in others if old.stem >= path.stem]
         for old in abandoned + others[len(abandoned) :][self.keep - 1 :]:
-            _delete(old)
+            old.unlink(missing_ok=True)
         return path
 
     def make_last(self, path: Path) -> None:
@@ -69,19 +104,15 @@ class CheckpointManager:
         Raises:
             UserError: if it cannot be written.
         """
-        self._name(path, self.last)
+        _name(path, self.last)
 
     def make_best(self, path: Path) -> None:
         """Make a checkpoint the best one, as `make_last` does."""
-        self._name(path, self.best)
-
-    def _name(self, path: Path, name: Path) -> None:
-        if not (name.is_file() and path.samefile(name)):
-            file.link(path, name)
-        for suffix in SUFFIXES[1:]:  # of an older format, which this one replaces
-            _delete(name.with_suffix(suffix))
+        _name(path, self.best)
 
 
-def _delete(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+def _name(path: Path, name: Path) -> None:
+    if not (name.is_file() and path.samefile(name)):
+        file.link(path, name)
+    for suffix in SUFFIXES[1:]:  # of an older format, which this one replaces
+        name.with_suffix(suffix).unlink(missing_ok=True)

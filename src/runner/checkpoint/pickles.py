@@ -1,398 +1,301 @@
-"""A look through a pickle before it is unpickled: what it calls, with which arguments, and how much memory that takes.
+"""Files of `torch.save`, read without running anything in them: tensors and plain containers only.
 
-torch's restricted unpickler may call functions that turn a few bytes into many: `bytearray(n)`, codecs that double their
-input, copies of containers. The walk below follows the opcodes without making anything. It allows only the calls that
-`torch.save` writes for tensors and plain containers, and adds up an upper bound of the memory that they take.
+`torch.load(weights_only=True)` may turn a few bytes into gigabytes (`bytearray(n)`, codecs, copies of containers), and its
+reader of archives can be made to find other records than Python's. Here each name in a pickle stands for a function below,
+not for what it would import, and the memory of all values is counted.
 """
 
 from __future__ import annotations
 
 import io
-import pickletools
+import os
+import pickle
 import sys
-import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
 
 import torch
-
-from runner.config.errors import first_line
+from torch import Tensor
 
 _FACTOR = 32  # bytes of memory for each byte of the file; what runs save takes up to 10
 _FACTOR_PICKLED = 128  # bytes of memory for each byte of a pickle; what runs save takes about 50
 _ROOM = 2**23  # bytes of memory that even the smallest pickle may take
 _TENSOR = 1200  # bytes of a tensor without its values, in Python and C++
-_SLOT = 16  # bytes of a place in a list that has just grown
-_ITEM = 120  # bytes of an entry in a mapping or a set that has just grown
-_MEMO = 100  # bytes of an entry in the memo
-_MARK = 160  # bytes of an open sequence
-_EXPANDED = 2**26  # bytes that tensors may stand for beyond what the file holds: a single number, say, seen as many
-_DEEPEST = 64  # tuples inside each other; hashing them recurses in C, without a limit
-_OLDER_PICKLES = 5  # a magic number, a version, facts of the system, the contents, and keys of the storages that follow
-_LATIN1 = ("latin1", "latin-1")
-_PLAIN = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING")
-_SINGLE = ("NONE", "NEWTRUE", "NEWFALSE")
-_EMPTY = {"EMPTY_LIST": ("list", 88), "EMPTY_DICT": ("dict", 264), "EMPTY_SET": ("set", 216)}
+_OPCODE = 80  # bytes of an empty container, an entry in the memo, or half an entry in a mapping
+_EXPANDED = 2**26  # bytes that a tensor may have beyond the file: a single number, say, repeated by a stride of 0
+_DEEPEST = 64  # containers inside each other
+_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001  # of files before torch 1.6
+_KEYS = (str, int, float, complex, bytes, type(None), torch.dtype)
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_STORAGES = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16, "Int": torch.int32,
+    "Long": torch.int64, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128, "Untyped": torch.uint8,
+}  # fmt: skip
 
 
 class NotSaved(Exception):
     """The file is not as `torch.save` writes them."""
 
 
-class Oversized(Exception):
-    """What is pickled would take far more memory than the file has bytes."""
+def is_archive(file: BinaryIO) -> bool:
+    """Whether a file begins as a zip archive does."""
+    file.seek(0)
+    return file.read(4) == b"PK\3\4"
 
 
-@dataclass(slots=True)
-class _Made:
-    """Stands for what an opcode makes.
-
-    Attributes:
-        kind: `list`, `tuple`, `dict`, `storage`, `tensor` and so on; for a global its dotted name.
-        items: how many a container holds.
-        parts: the items of a tuple.
-        depth: tuples inside each other.
-    """
-
-    kind: str
-    items: int = 0
-    parts: tuple[Any, ...] = ()
-    depth: int = 0
-
-
-Count = Callable[[tuple[Any, ...]], int | None]
-"""Bytes of memory that a call with these arguments takes, or None for arguments that `torch.save` never writes."""
-_OTHER, _STORAGE, _TENSOR_MADE, _NO_PARTS = _Made("other"), _Made("storage"), _Made("tensor"), _Made("tuple")
-
-
-def load(file: BinaryIO, size: int, older: bool = False) -> Any:
-    """Load what `torch.save` wrote onto the CPU: tensors and plain containers alone, after a look through it.
+def load(file: BinaryIO, older: bool = False) -> Any:
+    """Read what `torch.save` wrote; tensors are on the CPU, their attributes and `requires_grad` are dropped.
 
     Args:
         file: open for reading.
-        size: its bytes.
         older: whether it may be of the format that torch wrote before version 1.6, which is not an archive.
 
     Raises:
         NotSaved: if it is not as `torch.save` writes files.
-        UnpicklingError: if it holds more than tensors and plain containers.
+        UnpicklingError: if it holds more than tensors and plain containers, or takes far more memory than it has bytes.
         Exception: of any kind, if it is damaged or made by hand.
     """
-    file.seek(0)
-    archived = file.read(4) == b"PK\3\4"
-    file.seek(0)
-    if archived or not older:
-        if reason := wrong_archive(file, size) if archived else "it is not a zip archive that can be read":
-            raise NotSaved(reason)
-        file.seek(0)
-        pickled = torch._C.PyTorchFileReader(file).get_record("data.pkl")
-        examine(io.BytesIO(pickled), 1, len(pickled), size)
-    else:
-        examine(file, _OLDER_PICKLES, size, size)
-    file.seek(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.load(file, map_location="cpu", weights_only=True)
+    size = file.seek(0, os.SEEK_END)
+    if is_archive(file):
+        return _load_archive(file, size)
+    if not older:
+        raise NotSaved("it is not a zip archive that can be read")
+    return _load_older(file, size)
 
 
-def examine(file: BinaryIO, pickles: int, pickled: int, whole: int) -> None:
-    """Look through pickles that follow each other in a file.
+def _load_archive(file: BinaryIO, size: int) -> Any:
+    records = _records(file, size)
+    folders = [name.removesuffix("data.pkl") for name in records if name.endswith("/data.pkl")]
+    if len(folders) != 1 or not all(name.startswith(folders[0]) for name in records):
+        raise NotSaved("its archive is not one folder with a data.pkl")
 
-    Args:
-        file: open for reading, at the first of them.
-        pickles: how many there are.
-        pickled: bytes of all of them, at most.
-        whole: bytes of the file; all storages have to fit into it.
+    def read(name: str, length: int | None = None) -> Tensor:
+        record = records[folders[0] + name]
+        # Not by `ZipFile.read`, which compares a CRC that `torch.save` may skip.
+        file.seek(record.header_offset + 26)
+        skipped = sum(int.from_bytes(file.read(2), "little") for _ in ("name", "extra field"))
+        file.seek(skipped, os.SEEK_CUR)
+        return _filled(file, record.file_size if length is None else length)
 
-    Raises:
-        UnpicklingError: if something is called that is not needed for tensors and plain containers.
-        Oversized: if memory or storages go beyond their bounds.
-        Exception: of any kind, if it is not a pickle.
-    """
-    walk = _Walk(min(_FACTOR * whole, _FACTOR_PICKLED * pickled) + _ROOM, whole)
-    for _ in range(pickles):
-        walk.through(file)
-
-
-class _Walk:
-    def __init__(self, memory: int, storages: int) -> None:
-        self._memory = memory
-        self._storages = storages
-        self._seen: set[str] = set()
-        self._records: set[str] = set()
-        self._stack: list[Any] = []
-        self._outer: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-
-    def through(self, file: BinaryIO) -> None:
-        """Follow one pickle to its end."""
-        self._stack, self._outer, self._memo = [], [], {}
-        for opcode, argument, _ in pickletools.genops(file):
-            self._step(opcode.name, argument)
-
-    def _take(self, size: int) -> None:
-        self._memory -= size
-        if self._memory < 0:
-            raise Oversized("it would take far more memory than the file has bytes")
-
-    def _push(self, made: Any, size: int = 0) -> None:
-        self._take(_SLOT + size)
-        self._stack.append(made)
-
-    def _step(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if name in ("BINGET", "LONG_BINGET"):
-            self._push(self._memo[argument])
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            self._take(_MEMO)
-            self._memo[argument] = stack[-1]
-        elif name in _PLAIN:
-            size = 0 if name == "BININT1" else sys.getsizeof(argument)
-            self._push(argument if isinstance(argument, str | int) else _OTHER, size)
-        elif name in _SINGLE:
-            self._push(_OTHER)
-        elif name == "EMPTY_TUPLE":
-            self._push(_NO_PARTS)
-        elif name in _EMPTY:
-            kind, size = _EMPTY[name]
-            self._push(_Made(kind), size)
-        elif name == "MARK":
-            self._take(_MARK)
-            self._outer.append(stack)
-            self._stack = []
-        elif name.startswith("TUPLE"):
-            self._tuple(self._marked() if name == "TUPLE" else [stack.pop() for _ in range(int(name[-1]))][::-1])
-        elif name in ("APPENDS", "SETITEMS"):
-            self._fill(self._marked(), name == "SETITEMS")
-        elif name in ("APPEND", "SETITEM"):
-            self._fill([stack.pop() for _ in range(1 if name == "APPEND" else 2)], name == "SETITEM")
-        elif name == "GLOBAL":
-            self._push(_Made(argument.replace(" ", ".", 1).replace("__builtin__.", "builtins.")), 64)
-        elif name == "REDUCE":
-            arguments, called = stack.pop(), stack.pop()
-            self._push(self._called(called, arguments), 64)
-        elif name == "BUILD":
-            state = stack.pop()
-            if _kind(stack[-1]) != "OrderedDict" or _kind(state) != "dict":
-                raise UnpicklingError(f"Unsupported state of a {_kind(stack[-1])}")
-            self._take(_ITEM * (3 + state.items))
-        elif name == "BINPERSID":
-            self._push(self._storage(stack.pop()))
-        elif name not in ("PROTO", "STOP"):
-            raise UnpicklingError(f"Unsupported opcode {name}")
-
-    def _marked(self) -> list[Any]:
-        items, self._stack = self._stack, self._outer.pop()
-        return items
-
-    def _tuple(self, items: list[Any]) -> None:
-        depth = 1 + max((item.depth for item in items if isinstance(item, _Made)), default=0)
-        if depth > _DEEPEST:
-            raise Oversized(f"it has over {_DEEPEST} levels of nesting")
-        self._push(_Made("tuple", len(items), tuple(items), depth), 160 + 8 * len(items))
-
-    def _fill(self, items: list[Any], mapping: bool) -> None:
-        self._take(len(items) * (_ITEM // 2 if mapping else _SLOT))
-        filled = self._stack[-1]
-        if not isinstance(filled, _Made):
-            raise UnpicklingError(f"Unsupported items in a {_kind(filled)}")
-        filled.items += len(items)
-
-    def _storage(self, identity: Any) -> _Made:
-        parts: tuple[Any, ...] = identity.parts if isinstance(identity, _Made) else ()
-        if len(parts) < 5 or not isinstance(parts[2], str) or not isinstance(parts[4], int):
-            raise UnpicklingError("Unsupported identity of a storage")
-        key, numbers = parts[2], parts[4]
-        self._take(_TENSOR)
-        if key not in self._seen:
-            self._seen.add(key)
-            # The archive's reader ignores case, and reads a record once for each spelling of its name.
-            self._records.add(key.lower())
-            self._storages -= numbers
-        if len(self._records) < len(self._seen):
-            raise UnpicklingError("Unsupported second name of a storage")
-        if numbers < 0 or self._storages < 0:
-            raise Oversized("its storages are larger than the file")
-        return _STORAGE
-
-    def _called(self, called: Any, arguments: Any) -> _Made:
-        """What a call gives; its memory is counted."""
-        name = _kind(called)
-        if name not in _CALLS:
-            raise UnpicklingError(f"GLOBAL {name} may not be called")
-        memory = _counted(name, arguments)
-        if memory is None:
-            raise UnpicklingError(f"Unsupported arguments of {name}")
-        self._take(memory)
-        if name == "_codecs.encode":
-            return _Made("bytes", len(arguments.parts[0]))
-        return _TENSOR_MADE if "._rebuild_" in name else _Made(name.rpartition(".")[2])
+    if folders[0] + "byteorder" in records and bytes(read("byteorder").numpy().data) != b"little":
+        raise NotSaved("it was written on a big-endian machine")
+    pickled = io.BytesIO(read("data.pkl").numpy().data)
+    return _Unpickler(pickled, size, len(pickled.getbuffer()), lambda key, length: read(f"data/{key}", length)).load()
 
 
-def _kind(value: Any) -> str:
-    return value.kind if isinstance(value, _Made) else type(value).__name__
-
-
-def _counted(name: str, arguments: Any) -> int | None:
-    if _kind(arguments) != "tuple":
-        return None
-    try:
-        return _CALLS[name](arguments.parts)
-    except (IndexError, TypeError, ValueError, AttributeError):
-        return None
-
-
-def _of_container(kind: str) -> Count:
-    """Counts a call that is given nothing, or copies one container."""
-
-    def count(arguments: tuple[Any, ...]) -> int | None:
-        if not arguments:
-            return 300
-        (copied,) = arguments
-        return 300 + _ITEM * copied.items if _kind(copied) == kind else None
-
-    return count
-
-
-def _of_text(arguments: tuple[Any, ...]) -> int | None:
-    """Counts a call that makes bytes of text; only Latin-1 makes one byte of each character."""
-    text, codec = arguments
-    return 64 + 2 * len(text) if isinstance(text, str) and codec in _LATIN1 else None
-
-
-def _of_bytes(arguments: tuple[Any, ...]) -> int | None:
-    """Counts a bytearray: empty, of bytes, or as older versions of Python write it; a number would be its length."""
-    if len(arguments) == 2:
-        return _of_text(arguments)
-    return _of_container("bytes")(arguments)
-
-
-def _of_tensor(arguments: tuple[Any, ...]) -> int | None:
-    storage, _, shape = arguments[:3]
-    return _TENSOR + 32 * shape.items if storage is _STORAGE and _kind(shape) == "tuple" else None
-
-
-def _of_quantized(arguments: tuple[Any, ...]) -> int | None:
-    size = _of_tensor(arguments)
-    for side in arguments[2].parts:
-        size = None if size is None else size * max(side, 1)
-    return size
-
-
-def _of_parameter(arguments: tuple[Any, ...]) -> int | None:
-    """Counts a parameter with attributes of its own."""
-    state = arguments[3]
-    return _TENSOR + _ITEM * state.items if arguments[0] is _TENSOR_MADE and _kind(state) == "dict" else None
-
-
-def _of_type(arguments: tuple[Any, ...]) -> int | None:
-    """Counts a tensor with attributes of its own; another call inside makes it."""
-    inner, state = _kind(arguments[0]), arguments[3]
-    if "torch._utils._rebuild_" not in inner or inner not in _CALLS or _kind(state) != "dict":
-        return None
-    made = _counted(inner, arguments[2])
-    return None if made is None else made + _TENSOR + _ITEM * state.items
-
-
-def _fixed(size: int) -> Count:
-    return lambda arguments: size
-
-
-_CALLS: dict[str, Count] = {
-    "_codecs.encode": _of_text,
-    "builtins.bytearray": _of_bytes,
-    "builtins.complex": _fixed(64),
-    "builtins.set": _of_container("list"),
-    "collections.Counter": _of_container("dict"),
-    "collections.OrderedDict": _of_container("list"),
-    "torch.Size": lambda arguments: 56 + 40 * arguments[0].items if _kind(arguments[0]) == "tuple" else None,
-    "torch.device": _fixed(64),
-    "torch.serialization._get_layout": _fixed(64),
-    "torch._tensor._rebuild_from_type_v2": _of_type,
-    "torch._utils._rebuild_tensor": _of_tensor,
-    "torch._utils._rebuild_tensor_v2": _of_tensor,
-    "torch._utils._rebuild_tensor_v3": _of_tensor,
-    "torch._utils._rebuild_meta_tensor_no_storage": _fixed(_TENSOR),
-    "torch._utils._rebuild_parameter": _fixed(_TENSOR),
-    "torch._utils._rebuild_parameter_with_state": _of_parameter,
-    "torch._utils._rebuild_qtensor": _of_quantized,
-    "torch._utils._rebuild_sparse_tensor": _fixed(_TENSOR),
-}
-
-
-def wrong_archive(file: BinaryIO, size: int) -> str:
-    """Why an archive is not as `torch.save` makes them, or an empty string.
-
-    Records of `torch.save` are not compressed, so all of them together fit into the file. A few kilobytes of a compressed
-    archive stand for as many gigabytes as its maker likes.
-
-    Args:
-        file: the archive, open for reading.
-        size: its bytes.
-    """
+def _records(file: BinaryIO, size: int) -> dict[str, zipfile.ZipInfo]:
+    """The records of an archive by name; none is compressed, so a small file cannot stand for gigabytes."""
     try:
         with zipfile.ZipFile(file) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
-        return f"it is not a zip archive that can be read ({error})"
-    names = [record.filename.lower() for record in records]
-    if len(set(names)) != len(names):
-        return "its archive has two records of one name"
+        raise NotSaved(f"it is not a zip archive that can be read ({error})") from error
+    if len({record.filename.lower() for record in records}) != len(records):
+        raise NotSaved("its archive has two records of one name")
     if any(record.compress_type != zipfile.ZIP_STORED for record in records):
-        return "its archive is compressed, which torch.save never does"
+        raise NotSaved("its archive is compressed, which torch.save never does")
     if sum(record.file_size for record in records) > size:
-        return "its archive claims to hold more bytes than the file has"
-    # torch has a reader of its own, which can be made to see another list of records than Python's.
+        raise NotSaved("its archive claims to hold more bytes than the file has")
+    return {record.filename: record for record in records}
+
+
+def _filled(file: BinaryIO, length: int) -> Tensor:
+    data = torch.empty(length, dtype=torch.uint8)
+    if file.readinto(data.numpy().data) != length:  # type: ignore[attr-defined]
+        raise NotSaved("it is truncated")
+    return data
+
+
+def _load_older(file: BinaryIO, size: int) -> Any:
+    """A file of five pickles (magic number, version, facts of the system, contents, keys of storages) and the storages."""
+    storages: dict[str, Tensor] = {}
+
+    def storage(key: str, length: int) -> Tensor:
+        storages[key] = torch.empty(length, dtype=torch.uint8)
+        return storages[key]
+
     file.seek(0)
-    try:
-        reader = torch._C.PyTorchFileReader(file)
-        listed = reader.get_all_records()
-        seen = sum(reader.get_record_size(name) for name in listed)
-    except RuntimeError as error:
-        return f"it is not a zip archive that can be read ({first_line(error)})"
-    if len({name.lower() for name in listed}) != len(listed) or seen > size:
-        return "its archive has other records than it lists"
-    return ""
+    pickles = _Unpickler(file, size, size, storage)
+    if (pickles.load(), pickles.load()) != (_MAGIC, _VERSION) or not pickles.load()["little_endian"]:
+        raise NotSaved("it has another magic number, version or byte order")
+    contents, keys = pickles.load(), pickles.load()
+    for key in keys:
+        file.seek(8, os.SEEK_CUR)  # the number of elements, which the tensors know
+        storages[key].copy_(_filled(file, len(storages.pop(key))))
+    if storages:
+        raise NotSaved("it lacks storages of its tensors")
+    return contents
 
 
-def wrong_extent(contents: Any, size: int) -> str:
-    """What in nested containers stands for more than a file can hold, or is a tensor that does not lie in it; or an empty string.
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        raise UnpicklingError(f"Unsupported opcode {code}")
 
-    A list that holds another one twice, which holds another one twice, and so on, is short in a file and endless to walk.
+
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def counted(self: _Unpickler) -> None:
+        self.take(_OPCODE)
+        load(self)
+
+    return counted
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes the values of pickles, and counts their memory.
 
     Args:
-        contents: as loaded; none of its tensors has been read.
-        size: bytes of the file.
+        file: open for reading.
+        size: bytes of the whole file; all storages together have to fit into it.
+        pickled: bytes of the pickles, at most.
+        storage: gives the bytes of a storage, a uint8 tensor, by its key and their number.
     """
-    left = size + _EXPANDED // 64
-    stack: list[tuple[Any, Iterator[tuple[Any, Any]]]] = [("", iter([("", contents)]))]
-    key: Any = ""
 
-    def name() -> str:
-        return ".".join([*(str(above) for above, _ in stack[2:]), str(key)])[:200]
+    stack: list[Any]  # of the base class
+    pop_mark: Callable[[], list[Any]]
 
-    while stack:
-        for key, value in stack[-1][1]:
-            left -= 1
-            if left < 0:
-                return "it stands for more values than a file of its size can hold"
-            if isinstance(value, torch.Tensor):
-                if value.layout != torch.strided or value.is_quantized or value.device.type != "cpu":
-                    return f"{name()} is a tensor of a kind that is never saved"
-                stored, shown = value.untyped_storage().nbytes(), value.numel() * value.element_size()
-                if stored > size or shown > size + _EXPANDED:
-                    return f"{name()} is larger than the file"
-            elif isinstance(value, str | bytes | bytearray) and len(value) > size:
-                return f"{name()} is larger than the file"
-            elif isinstance(value, Mapping | list | tuple | set):
-                if len(stack) > _DEEPEST:
-                    return f"it has over {_DEEPEST} levels of nesting"
-                inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else enumerate(value)
-                stack.append((key, iter(inner)))
-                break
-        else:
-            stack.pop()
-    return ""
+    def __init__(self, file: BinaryIO, size: int, pickled: int, storage: Callable[[str, int], Tensor]) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._size, self._left = size, size
+        self._memory = min(_FACTOR * size, _FACTOR_PICKLED * pickled) + _ROOM
+        self._storage, self._storages = storage, dict[str, Tensor]()
+
+    def take(self, size: int) -> None:
+        """Count memory."""
+        self._memory -= size
+        if self._memory < 0:
+            raise UnpicklingError("Unsupported size: it would take far more memory than the file has bytes")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name stands for; for a class of storages, the dtype of their values."""
+        full, kind = f"{module}.{name}".replace("__builtin__.", "builtins."), name.removesuffix("Storage")
+        if module in ("torch", "torch.storage") and name == f"{kind}Storage" and kind in _STORAGES:
+            return _STORAGES[kind]
+        if full.startswith("torch._utils._rebuild_tensor"):
+            return self._tensor
+        if full not in _CALLS and full not in _DTYPES:
+            raise UnpicklingError(f"GLOBAL {full} is not allowed")
+        return _DTYPES.get(full) or _CALLS[full]
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """The values of a storage, one-dimensional."""
+        kind, dtype, key, _, count = pid[:5]
+        if kind != "storage" or type(key) is not str or type(count) is not int or count < 0 or any(pid[5:]):
+            raise UnpicklingError("Unsupported identity of a storage")
+        if key not in self._storages:
+            self.take(_TENSOR)
+            self._left -= count * dtype.itemsize
+            if self._left < 0:
+                raise UnpicklingError("Unsupported storages, which are larger than the file")
+            self._storages[key] = self._storage(key, count * dtype.itemsize)
+        return self._storages[key].view(dtype)
+
+    def _tensor(self, stored: Any, offset: int, shape: Any, stride: Any, *more: Any) -> Tensor:
+        self.take(_TENSOR)
+        values = _of(stored, Tensor)
+        for dtype in more:
+            values = values.view(dtype) if isinstance(dtype, torch.dtype) else values
+        tensor: Tensor = values.as_strided(shape, stride, offset)  # refuses what lies outside the storage
+        if tensor.numel() * tensor.element_size() > self._size + _EXPANDED:
+            raise UnpicklingError("Unsupported size: a tensor is larger than the file")
+        return tensor
+
+    def _call(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self.stack[-1](*arguments)
+        self.take(sys.getsizeof(self.stack[-1]))
+
+    def _set_items(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) not in (dict, OrderedDict):
+            raise UnpicklingError(f"Unsupported items in a {type(self.stack[-1]).__name__}")
+        self.stack[-1].update((_key(key), value) for key, value in zip(items[::2], items[1::2], strict=True))
+
+    def _set_item(self) -> None:
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._set_items(items)
+
+    def _set_state(self) -> None:
+        """Of attributes, only one of a module's state dict is used: the versions of its layers."""
+        state = self.stack.pop()
+        if type(self.stack[-1]) is not OrderedDict or type(state) is not dict:
+            raise UnpicklingError(f"Unsupported state of a {type(self.stack[-1]).__name__}")
+        vars(self.stack[-1])["_metadata"] = state.get("_metadata")
+
+    dispatch = _Opcodes(
+        {
+            code: _counted(pickle._Unpickler.dispatch[code])
+            for code in b"\x80.hjqrJKM\x8aGXUN\x88\x89)]}(t\x85\x86\x87aecQ"
+        }
+        | {
+            ord("R"): _call,
+            ord("s"): _set_item,
+            ord("u"): lambda self: self._set_items(self.pop_mark()),
+            ord("b"): _set_state,
+        }
+    )
+
+
+def _of(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise UnpicklingError(f"Unsupported argument: a {type(value).__name__}")
+    return value
+
+
+def _key(value: Any) -> Any:
+    """A key of a mapping; hashing nested tuples recurses in C, without a limit."""
+    if not all(isinstance(item, _KEYS) for item in (value if isinstance(value, tuple) else (value,))):
+        raise UnpicklingError(f"Unsupported key: a {type(value).__name__}")
+    return value
+
+
+def _latin1(text: Any, codec: Any) -> bytes:
+    """Bytes as protocol 2 has them; another codec could make a text much longer."""
+    if type(text) is not str or codec not in ("latin1", "latin-1"):
+        raise UnpicklingError("Unsupported codec")
+    return text.encode("latin-1")
+
+
+_CALLS: dict[str, Callable[..., Any] | None] = {
+    "_codecs.encode": _latin1,
+    "builtins.bytearray": lambda data=b"", *codec: bytearray(_latin1(data, *codec) if codec else _of(data, bytes)),
+    "builtins.complex": complex,
+    "builtins.set": lambda items: set(map(_key, _of(items, list))),
+    "collections.Counter": lambda counts=None: Counter(_of(counts or {}, dict)),
+    "collections.OrderedDict": lambda items=(): OrderedDict((_key(key), value) for key, value in items),
+    "torch.Size": lambda sizes: torch.Size(_of(sizes, tuple)),
+    "torch.device": torch.device,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: _of(tensor, Tensor),
+    "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: _of(tensor, Tensor),
+    # A tensor or parameter with attributes; `rebuild` is one of the functions here.
+    "torch._tensor._rebuild_from_type_v2": lambda rebuild, kind, arguments, state: rebuild(*_of(arguments, tuple)),
+    "torch.Tensor": None,
+    "torch.nn.parameter.Parameter": None,
+}
+
+
+def check_extent(value: Any, left: int, depth: int = 0) -> int:
+    """Refuse containers that are short in a file and endless to walk, such as a list that holds another one twice, and so on.
+
+    Args:
+        value: as loaded.
+        left: how many values it may stand for.
+        depth: containers around it.
+
+    Returns:
+        How many are left.
+
+    Raises:
+        NotSaved: if it stands for more, or is nested too deeply.
+    """
+    if left <= 0:
+        raise NotSaved("it stands for more values than a file of its size can hold")
+    if depth > _DEEPEST:
+        raise NotSaved(f"it has over {_DEEPEST} levels of nesting")
+    if isinstance(value, Mapping | list | tuple | set):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            left = check_extent(item, left - 1, depth + 1)
+    return left

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
@@ -30,14 +28,7 @@ class Stateful(Protocol):
 
 
 def contents(
-    state: Stateful,
-    callbacks: dict[str, Any],
-    config: str,
-    classes: list[str],
-    versions: dict[str, str],
-    data: dict[str, Any] | None = None,
-    images: list[int] | None = None,
-    sources: dict[str, str] | None = None,
+    state: Stateful, callbacks: dict[str, Any], config: str, classes: list[str], versions: dict[str, str], **known: Any
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`.
 
@@ -47,34 +38,21 @@ def contents(
         config: the resolved config as YAML text.
         classes: names of the classes.
         versions: versions of packages.
-        data: which data the metrics are of, see `runner.data.dataset_fingerprint`.
-        images: channels, height and width of an image, so that the model can be used where the data are not.
-        sources: digests of the files that the user's own components are written in, see `runner.build.data_check`.
+        known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
+            the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
     """
     saved = state.state_dict()
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
-    if data is not None:
-        saved["metrics"]["data"] = data
-    if images is not None:
-        saved["metrics"]["images"] = images
-    if sources is not None:
-        saved["metrics"]["sources"] = sources
-    return saved | {
-        "format": file.FORMAT,
-        "rng": rng.capture(),
-        "config": config,
-        "classes": classes,
-        "versions": versions,
-    }
+    saved["metrics"] |= known
+    facts = {"config": config, "classes": classes, "versions": versions}
+    return saved | {"format": file.FORMAT, "rng": rng.capture(), **facts}
 
 
 def copied(value: Any) -> Any:
     """A copy of a checkpoint's contents in the memory of the CPU, which training leaves alone."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return mapped(value, lambda item, _: copied(item))
+    return mapped(value, lambda tensor, _: tensor.to("cpu", copy=True))
 
 
 def made_of(found: LoadedCheckpoint, key: str, kind: Callable[..., T]) -> T:
@@ -93,30 +71,28 @@ def restore(found: LoadedCheckpoint, state: Stateful, callbacks: dict[str, Any])
     """Put a run back to where a checkpoint was written.
 
     Raises:
-        UserError: if the checkpoint is of another model or optimizer.
+        UserError: if the checkpoint is of another model or optimizer, or a callback cannot load its state.
     """
     try:
         state.load_state_dict(found.contents)
         for name, saved in found.contents["metrics"]["callbacks"].items():
-            if hasattr(callbacks.get(name), "load_state_dict"):
-                _restore_callback(found.path, name, callbacks[name], saved)
+            callback: Any = callbacks.get(name)
+            if hasattr(callback, "load_state_dict"):
+                try:
+                    callback.load_state_dict(saved)
+                except Exception as error:  # of a custom class, or of a state in a file from somebody else
+                    keys = ", ".join(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+                    raise UserError(
+                        f"callbacks.{name}",
+                        f"{type(callback).__name__} cannot load its state from {found.path}: {_reason(error)}; "
+                        f"saved are: {keys or 'nothing'}",
+                        "a load_state_dict that takes this state, or callbacks=none or another option without this callback",
+                    ) from error
         rng.restore(found.contents["rng"])
     except UserError:
         raise
     except Exception as error:  # a file made by hand can raise anything in the objects of a run
         raise UserError(str(found.path), f"does not fit this run: {_reason(error)}") from error
-
-
-def _restore_callback(path: Path, name: str, callback: Stateful, saved: Any) -> None:
-    try:
-        callback.load_state_dict(saved)
-    except Exception as error:  # of a class of the user's, or of a state of a file from somebody else
-        keys = ", ".join(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
-        raise UserError(
-            f"callbacks.{name}",
-            f"{type(callback).__name__} cannot load its state from {path}: {_reason(error)}; saved are: {keys or 'nothing'}",
-            "a load_state_dict that takes this state, or callbacks=none or another option without this callback",
-        ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -126,17 +102,10 @@ def _reason(error: Exception) -> str:
 
 
 def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bool:
-    """Make the checkpoint of the best evaluation the best one of a resumed run.
+    """Make the checkpoint of the best evaluation, at `global_step`, the best one of a run that is resumed from `source`.
 
-    The best one beside an older checkpoint may be of a later evaluation, which the resumed run does not know of.
-
-    Args:
-        source: checkpoint that is resumed from; the others of its run lie beside it.
-        manager: of the resumed run.
-        global_step: step of the best evaluation.
-
-    Returns:
-        Whether there was a valid one.
+    The best one beside an older checkpoint may be of a later evaluation, which the resumed run does not know of. Returns
+    whether there was a valid one.
     """
     beside = [source.with_name(f"{stem}{suffix}") for stem in ("best", step_stem(global_step)) for suffix in SUFFIXES]
     for path in (*beside[:2], source, *beside[2:]):

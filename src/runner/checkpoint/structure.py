@@ -84,18 +84,12 @@ class Tensors:
 
 
 def encode(value: Any, place: str, tensors: Tensors, depth: int = 0) -> Any:
-    """A nested state as JSON can hold it.
+    """A nested state as JSON can hold it; its tensors are added to `tensors`, named after their place.
 
     A tensor becomes `{"$tensor": name}`; what JSON lacks becomes `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so on.
 
-    Args:
-        value: tensors, numbers, texts and plain containers of them.
-        place: where it lies, such as `optimizer/state`; tensors are named after it.
-        tensors: filled in with those that were met.
-        depth: containers around it.
-
     Raises:
-        Unsupported: if something else is in it, or it is nested too deeply.
+        Unsupported: if it holds anything but tensors, numbers, texts and plain containers, or is nested too deeply.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -118,15 +112,10 @@ def encode(value: Any, place: str, tensors: Tensors, depth: int = 0) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
-    """The nested state that `encode` was given.
-
-    Args:
-        value: of a file, so it may be anything that JSON can hold.
-        tensor: gives the tensor that is stored under a name.
-        depth: containers around it.
+    """The nested state that `encode` was given; `tensor` gives the tensor of a name.
 
     Raises:
-        Exception: of many kinds, if it is not of `encode`.
+        Exception: of many kinds, if `value`, which comes from a file, is not of `encode`.
     """
     if not isinstance(value, list | dict):
         return value

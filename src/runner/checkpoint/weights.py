@@ -1,20 +1,44 @@
-"""Which weights of a checkpoint are meant: those that were trained, or their average."""
+"""Weights alone: which ones of a checkpoint, those of files from elsewhere, and their fingerprint."""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.file import Parts
-from runner.config.errors import UserError
-from runner.config.schema.verbs import Weights
+import torch
+from torch import Tensor
+
+from runner.checkpoint import find, pickles
+from runner.checkpoint.file import Parts, is_checkpoint
+from runner.config.errors import UserError, first_line
+from runner.config.reading import open_regular
+from runner.config.schema.verbs import Weights as Which
+
+_KEY = "init_from"
+_INSIDE = ("state_dict", "model", "model_state_dict", "model_state")
 
 
-def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[str, Any], str]:
-    """Weights as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
+def weights_sha256(state_dict: Mapping[str, Any]) -> str:
+    """SHA-256 over a state dict: for each tensor in order of name, its name, dtype, shape and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(state_dict):
+        value = state_dict[name]
+        if not isinstance(value, Tensor):
+            continue
+        tensor = value.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
-    Args:
-        contents: of a checkpoint.
-        which: `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete.
+
+def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:
+    """Weights of a checkpoint as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
+
+    `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete.
 
     Raises:
         UserError: if the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
@@ -43,7 +67,7 @@ def weights_of(contents: dict[str, Any], which: Weights = "auto") -> tuple[dict[
     return contents["model"], "raw"
 
 
-def part_with(which: Weights = "auto") -> Parts:
+def part_with(which: Which = "auto") -> Parts:
     """The part of a checkpoint that `weights_of` takes: all that is read of a file to use its weights."""
 
     def part(contents: dict[str, Any]) -> tuple[str, ...]:
@@ -53,3 +77,83 @@ def part_with(which: Weights = "auto") -> Parts:
             return ()
 
     return part
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, as in a model's state dict on the CPU, and where they were read.
+
+    Attributes:
+        path: the file.
+        tensors: by name.
+        classes: names of the classes that the model tells apart; empty where the file does not say.
+        kind: of a checkpoint's, see `weights_of`; those of other files are `raw`.
+        warnings: what was passed over on the way to the file.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor]
+    classes: tuple[str, ...] = ()
+    kind: str = "raw"
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_weights(init_from: str, runs: Path) -> Weights:
+    """Read the weights that `init_from` names.
+
+    Args:
+        init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory (its best evaluation,
+            or the last state), `last` or `best` for the newest run in `runs`, a `.safetensors` file, or what `torch.save`
+            made of a state dict.
+        runs: folder with the runs of one name.
+
+    Raises:
+        UserError: if nothing is there, it is damaged, or holds more than tensors and plain containers.
+    """
+    path = Path(init_from)
+    if path.is_file() and not is_checkpoint(path):
+        return Weights(path, _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path))
+    found = find.load(init_from, runs, prefer="best", key=_KEY, parts=part_with())
+    state, kind = weights_of(found.contents)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return Weights(found.path, tensors, tuple(found.contents["classes"]), kind, found.warnings)
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = dict(load_file(path))
+    except (SafetensorError, OSError, MemoryError) as error:
+        raise UserError(_KEY, f"{path} cannot be read: {error}") from error
+    if not tensors:
+        raise UserError(_KEY, f"{path} has no tensors", "a file with the weights of a model")
+    return tensors
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that torch saved: a state dict, or a mapping that has one under a usual name."""
+    try:
+        with open_regular(path) as file:
+            contents = pickles.load(file, older=True)
+    except pickles.NotSaved as error:
+        raise UserError(_KEY, f"{path} is no file of torch.save's: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            _KEY,
+            f"{path} is refused: it is damaged, or holds more than tensors and plain containers ({str(error)[:200]}); "
+            "nothing in it was run",
+            "a checkpoint of this program's, .safetensors, or torch.save(model.state_dict(), ...)",
+        ) from error
+    except Exception as error:  # a crafted file can raise anything in the unpickler
+        raise UserError(_KEY, f"{path} cannot be read: {first_line(error)}") from error
+    candidates = [contents, *(contents.get(key) for key in _INSIDE)] if isinstance(contents, Mapping) else []
+    for candidate in candidates:
+        if isinstance(candidate, Mapping):
+            tensors = {str(name): value for name, value in candidate.items() if isinstance(value, Tensor)}
+            if tensors:
+                return tensors
+    raise UserError(
+        _KEY, f"{path} has no tensors by name", f"a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
+    )

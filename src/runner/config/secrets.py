@@ -43,7 +43,8 @@ _PASSWORD_IN_URL = re.compile(r"""(?<=://)([^/\s:@'"]*):([^/\s'"]+)@""")
 _USER_IN_URL = re.compile(r"""(?<=http://|ttps://)([^/\s:@'"]+)@""")
 _QUERY = re.compile(r"""(?<=[?&#;])([\w.\-]+)=([^&#;\s'"]+)""")
 _BEARER = re.compile(r"\b([Bb]earer)\s+(?!tokens?\b|auth)[\w.~+/=\-]+")
-_NAME = re.compile(r"""([\w.\-]+)(['"]?\s*[=:]\s*)""")
+# Begins where a name does and never backtracks: a text from a checkpoint may have a million letters.
+_NAME = re.compile(r"""(?<![\w.\-])([\w.\-]++)(['"]?\s*[=:]\s*)""")
 _QUOTED = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _VALUE = re.compile(rf"""{_QUOTED}|[^\s,;&'"{{}}\[\]()]+""")
 # A value after a colon in an override may have spaces, and be a list or a dictionary; one without its end is masked as a whole.

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from runner.config.errors import UserError
 from runner.config.reading import read_regular
-from runner.data.indices import AllSamples, Indices
 from runner.data.sample_rng import hash_ints
+from runner.data.sampler import Indices
 
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
+NOT_READ = "it could not be read when the cache was made"
 _LARGEST_LIST = 2**28  # bytes; a line has about 200
 _OWN_STREAM = 2
 
@@ -54,7 +55,7 @@ class ReplacementSampler:
 
         Any error of `read` but `MemoryError` means that the sample cannot be read. Raises `UserError` if all replacements fail.
         """
-        errors: list[Exception] = []
+        first: Exception | None = None
         for source in (index, *self.candidates(epoch, index)):
             try:
                 return read(source)
@@ -62,33 +63,29 @@ class ReplacementSampler:
                 raise
             except Exception as error:  # a decoder or user code can raise anything
                 skipped.append(BadSample(source, _reason(error)))
-                errors.append(error)
-        problem = f"sample {index} cannot be read, nor can any of {DRAWS} replacements; the first: {_reason(errors[0])}"
-        raise UserError("data.on_error", problem) from errors[0]
+                first = first or error
+        assert first is not None
+        problem = f"sample {index} cannot be read, nor can any of {DRAWS} replacements; the first: {_reason(first)}"
+        raise UserError("data.on_error", problem) from first
 
     def sources(self, places: Tensor, epoch: int, unreadable: Tensor) -> Tensor:
         """The sample that is read for each of `places`, given those that are known to be unreadable.
 
         Both are int64 on the CPU, of shape (B,) and (U,). Raises `UserError` if all replacements of a sample fail.
         """
-        missing = torch.isin(places, unreadable)
-        if not bool(missing.any()):
+        spots = torch.isin(places, unreadable).nonzero()[:, 0].tolist()
+        if not spots:
             return places
         known, sources = set(unreadable.tolist()), places.clone()
 
         def read(source: int) -> int:
             if source in known:
-                raise UserError("it could not be read when the cache was made")
+                raise UserError(NOT_READ)
             return source
 
-        for spot in missing.nonzero()[:, 0].tolist():
+        for spot in spots:
             sources[spot] = self.read(read, epoch, int(places[spot]), [])
         return sources
-
-
-def missing(unreadable: Tensor, indices: Indices) -> Tensor:
-    """The unreadable samples that belong to a split."""
-    return unreadable if isinstance(indices, AllSamples) else unreadable[torch.isin(unreadable, indices)]
 
 
 def one_line(error: Exception) -> str:
@@ -132,8 +129,7 @@ class BadSampleLog:
                     entry = {"split": split, "sample": sample, "path": path, "reason": reason}
                     self._entries[split, sample] = entry
                     self._waiting.append(entry)
-            if self._tell is not None and self._waiting:
-                self._write(self._tell)
+            self._write()
 
         return note
 
@@ -151,11 +147,13 @@ class BadSampleLog:
                     self._entries[str(entry["split"]), int(entry["sample"])] = entry
                     self._waiting = [new for new in self._waiting if new != entry]
             self._cut_short = bool(text) and not text.endswith("\n")
-        if self._waiting:
-            self._write(tell)
+        self._write()
 
-    def _write(self, tell: Callable[[str], None]) -> None:
-        new, self._waiting = self._waiting, []
+    def _write(self) -> None:
+        tell, new = self._tell, self._waiting
+        if tell is None or not new:
+            return
+        self._waiting = []
         if len(new) == len(self._entries):
             first = new[0]
             where = first["reason"] if first["path"] is None or first["path"] in first["reason"] else first["path"]
@@ -176,9 +174,7 @@ class BadSampleLog:
 
     def summary(self) -> str:
         """The counts per split, for the end of a run; empty if there were none."""
-        if not self._entries:
-            return ""
         counts = Counter(split for split, _ in self._entries)
         share = ", ".join(f"{count:,} of {split}" for split, count in counts.items())
         where = f"; they are listed in {self._path}" if self._path else ""
-        return f"samples could not be read and were replaced by others: {share}{where}"
+        return f"samples could not be read and were replaced by others: {share}{where}" if counts else ""

@@ -14,18 +14,16 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
-from runner.data.bad_samples import BadSample, BadSampleLog, ReplacementSampler, missing
-from runner.data.cache_file import NOT_READ
-from runner.data.consistency import Examples, check_classes, check_images, known_targets
+from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
+from runner.data.consistency import Examples, check_classes, check_images, class_counts, find_leaks, known_targets
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.indices import Indices
-from runner.data.leakage import find_leaks
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
+from runner.data.sampler import AllSamples, Indices
 from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
-from runner.data.splits import make_splits, targets_of
+from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import WorkerLoader
@@ -46,48 +44,33 @@ class SplitData:
 
 @dataclass
 class DataModule:
-    """A data set, ready for training and evaluation.
-
-    Attributes:
-        train, val, test: the splits; val and test are None if there is none.
-        train_for_eval: the training split in order, without augmentation.
-        classes: names of the classes; empty for regression.
-        class_counts: training samples of each class, int64 of shape (C,), or None.
-        channels: colour channels of an image.
-        image_size: height and width.
-        mean, std: statistics that images are normalised with.
-        example: the first training sample, image (1, C, H, W) and target (1, ...), on the device.
-        choices: rows of (label, value, reason) to show.
-        warnings: settings without effect.
-        bad_samples: the samples that could not be read so far.
-        fingerprint: computes a fingerprint of the data, for checkpoints.
-        parts: for each split the data set that it is read from, and its samples in it.
-        examples: for each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
-        targets: the targets of the whole data set, (N, ...), of each split where they are known without reading samples.
-        incompatibilities: why the splits cannot be used together; `check` examines such data, all else refuses them.
-        searched_for_nonfinite: splits that were searched for samples that are not finite.
-    """
+    """A data set, ready for training and evaluation."""
 
     train: SplitData
     val: SplitData | None
     test: SplitData | None
-    train_for_eval: SplitData
-    classes: tuple[str, ...]
-    class_counts: Tensor | None
+    train_for_eval: SplitData  # the training split in order, without augmentation
+    classes: tuple[str, ...]  # names; empty for regression
+    class_counts: Tensor | None  # training samples of each class, int64 (C,)
     channels: int
-    image_size: tuple[int, int]
+    image_size: tuple[int, int]  # height and width
     mean: list[float]
     std: list[float]
-    example: tuple[Tensor, Tensor]
-    choices: list[tuple[str, str, str]] = field(default_factory=list)
+    example: tuple[Tensor, Tensor]  # the first training sample, image (1, C, H, W) and target (1, ...), on the device
+    choices: list[tuple[str, str, str]] = field(default_factory=list)  # rows of (label, value, reason) to show
     warnings: list[str] = field(default_factory=list)
     bad_samples: BadSampleLog = field(default_factory=BadSampleLog)
-    fingerprint: Callable[[], dict[str, Any]] = dict
-    parts: Mapping[str, tuple[Dataset[Any], Indices]] = field(default_factory=dict)
+    fingerprint: Callable[[], dict[str, Any]] = dict  # computes a fingerprint of the data, for checkpoints
+    parts: Parts = field(default_factory=dict)
+    # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
     examples: Examples = field(default_factory=dict)
+    # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
     targets: Mapping[str, Tensor] = field(default_factory=dict)
+    # Why the splits cannot be used together; `check` examines such data, all else refuses them.
     incompatibilities: list[UserError] = field(default_factory=list)
-    searched_for_nonfinite: set[str] = field(default_factory=set)
+    searched_for_nonfinite: set[str] = field(
+        default_factory=set
+    )  # splits that were searched for samples that are not finite
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -116,13 +99,8 @@ def build_data(
 ) -> DataModule:
     """Read the data set and prepare its splits.
 
-    Args:
-        data, transform: sections of the config.
-        seed: seed of the run, for sample order and augmentation.
-        device: where batches are wanted.
-        eval_batch_size: samples of a batch of an evaluation.
-        channels_last: memory layout of the batches.
-        make_cache: False uses an existing cache of `data.cache` and makes none, for images that are read once.
+    `seed` is for sample order and augmentation. `make_cache=False` uses an existing cache of `data.cache` and makes none, for
+    images that are read once.
 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
@@ -170,52 +148,50 @@ def build_data(
     if len(mean) not in (1, channels):
         problem = f"has {len(mean)} values, but the images have {channels} channels"
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
-    mixing = _mixing(transform.mix, seed, len(classes))
-
-    def loader(name: str, training: bool, prepare: Pipeline, mix: Mixing | None) -> Loader:
-        dataset, indices = parts[name]
-        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
-        replacing, note = replacements.get(name), bad_samples.noting(name, dataset)
-        if placement.in_memory is not None:
-            images, numbers = placement.stored(dataset)
-            source_of = None
-            if replacing is not None and len(unreadable := missing(placement.unreadable(dataset), indices)):
-                note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
-                source_of = functools.partial(replacing.sources, unreadable=unreadable)
-            return MemoryLoader(images, numbers, indices, size, seed, shuffle, device, prepare, mix, source_of)
-        return WorkerLoader(
-            placement.source(dataset),
-            indices,
-            size,
-            seed,
-            shuffle,
-            device,
-            sample_train if training else sample_eval,
-            placement.workers,
-            data.prefetch,
-            data.persistent_workers,
-            placement.pin,
-            data.non_blocking,
-            prepare,
-            mix,
-            replacing,
-            note,
-            data.timeout_s,
-            name,
-        )
+    mixing = None
+    if transform.mix is not None:
+        mixing = Mixing(_callable("transform.mix", transform.mix), seed, len(classes) or None)
 
     def split_data(name: str, training: bool = False) -> SplitData:
+        dataset, indices = parts[name]
         key, nodes = ("train", transform.train) if training else ("eval", transform.eval)
-        pipeline = Pipeline(callables(f"transform.{key}", nodes), mean, std, seed, device, channels_last)
+        prepare = Pipeline(callables(f"transform.{key}", nodes), mean, std, seed, device, channels_last)
         mix = mixing if training else None
-        return SplitData(loader(name, training, pipeline, mix), pipeline, len(parts[name][1]), mix)
+        size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
+        order = (indices, size, seed, shuffle, device)
+        replacing, note = replacements.get(name), bad_samples.noting(name, dataset)
+        if placement.in_memory is None:
+            loader: Loader = WorkerLoader(
+                placement.source(dataset),
+                *order,
+                sample_train if training else sample_eval,
+                placement.workers,
+                data.prefetch,
+                data.persistent_workers,
+                placement.pin,
+                data.non_blocking,
+                prepare,
+                mix,
+                replacing,
+                note,
+                data.timeout_s,
+                name,
+            )
+        else:
+            unreadable, source_of = placement.unreadable(dataset), None
+            if not isinstance(indices, AllSamples):
+                unreadable = unreadable[torch.isin(unreadable, indices)]
+            if replacing is not None and len(unreadable):
+                note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
+                source_of = functools.partial(replacing.sources, unreadable=unreadable)
+            images, numbers = placement.stored(dataset)
+            loader = MemoryLoader(images, numbers, *order, prepare, mix, source_of)
+        return SplitData(loader, prepare, len(indices), mix)
 
     train, train_for_eval = split_data("train", training=True), split_data("train")
     counts, targets = None, targets_of(train_set)
     if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
-        numbers = targets[train_indices[:]]
-        # The task refuses targets out of range.
-        counts = torch.bincount(numbers[(numbers >= 0) & (numbers < len(classes))], minlength=len(classes))
+        counts = class_counts(targets[train_indices[:]], len(classes))
     return DataModule(
         train=train,
         val=split_data("val") if "val" in parts else None,
@@ -249,10 +225,6 @@ def _as_splits(made: Any) -> dict[str, Dataset[Any]]:
                 "a map-style data set giving (image, target), or a mapping of split names to such",
             )
     return datasets
-
-
-def _mixing(node: dict[str, Any] | None, seed: int, classes: int) -> Mixing | None:
-    return None if node is None else Mixing(_callable("transform.mix", node), seed, classes or None)
 
 
 def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
@@ -309,15 +281,23 @@ def _measure(
 
     With `skips`, samples that cannot be read are skipped.
     """
-    measured = indices[:: max(1, len(indices) // _MEASURED)].tolist()
-    if isinstance(dataset, ImageArrays) and not transforms:
-        chunks: Iterator[Tensor] = (
-            dataset.images[indices[start : start + 4096]] for start in range(0, len(indices), 4096)
-        )
-    else:
-        chunks = (image for _, image in _read_one_by_one(dataset, measured, transforms, skips))
+
+    def chunks() -> Iterator[tuple[int, Tensor]]:
+        if isinstance(dataset, ImageArrays) and not transforms:
+            for start in range(0, len(indices), 4096):
+                yield start, dataset.images[indices[start : start + 4096]]
+            return
+        for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
+            try:
+                yield index, _sample("train", dataset, index, transforms)[0][None]
+            except MemoryError:
+                raise
+            except Exception:
+                if not skips:
+                    raise
+
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
-    for chunk in chunks:
+    for _, chunk in chunks():
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
         count += pixels.numel() // pixels.shape[1]
         total = total + pixels.sum(dim=(0, 2, 3))
@@ -326,7 +306,7 @@ def _measure(
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
     if not bool((mean + std).isfinite().all()):
         given = "or data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
-        for index, image in _read_one_by_one(dataset, measured, transforms, skips):
+        for index, image in chunks():
             if not bool(image.isfinite().all()):
                 problem = (
                     f"sample {index} of 'train' has values that are not finite, and data.normalize is measured on them"
@@ -336,18 +316,3 @@ def _measure(
         raise UserError("data.normalize", problem, f"smaller values, {given}")
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
-
-
-def _read_one_by_one(
-    dataset: Dataset[Any], indices: list[int], transforms: list[SampleTransform], skips: bool
-) -> Iterator[tuple[int, Tensor]]:
-    for index in indices:
-        try:
-            image, _ = _sample("train", dataset, index, transforms)
-        except MemoryError:
-            raise
-        except Exception:
-            if not skips:
-                raise
-            continue
-        yield index, image[None]

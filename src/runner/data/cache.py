@@ -29,8 +29,8 @@ from torch.utils.data import Dataset
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
 from runner.data.bad_samples import ReplacementSampler
-from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, Unwritable, temporary_prefix, write
-from runner.data.indices import AllSamples
+from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write, writing
+from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader
@@ -44,77 +44,70 @@ _GIB = 2**30
 
 
 class Opened(NamedTuple):
-    """A cache ready to be read.
+    """A cache ready to be read."""
 
-    Attributes:
-        images: None if there are none and none are to be made, or a signal asked the run to stop.
-        done: 'opened', or 'made' and in what time.
-        complaint: why an existing file could not be used; empty if there was none.
-    """
+    images: CachedImages | None  # None if there are none and none are to be made, or a signal asked the run to stop
+    done: str = ""  # 'opened', or 'made' and in what time
+    complaint: str = ""  # why an existing file could not be used
 
-    images: CachedImages | None
-    done: str
-    complaint: str = ""
+
+class _Stopped(Exception):
+    """A signal asked the run to stop."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Where the images of a data set are kept.
-
-    Attributes:
-        folder: holds one file per split.
-        name: short name of the data set, for the names of the files.
-        recipe: what the data set is built from, as plain containers; another recipe gets other files.
-        skips: whether images that cannot be read are marked as such; otherwise the first one is an error.
-    """
+    """Where the images of a data set are kept: one file per split."""
 
     folder: Path
-    name: str
-    recipe: dict[str, Any]
-    skips: bool = False
+    name: str  # of the data set, for the names of the files
+    recipe: dict[str, Any]  # what the data set is built from, as plain containers; another recipe gets other files
+    skips: bool = False  # whether images that cannot be read are marked as such; otherwise the first one is an error
 
     def path(self, split: str) -> Path:
         """The file of a split."""
-        digest = hashlib.sha256(json.dumps(self.recipe, sort_keys=True, default=str).encode()).hexdigest()
         plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in self.name)
-        return self.folder / f"{plain}-{split}-{digest[:12]}.images"
+        return self.folder / f"{plain}-{split}-{_digest(self.recipe).hexdigest()[:12]}.images"
 
     def open(self, dataset: Dataset[Any], split: str, workers: Callable[[], int] | None) -> Opened:
         """Open the images of a data set; they are decoded first if they are missing, damaged or of other data.
 
-        Args:
-            dataset: map-style data set of uint8 images of one size; reading it draws no random numbers.
-            split: its name.
-            workers: gives the number of processes that decode; called only if needed. None opens an existing file only.
-
-        Raises:
-            UserError: if the images cannot be kept, or there is no space for them.
+        `workers` gives the number of processes that decode, and is called only if needed; None opens an existing file only.
+        Raises `UserError` if the images cannot be kept, or there is no space for them.
         """
         path, key = self.path(split), cache_key(dataset, self.recipe)
         found = self._existing(path, key, dataset)
         if isinstance(found, CachedImages):
             return Opened(found, "opened")
         if workers is None:
-            return Opened(None, "")
+            return Opened(None)
         example, target = _example(dataset, self.skips)
         with _noticing_signals() as stopped, _exclusive(path, stopped) as locked:
             if stopped():
-                return Opened(None, "")
+                return Opened(None)
             found = self._existing(path, key, dataset)  # another process may have made it in the meantime
             if isinstance(found, CachedImages):
                 return Opened(found, "opened")
-            began = time.perf_counter()
-            _remove_useless(path, unfinished=locked)
-            count = len(dataset)  # type: ignore[arg-type]
-            _require_space(self.folder, count, example, target)
+            began, count = time.perf_counter(), len(dataset)  # type: ignore[arg-type]
+            # What killed processes have left, if no other process can be writing.
+            left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if locked else ()
+            with writing(path):
+                for useless in (path, *left):
+                    useless.unlink(missing_ok=True)
+            needed = HEADER_BYTES + count * (example.numel() + target.numel() * target.element_size())
+            if needed > (free := shutil.disk_usage(self.folder).free):
+                raise UserError(
+                    "data.cache",
+                    f"{count:,} images of {_shape(example)} need {needed / _GIB:.2f} GiB, and {self.folder} has "
+                    f"{free / _GIB:.2f} GiB free",
+                    "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null",
+                )
             missing: set[int] | None = set() if self.skips else None
             try:
                 with contextlib.closing(_decoded(dataset, example, split, workers(), stopped, missing)) as decoded:
                     write(path, key, count, decoded, () if missing is None else missing)
             except _Stopped:
-                return Opened(None, "")
-            except Unwritable as error:
-                raise _cannot_write(path, str(error)) from error
+                return Opened(None)
             return Opened(CachedImages(path, key, dataset), f"made in {time.perf_counter() - began:.1f} s", found)
 
     def _existing(self, path: Path, key: str, dataset: Dataset[Any]) -> CachedImages | str:
@@ -152,8 +145,8 @@ class Cache:
         return ""
 
 
-class _Stopped(Exception):
-    """A signal asked the run to stop."""
+def _digest(recipe: dict[str, Any]) -> Any:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode())
 
 
 def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
@@ -165,15 +158,14 @@ def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
     fingerprint = getattr(dataset, "fingerprint", None)
     if callable(fingerprint):
         return hashlib.sha256(str(fingerprint()).encode()).hexdigest()
-    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode())
-    kind = type(dataset)
+    digest, kind = _digest(recipe), type(dataset)
     digest.update(repr((kind.__qualname__, len(dataset), torch.__version__, PIL.__version__)).encode())  # type: ignore[arg-type]
     targets = targets_of(dataset)
     if targets is not None:
         digest.update(targets.numpy().tobytes())
     with contextlib.suppress(TypeError, OSError):  # a class without a source file
         digest.update(Path(inspect.getfile(kind)).read_bytes())
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -194,52 +186,17 @@ def _example(dataset: Dataset[Any], skips: bool) -> tuple[Tensor, Tensor]:
     everything = AllSamples(len(dataset))  # type: ignore[arg-type]
     twice = ReplacementSampler(0, everything).read(read_twice, 0, 0, []) if skips else read_twice(0)
     (image, target), (again, _) = twice
-    for wrong, problem, allowed in (
-        (
-            image.dtype != torch.uint8,
-            f"keeps uint8 images, and this data set gives {_dtype(image)}",
-            "a data set of uint8 images",
-        ),
-        (
-            target.is_complex(),
-            "keeps targets that are real numbers, and this data set gives complex ones",
-            "real targets",
-        ),
-        (
-            not _same(image, again),
-            "would keep one random version of each image: this data set gives another at every reading",
-            "random changes in the section transform",
-        ),
-    ):
-        if wrong:
-            raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
+    problem = ""
+    if image.dtype != torch.uint8:
+        problem, allowed = f"keeps uint8 images, and this data set gives {_dtype(image)}", "a data set of uint8 images"
+    elif target.is_complex():
+        problem, allowed = "keeps targets that are real numbers, and this data set gives complex ones", "real targets"
+    elif not _same(image, again):
+        problem = "would keep one random version of each image: this data set gives another at every reading"
+        allowed = "random changes in the section transform"
+    if problem:
+        raise UserError("data.cache", f"'disk' {problem}", f"data.cache=null, or {allowed}")
     return image, target
-
-
-def _cannot_write(path: Path, reason: str) -> UserError:
-    return UserError("data.cache_dir", f"cannot write {path}: {reason}", "a writable folder, or data.cache=null")
-
-
-def _remove_useless(path: Path, unfinished: bool) -> None:
-    """Remove a cache that cannot be used and, if no other process can be writing, what killed processes have left."""
-    left = path.parent.glob(f"{glob.escape(temporary_prefix(path))}*") if unfinished else ()
-    try:
-        for useless in (path, *left):
-            useless.unlink(missing_ok=True)
-    except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from error
-
-
-def _require_space(folder: Path, samples: int, example: Tensor, target: Tensor) -> None:
-    needed = HEADER_BYTES + samples * (example.numel() + target.numel() * target.element_size())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UserError(
-            "data.cache",
-            f"{samples:,} images of {'x'.join(map(str, example.shape))} need {needed / _GIB:.2f} GiB, and {folder} has "
-            f"{free / _GIB:.2f} GiB free",
-            "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null",
-        )
 
 
 def _decoded(
@@ -257,10 +214,9 @@ def _decoded(
     if missing is not None:  # their places hold other images, which are never used
         extra["replacements"] = ReplacementSampler(0, everything)
         extra["on_skipped"] = lambda found: missing.update(unreadable.sample for unreadable in found)
-    cpu = torch.device("cpu")
+    cpu, done = torch.device("cpu"), 0
     loader = WorkerLoader(dataset, everything, DECODED_AT_ONCE, 0, False, cpu, (), workers, persistent=False, **extra)
-    progress = _Progress(split, count)
-    with contextlib.closing(loader):
+    with contextlib.closing(loader), _progress(split, count) as advance:
         for batch in loader.batches(0, 0, count):
             if stopped():
                 raise _Stopped
@@ -269,8 +225,8 @@ def _decoded(
                 problem = f"'disk' keeps uint8 images of one size, and this data set gives {kinds}"
                 raise UserError("data.cache", problem, "data.image_size=224, for example, or data.cache=null")
             yield batch.images, batch.targets
-            progress.advance(len(batch.indices))
-    progress.end()
+            done += len(batch.indices)
+            advance(done)
 
 
 def _dtype(image: Tensor) -> str:
@@ -281,33 +237,25 @@ def _shape(image: Tensor) -> str:
     return "x".join(map(str, image.shape))
 
 
-class _Progress:
+@contextlib.contextmanager
+def _progress(split: str, total: int) -> Iterator[Callable[[int], None]]:
     """Progress on standard error, once the work has taken a while; on a terminal in one line."""
+    live, began, shown = sys.stderr.isatty(), time.perf_counter(), False
+    due = began + _SHOWN_AFTER_S
 
-    def __init__(self, split: str, total: int) -> None:
-        self._split, self._total, self._done = split, total, 0
-        self._live = sys.stderr.isatty()
-        self._began = time.perf_counter()
-        self._due = self._began + _SHOWN_AFTER_S
-        self._shown = False
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        now = time.perf_counter()
-        if now < self._due:
+    def advance(done: int) -> None:
+        nonlocal due, shown
+        if (now := time.perf_counter()) < due:
             return
-        self._due = now + (_POLL_S if self._live else _SHOWN_EVERY_S)
-        self._shown = True
-        rate = self._done / (now - self._began)
-        left = (self._total - self._done) / rate
-        text = (
-            f"caching {self._split}: {self._done:,} of {self._total:,} images, {rate:,.0f} a second, {left:.0f} s left"
-        )
-        print(f"\r{text:<78}" if self._live else text, end="" if self._live else "\n", file=sys.stderr, flush=True)
+        due, shown = now + (_POLL_S if live else _SHOWN_EVERY_S), True
+        rate = done / (now - began)
+        left = (total - done) / rate
+        text = f"caching {split}: {done:,} of {total:,} images, {rate:,.0f} a second, {left:.0f} s left"
+        print(f"\r{text:<78}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
-        if self._live and self._shown:
-            print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
+    yield advance
+    if live and shown:
+        print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -320,12 +268,11 @@ def _noticing_signals() -> Iterator[Callable[[], bool]]:
         received.append(number)
         before[number](number, frame)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
-            handler = signal.getsignal(number)
-            if callable(handler) and handler is not signal.default_int_handler:
-                before[number] = handler
-                signal.signal(number, note)
+    for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            before[number] = handler
+            signal.signal(number, note)
     try:
         yield lambda: bool(received)
     finally:
@@ -339,33 +286,26 @@ def _exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
 
     Gives whether the lock is held. Some file systems have none: there, two processes both write and the last one wins.
     """
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from error
+    locked = reported = False
     try:
-        locked = _wait_for_lock(lock, path, stopped)
+        while not (locked or stopped()):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+            except BlockingIOError:
+                if not reported:
+                    print(f"waiting for another process that makes {path}", file=sys.stderr, flush=True)
+                reported = True
+                time.sleep(_POLL_S)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                    raise
+                break
         yield locked
         if locked:  # closing alone is not enough: a process forked in the meantime would still hold it
             fcntl.flock(lock, fcntl.LOCK_UN)
     finally:
         os.close(lock)
-
-
-def _wait_for_lock(lock: int, path: Path, stopped: Callable[[], bool]) -> bool:
-    reported = False
-    while not stopped():
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if not reported:
-                print(f"waiting for another process that makes {path}", file=sys.stderr, flush=True)
-            reported = True
-            time.sleep(_POLL_S)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise
-            return False
-    return False

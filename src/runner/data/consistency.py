@@ -6,26 +6,27 @@ All targets are checked if they are known without reading samples; only a few im
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Normalize
-from runner.data.indices import Indices
+from runner.data.num_workers import spread_places
+from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor
-from runner.data.splits import targets_of
+from runner.data.sources.arrays import ImageArrays
+from runner.data.splits import Parts, groups_of, targets_of
 
 _SHOWN = 5  # names of classes in a message
 _READ = 8  # float images of a split that are read for their range of values
 _OTHER_SCALE = 10  # times the largest value of another split
 _COLOURS = (1, 3, 4)  # sizes of the last dimension if channels come last
 
-Parts = Mapping[str, tuple[Dataset[Any], Indices]]
-"""For each split the data set that it is read from, and its samples in it."""
 Examples = Mapping[str, tuple[Tensor, Tensor]]
 """For each split the image and the target of its first sample."""
 
@@ -63,37 +64,26 @@ def check_classes(parts: Parts, classes: Sequence[str], known: Mapping[str, Tens
 
     Raises `UserError` if a class has different numbers in two splits. `classes` is empty for regression.
     """
-    train = parts["train"][0]
+    train, warnings = parts["train"][0], []
     for name, (dataset, _) in parts.items():
         theirs = [] if dataset is train else [str(label) for label in getattr(dataset, "classes", None) or ()]
         for number, (one, other) in enumerate(zip(classes, theirs, strict=False)):
             if one != other:
                 problem = f"class {number} is '{other}' in '{name}' and '{one}' in 'train', so class numbers differ in meaning"
                 raise UserError("data.dataset", problem, "the same classes in the same order in every split")
-    return _same_names(classes) + _without_samples(parts, classes, known)
-
-
-def _same_names(classes: Sequence[str]) -> list[str]:
-    if len(set(classes)) == len(classes):
-        return []
     first = {name: number for number, name in reversed(list(enumerate(classes)))}
-    twins = [(first[name], number, name) for number, name in enumerate(classes) if first[name] != number]
-    one, other, name = twins[0]
-    more = f", and {len(twins) - 1} more share their name with another" if len(twins) > 1 else ""
-    return [f"data.dataset: classes {one} and {other} are both called '{name}'{more}: give them different names"]
-
-
-def _without_samples(parts: Parts, classes: Sequence[str], known: Mapping[str, Tensor]) -> list[str]:
-    warnings = []
+    if twins := [(first[name], number, name) for number, name in enumerate(classes) if first[name] != number]:
+        number, twin, name = twins[0]
+        more = f", and {len(twins) - 1} more share their name with another" if len(twins) > 1 else ""
+        warnings.append(
+            f"data.dataset: classes {number} and {twin} are both called '{name}'{more}: give them different names"
+        )
     for name, targets in known.items():
         dataset, indices = parts[name]
         # A small split that was taken from another need not have samples of every class.
-        if not classes or targets.ndim != 1 or (name != "train" and dataset is parts["train"][0]):
+        if not classes or targets.ndim != 1 or (name != "train" and dataset is train):
             continue
-        numbers = targets[indices[:]].long()
-        within = numbers[(numbers >= 0) & (numbers < len(classes))]
-        empty = (torch.bincount(within, minlength=len(classes)) == 0).nonzero()[:, 0].tolist()
-        if empty:
+        if empty := (class_counts(targets[indices[:]], len(classes)) == 0).nonzero()[:, 0].tolist():
             names = ", ".join(f"'{classes[number]}' ({number})" for number in empty[:_SHOWN])
             what = "class" if len(empty) == 1 else f"{len(empty)} classes"
             more = ", ..." if len(empty) > _SHOWN else ""
@@ -103,6 +93,12 @@ def _without_samples(parts: Parts, classes: Sequence[str], known: Mapping[str, T
                 "the names of the classes"
             )
     return warnings
+
+
+def class_counts(targets: Tensor, classes: int) -> Tensor:
+    """Samples of each class, int64 (classes,); targets that are no class number, which the task refuses, do not count."""
+    numbers = targets.long()
+    return torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
 
 
 def check_images(
@@ -125,10 +121,11 @@ def check_images(
         if image.shape[0] != channels:
             problem = f"images of '{name}' have {image.shape[0]} channels, and those of 'train' {channels}"
             raise UserError("data.dataset", problem, "images with the same channels in every split")
-    if all(image.dtype == torch.uint8 for image, _ in examples.values()):
-        return warnings
-    ranges = {name: _range(name, *part, examples[name][0], transforms) for name, part in parts.items()}
     kinds = {name: str(image.dtype).removeprefix("torch.") for name, (image, _) in examples.items()}
+    # Images of bytes are divided by 255.
+    ranges = {
+        name: (0.0, 1.0) if kinds[name] == "uint8" else _range(name, *part, transforms) for name, part in parts.items()
+    }
     for one, other in itertools.permutations(parts, 2):
         low, high = ranges[one]
         if kinds[other] == "uint8" != kinds[one] and (low < 0 or high > 1):
@@ -145,7 +142,7 @@ def check_images(
                 "all splits the same scale, such as floats from 0 to 1"
             )
     high = ranges["train"][1]
-    if kinds["train"] != "uint8" and high > _OTHER_SCALE and normalize.mean is not None and max(normalize.mean) <= 1:
+    if high > _OTHER_SCALE and normalize.mean is not None and max(normalize.mean) <= 1:
         warnings.append(
             f"data.dataset: images of 'train' have values up to {high:g}, and data.normalize is for values from 0 to 1: "
             "divide the images by 255, or give uint8"
@@ -154,18 +151,15 @@ def check_images(
 
 
 def _range(
-    name: str, dataset: Dataset[Any], indices: Indices, example: Tensor, transforms: Sequence[SampleTransform]
+    name: str, dataset: Dataset[Any], indices: Indices, transforms: Sequence[SampleTransform]
 ) -> tuple[float, float]:
-    """The extreme values of a few images of a split; 0 and 1 for uint8, which is divided by 255.
+    """The extreme values of a few float images of a split.
 
     Raises `UserError` if an image of an evaluated split is not finite.
     """
-    if example.dtype == torch.uint8:
-        return 0.0, 1.0
-    seeded, count = SeededDataset(dataset, 0, transforms, split=name), min(_READ, len(indices))
-    ends: list[float] = []
-    for place in range(count):
-        index = int(indices[place * (len(indices) - 1) // max(1, count - 1)])
+    seeded, ends = SeededDataset(dataset, 0, transforms, split=name), []
+    for place in spread_places(len(indices), min(_READ, len(indices))).tolist():
+        index = int(indices[place])
         try:
             image = as_tensor(seeded[0, index][0]).float()
         except UserError:  # reported when it is used, or skipped
@@ -174,18 +168,53 @@ def _range(
         if name != "train" and finite.numel() < image.numel():
             problem = f"sample {index} of '{name}' has pixels that are not finite"
             raise UserError("data.dataset", problem, "images of finite numbers; correct this one, or remove it")
-        if finite.numel():
-            ends += [float(finite.min()), float(finite.max())]
+        ends += [float(finite.min()), float(finite.max())] if finite.numel() else []
     return (min(ends), max(ends)) if ends else (0.0, 1.0)
 
 
-def not_finite(batches: Any, name: str) -> str:
+def find_leaks(parts: Parts, group: str | None) -> list[str]:
+    """Warnings about groups (see `groups_of`; None for none), and images in memory, that are in two splits."""
+    found: list[str] = []
+    known: dict[int, list[str]] = {}
+    groups: dict[str, dict[str, None]] = {}
+    for name, (dataset, indices) in parts.items() if group is not None else ():
+        if id(dataset) not in known:
+            try:
+                known[id(dataset)] = groups_of(dataset, group or "")
+            except UserError as error:  # a test set that comes with the data need not name groups
+                problem = error.args[0].splitlines()[0]
+                found.append(f"whether groups are in '{name}' and in another split is not known: {problem}")
+                groups.clear()
+                break
+        groups[name] = dict.fromkeys(known[id(dataset)][index] for index in indices[:].tolist())
+    for one, other in itertools.combinations(groups, 2):
+        if shared := [label for label in groups[one] if label in groups[other]]:
+            count = "1 group is" if len(shared) == 1 else f"{len(shared):,} groups are"
+            found.append(f"data.split.group: {count} in '{one}' and in '{other}', such as {shared[0]}")
+    arrays = {name: (data, indices[:]) for name, (data, indices) in parts.items() if isinstance(data, ImageArrays)}
+    digests = {name: dataset.digests[indices.numpy()] for name, (dataset, indices) in arrays.items()}
+    for one, other in itertools.combinations(arrays, 2):
+        again = np.flatnonzero(np.isin(digests[other], digests[one]))
+        if len(again) == 0:
+            continue
+        (first, firsts), (second, seconds) = arrays[one], arrays[other]
+        place = int(np.flatnonzero(digests[one] == digests[other][again[0]])[0])
+        twins = int(firsts[place]), int(seconds[int(again[0])])
+        if torch.equal(first.images[twins[0]], second.images[twins[1]]):  # not the same digest of two images by chance
+            count = "1 image is" if len(again) == 1 else f"{len(again):,} images are"
+            found.append(
+                f"{count} in '{other}' and, pixel for pixel, in '{one}', such as sample {twins[1]} as sample {twins[0]}: "
+                f"what is measured on '{other}' is a little too good"
+            )
+    return found
+
+
+def not_finite(batches: Iterable[tuple[Tensor, Tensor, Tensor]], name: str) -> str:
     """A sentence on the first sample of a split with a pixel or target that is not finite; empty if there is none."""
     for images, targets, indices in batches:
-        for what, values in (("pixels", images), ("a target", targets)):
-            wrong = (~values.isfinite()).flatten(1).any(1) if values.ndim > 1 else ~values.isfinite()
+        for what, values in (("pixels that are", images), ("a target that is", targets)):
+            wrong = (~values.isfinite()).reshape(len(values), -1).any(1)
             if bool(wrong.any()):
                 index = int(indices[wrong.nonzero()[0, 0]])
-                verb = "are" if what == "pixels" else "is"
-                return f"sample {index} of '{name}' has {what} that {verb} not finite: correct it, or remove it"
+                return f"sample {index} of '{name}' has {what} not finite: correct it, or remove it"
     return ""

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from runner.data.indices import Indices
 from runner.data.sample_rng import hash_ints
+from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
-from runner.data.splits import targets_of
+from runner.data.splits import Parts, targets_of
 
 _LOOKED_AT = 16
 _PLACES = 0xDA7A  # separates these random numbers from all others
-_DIFFERENCES = {
-    "targets": "has other targets",
-    "files": "has other files, or files of other sizes",
-    "content": "has other images or targets",
-    "images": "has other images or targets",
-    "bytes": "has other images or targets",
-}
+_DIFFERENCES = {"targets": "has other targets", "files": "has other files, or files of other sizes"}
+_DIFFERENCES |= dict.fromkeys(("content", "images", "bytes"), "has other images or targets")
 
 
-def fingerprint_data(
-    parts: Mapping[str, tuple[Dataset[Any], Indices]], sources: Mapping[str, Dataset[Any]], full: bool = False
-) -> dict[str, Any]:
+def fingerprint_data(parts: Parts, sources: Mapping[str, Dataset[Any]], full: bool = False) -> dict[str, Any]:
     """Lengths and digests that distinguish the data of a run from other data, at the cost of a few samples per split.
 
     Returns:
@@ -42,44 +35,47 @@ def fingerprint_data(
     found = {}
     files_of = {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
     for name, (dataset, indices) in parts.items():
-        facts: dict[str, Any] = {
-            "samples": len(indices),
-            "content": _content(sources[name], _places(len(indices)), indices),
-        }
+        count, source = len(indices), sources[name]
+        facts: dict[str, Any] = {"samples": count, "content": _digest(_content(source, _places(count), indices))}
         targets, files = targets_of(dataset), files_of[id(dataset)]
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
-            facts["targets"] = hashlib.sha256(targets[indices[:]].numpy().tobytes()).hexdigest()
+            facts["targets"] = _digest([targets[indices[:]].numpy().tobytes()])
         if files:
-            facts["files"] = _listing(files, indices)
+            facts["files"] = _digest(_listing(files, indices))
         if isinstance(dataset, ImageArrays):
-            facts["images"] = hashlib.sha256(dataset.digests[indices[:].numpy()].tobytes()).hexdigest()
+            facts["images"] = _digest([dataset.digests[indices[:].numpy()].tobytes()])
         if full:
-            everything = range(len(indices))
-            facts["bytes"] = _bytes(files, indices) if files else _content(sources[name], everything, indices)
+            facts["bytes"] = _digest(_bytes(files, indices) if files else _content(source, range(count), indices))
         found[name] = facts
     return found
+
+
+def _digest(pieces: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _places(count: int) -> Iterable[int]:
     return range(count) if count <= _LOOKED_AT else (hash_ints(_PLACES, turn) % count for turn in range(_LOOKED_AT))
 
 
-def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> str:
-    seeded, digest = SeededDataset(dataset, 0), hashlib.sha256()
+def _content(dataset: Dataset[Any], places: Iterable[int], indices: Indices) -> Iterator[bytes]:
+    seeded = SeededDataset(dataset, 0)
     for place in places:
         index = int(indices[place])
-        digest.update(f"sample {index}".encode())
+        yield f"sample {index}".encode()
         try:
             item = seeded[0, index]
         except MemoryError:
             raise
         except Exception:  # reported, or skipped, when it is used
-            digest.update(b"unreadable")
+            yield b"unreadable"
             continue
         for tensor in (as_tensor(item[0]), as_target(item[1])):
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+            yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _files_of(dataset: Any) -> list[bytes]:
@@ -93,8 +89,7 @@ def _files_of(dataset: Any) -> list[bytes]:
     return [os.fsencode(path) for path in paths] if all(isinstance(path, str | Path) for path in paths) else []
 
 
-def _listing(files: list[bytes], indices: Indices) -> str:
-    digest = hashlib.sha256()
+def _listing(files: list[bytes], indices: Indices) -> Iterator[bytes]:
     # Without the common prefix, so that a folder may move.
     common = len(os.path.commonpath((min(files), max(files))))
     for index in indices[:].tolist():
@@ -102,19 +97,16 @@ def _listing(files: list[bytes], indices: Indices) -> str:
             size = os.stat(files[index]).st_size  # noqa: PTH116  a Path for each of a million files would cost more
         except OSError:  # reported when it is read
             size = -1
-        digest.update(b"%s\0%d\0" % (files[index][common:], size))
-    return digest.hexdigest()
+        yield b"%s\0%d\0" % (files[index][common:], size)
 
 
-def _bytes(files: list[bytes], indices: Indices) -> str:
-    digest = hashlib.sha256()
+def _bytes(files: list[bytes], indices: Indices) -> Iterator[bytes]:
     for index in indices[:].tolist():
         try:
             with open(files[index], "rb") as file:  # noqa: PTH123  as above
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+                yield hashlib.file_digest(file, "sha256").digest()
         except OSError:
-            digest.update(b"unreadable")
-    return digest.hexdigest()
+            yield b"unreadable"
 
 
 def data_changes(
@@ -145,8 +137,7 @@ def data_changes(
 
 def class_changes(before: list[str], now: list[str]) -> list[str]:
     """`data_changes` for the names of the classes."""
-    return [] if before == now else [f"its classes are {_shown(now)} instead of {_shown(before)}"]
-
-
-def _shown(classes: list[str]) -> str:
-    return ", ".join(classes[:5]) + (f", ... ({len(classes)})" if len(classes) > 5 else "") or "none"
+    shown = [
+        ", ".join(names[:5]) + (f", ... ({len(names)})" if len(names) > 5 else "") or "none" for names in (now, before)
+    ]
+    return [] if before == now else ["its classes are {} instead of {}".format(*shown)]

@@ -1,22 +1,19 @@
-"""Batches for the engine, and the loader that makes them from tensors in memory.
+"""Batches for the engine: gathered from tensors in memory, or read sample by sample (`runner.data.workers`).
 
-The same batches come from tensors in memory, or from workers that read sample by sample (`runner.data.workers`). Batch k of
-an epoch is slice k of `EpochOrder`, and the random numbers of a sample depend on (seed, epoch, sample) alone. So a run has the
-same bits either way, and resuming starts at a slice.
+Batch k of an epoch is slice k of `EpochOrder`, and the random numbers of a sample depend on (seed, epoch, sample) alone. So a
+run has the same bits either way, and resuming starts at a slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from runner.data.cuda_prefetch import prefetch_to_cuda
-from runner.data.indices import Indices
-from runner.data.sampler import EpochOrder
-from runner.data.sources.stored_images import StoredImages
+from runner.data.cache_file import StoredImages
+from runner.data.sampler import EpochOrder, Indices
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -55,36 +52,78 @@ class Prepare(Protocol):
 
 Mix = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 """Blends samples of a batch: (images, targets, indices, epoch) -> (images, targets)."""
+Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
 
-class Loader(Protocol):
-    """A source of batches for the engine."""
+class Loader:
+    """The batches of a split, whose samples are `indices`; `seed` is that of their order, which `shuffle=False` keeps.
 
-    samples: int
-    batch_size: int
+    The last batch of an epoch may be smaller. Without `prepare` and `mix_batch`, images and targets are those of the data set.
+    """
+
+    workers: int | None = None  # processes that read the samples, 0 where this one does; None if they are in memory
+    resident: torch.device | None = None  # where the images are in memory; None if they are read
+    could_be_resident = False  # whether tensors, in memory or in a cache file, are read one by one and stay as they are
+
+    def __init__(
+        self,
+        indices: Indices,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        device: torch.device,
+        prepare: Prepare | None = None,
+        mix_batch: Mix | None = None,
+    ) -> None:
+        self.samples, self.batch_size = len(indices), batch_size
+        self._indices, self._seed, self._shuffle, self._device = indices, seed, shuffle, device
+        self._prepare, self._mix = prepare, mix_batch
+        self._chunk = 1  # batches that are made together
+        self._prefetches = True
+
+    def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Images, targets and numbers of `samples` on the device, in the same pieces."""
+        raise NotImplementedError
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch."""
-        ...
+        order, size = EpochOrder(self.samples, self._seed, epoch, self._shuffle), self.batch_size
+        pieces = order.pieces(self._chunk * size, start * size, stop * size)
+        copied = self._copied((self._indices[positions] for positions in pieces), epoch)
+        # Only what uses no stateful generator may run before it is requested.
+        early = self._prepare is None or self._prepare.per_sample
+        if self._prefetches and not early:
+            copied = prefetch_to_cuda(copied, self._device)
+        batches = self._prepared(copied, epoch)
+        if self._prefetches and early:
+            batches = prefetch_to_cuda(batches, self._device)
+        mix = self._mix
+        return batches if mix is None else (Batch(*mix(*batch, epoch), batch.indices) for batch in batches)
+
+    def _prepared(self, copied: Iterator[tuple[Tensor, Tensor, Tensor]], epoch: int) -> Iterator[Batch]:
+        size = self.batch_size
+        for images, targets, places in copied:
+            if self._prepare is not None:
+                images = self._prepare(images, places, epoch)
+            if len(images) <= size:
+                yield Batch(images, targets, places)
+                continue
+            pieces = torch.split(images, size)
+            bytes_of_batch = size * images.shape[1:].numel() * images.element_size()
+            if bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE):
+                pieces = tuple(piece.clone() for piece in pieces)
+            yield from map(Batch, pieces, torch.split(targets, size), torch.split(places, size))
 
     def close(self) -> None:
         """End worker processes."""
-        ...
 
 
-class MemoryLoader:
-    """Batches gathered from tensors in memory.
+class MemoryLoader(Loader):
+    """Batches gathered from tensors in memory; the other arguments are those of `Loader`.
 
     Args:
         images: uint8 (N, C, H, W) of the whole data set, where they stay: on the device, in RAM or in a file.
         targets: (N, ...) likewise.
-        indices: samples of this split.
-        batch_size: samples of a batch; the last one of an epoch may be smaller.
-        seed: seed of the sample order.
-        shuffle: False keeps the order of `indices`.
-        device: where batches are wanted.
-        prepare: prepares images on the device; None keeps them as in the data set.
-        mix_batch: blends the samples of a batch; None for nothing.
         source_of: (samples, epoch) -> samples to read instead, int64 (B,) on the CPU; None for the samples themselves.
     """
 
@@ -101,66 +140,20 @@ class MemoryLoader:
         mix_batch: Mix | None = None,
         source_of: Callable[[Tensor, int], Tensor] | None = None,
     ) -> None:
-        self.samples = len(indices)
-        self.batch_size = batch_size
-        self._images, self._targets = images, targets
-        self._indices = indices
-        self._seed, self._shuffle, self._device = seed, shuffle, device
-        self._prepare, self._mix, self._source_of = prepare, mix_batch, source_of
-        self._chunk = self._batches_at_once()
+        super().__init__(indices, batch_size, seed, shuffle, device, prepare, mix_batch)
+        self._images, self._targets, self._source_of = images, targets, source_of
+        self.resident, self._prefetches = images.device, images.device != device
+        if prepare is None or prepare.per_sample:
+            bytes_of_batch = max(1, batch_size * images.shape[1:].numel() * 4)
+            self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 
-    def _batches_at_once(self) -> int:
-        """Batches that are gathered together; each batch is a slice of them."""
-        if self._prepare is not None and not self._prepare.per_sample:
-            return 1
-        bytes_of_batch = max(1, self.batch_size * self._images.shape[1:].numel() * 4)
-        return max(1, _CHUNK_BYTES.get(self._device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
-
-    def _starts_right(self, images: Tensor) -> bool:
-        """Whether each batch of a chunk is aligned like an allocation."""
-        bytes_of_batch = self.batch_size * images.shape[1:].numel() * images.element_size()
-        return bytes_of_batch % _ALIGNMENT.get(self._device.type, _ALIGNMENT_ELSEWHERE) == 0
-
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        """Batches `start` to `stop` - 1 of an epoch."""
-        batches = self._gathered(epoch, start, stop)
-        # Only what uses no stateful generator may run before it is requested.
-        if self._images.device != self._device and (self._prepare is None or self._prepare.per_sample):
-            batches = prefetch_to_cuda(batches, self._device)
-        return mixed(batches, self._mix, epoch)
-
-    def _gathered(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        size = self.batch_size
-        order = EpochOrder(self.samples, self._seed, epoch, self._shuffle)
-        for positions in order.pieces(self._chunk * size, start * size, stop * size):
-            samples = self._indices[positions]
-            chosen = _moved(samples, self._images.device)
-            sources = chosen
-            if self._source_of is not None:
-                sources = _moved(self._source_of(samples, epoch), self._images.device)
-            images, targets, places = (
-                self._on_device(tensor)
-                for tensor in (self._images.index_select(0, sources), self._targets.index_select(0, sources), chosen)
-            )
-            if self._prepare is not None:
-                images = self._prepare(images, places, epoch)
-            pieces = images.split(size)  # type: ignore[no-untyped-call]
-            if not self._starts_right(images):  # transforms may have changed the size
-                pieces = tuple(piece.clone() for piece in pieces)
-            parts = (pieces, *(torch.split(tensor, size) for tensor in (targets, places)))
-            for some, theirs, where in zip(*parts, strict=True):
-                yield Batch(some, theirs, where)
-
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        return _moved(tensor, self._device)
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-def mixed(batches: Iterator[Batch], mix_batch: Mix | None, epoch: int) -> Iterator[Batch]:
-    """Batches whose samples are blended; the batches themselves where `mix_batch` is None."""
-    return batches if mix_batch is None else (Batch(*mix_batch(*batch, epoch), batch.indices) for batch in batches)
+    def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        home, device = self._images.device, self._device
+        for some in samples:
+            chosen = _moved(some, home)
+            sources = chosen if self._source_of is None else _moved(self._source_of(some, epoch), home)
+            images, targets = self._images.index_select(0, sources), self._targets.index_select(0, sources)
+            yield _moved(images, device), _moved(targets, device), _moved(chosen, device)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -168,3 +161,33 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def prefetch_to_cuda(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
+    """The same tuples of tensors, each made one ahead on its own stream; on other devices than CUDA, just `batches`.
+
+    The producer must use no stateful generator: one batch is always made before it is requested, and a checkpoint written in
+    between must not depend on that.
+    """
+    return _ahead(batches, device) if device.type == "cuda" else batches
+
+
+def _ahead(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The inputs of batches, such as the statistics of the normalisation, were computed on the other stream.
+    side.wait_stream(torch.cuda.current_stream(device))
+
+    def made() -> Tensors | None:
+        with torch.cuda.stream(side):
+            return next(batches, None)
+
+    upcoming = made()
+    while upcoming is not None:
+        batch = upcoming
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(side)
+        for tensor in batch:
+            # Their memory belongs to the side stream, which must not reuse it before this one is done with them.
+            tensor.record_stream(current)
+        upcoming = made()
+        yield batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from runner.data.workers import WorkerLoader
 _TRIES = 5
 _WORKERS = 3
 _NONE: Any = None
+_Step = tuple[str, Any, Callable[[Any], Any]]  # key of the config, what it is, and what it does with the result before
 
 
 class Nondeterminism(NamedTuple):
@@ -43,81 +45,68 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
     if isinstance(loader, WorkerLoader):
         seeded = loader._loader.dataset
         assert isinstance(seeded, SeededDataset), "a worker loader reads with SeededDataset"
-        found = _of_samples(seeded, seed, epoch, indices)
-        if found is not None:
-            return found
+        for index in indices:
+            if found := _first_to_differ(_of_sample(seeded, index), None, seed, epoch, index, _WORKERS):
+                return found
         read = collate(seeded.__getitems__([(epoch, index) for index in indices]))
         images, targets = read.images.to(loader._device), torch.from_numpy(read.targets).to(loader._device)
-    elif isinstance(loader, MemoryLoader):
+    else:
+        assert isinstance(loader, MemoryLoader), "there are two kinds of loaders"
         chosen = torch.tensor(list(indices), device=loader._images.device)
         images, targets = (
             whole.index_select(0, chosen).to(loader._device) for whole in (loader._images, loader._targets)
         )
-    else:
-        return None
-    return _of_batch(loader._prepare, loader._mix, images, targets, seed, epoch, indices)
-
-
-def _of_samples(seeded: SeededDataset, seed: int, epoch: int, indices: Sequence[int]) -> Nondeterminism | None:
-    """The data set or a sample transform that does not repeat."""
-    dataset, cut = seeded._dataset, seeded._cut
-    for index in indices:
-
-        def run_seeded(call: Callable[[], Any], index: int = index) -> Any:
-            with preserved_rng():
-                seed_generators(seed, epoch, index)
-                return call()
-
-        def read(index: int = index) -> Any:
-            if cut is not None:
-                return dataset.read_part(index, cut.region, cut.size)  # type: ignore[attr-defined]
-            return dataset[index]
-
-        item, verdict = _tried(lambda: run_seeded(read))
-        if verdict is not None:
-            name = dataset if cut is None else cut
-            return Nondeterminism(
-                "data.dataset" if cut is None else "transform.sample_train.0", type(name).__name__, verdict
-            )
-        image = item[0]
-        for place, transform in enumerate(seeded._transforms, start=cut is not None):
-            image, verdict = _tried(lambda: run_seeded(lambda: transform(copy.deepcopy(image))))  # noqa: B023
-            if verdict is not None:
-                return Nondeterminism(f"transform.sample_train.{place}", type(transform).__name__, verdict)
-    return None
-
-
-def _of_batch(
-    prepare: Any, mix: Any, images: Tensor, targets: Tensor, seed: int, epoch: int, indices: Sequence[int]
-) -> Nondeterminism | None:
-    """The batch transform, or the way to mix, that does not repeat."""
     places = torch.tensor(list(indices), device=images.device)
-    before = images
-    with preserved_rng():
-        if isinstance(prepare, Pipeline):
-            for stream, transform in enumerate(prepare.transforms):
+    prepare, mix = loader._prepare, loader._mix
+    steps: list[_Step] = []
+    if isinstance(prepare, Pipeline):
+        for stream, transform in enumerate(prepare.transforms):
+            rng = functools.partial(SampleRNG, seed, epoch, places, stream)
+            call = functools.partial(lambda transform, rng, images: transform(images.clone(), rng()), transform, rng)
+            steps.append((f"transform.train.{stream}", transform, call))
+    if isinstance(mix, Mixing):
 
-                def again(transform: Any = transform, stream: int = stream) -> Any:
-                    seed_generators(seed, epoch, stream)
-                    return transform(images.clone(), SampleRNG(seed, epoch, places, stream))  # noqa: B023
+        def mixed(_: Tensor) -> Any:
+            prepared = images.clone() if prepare is None else prepare(images.clone(), places, epoch)
+            return mix(prepared, targets.clone(), places, epoch)
 
-                images, verdict = _tried(again, workers=0)
-                if verdict is not None:
-                    return Nondeterminism(f"transform.train.{stream}", type(transform).__name__, verdict)
-        if isinstance(mix, Mixing):
-            prepared = prepare(before, places, epoch) if prepare is not None else before
+        steps.append(("transform.mix", mix.mix, mixed))
+    return _first_to_differ(steps, images, seed, epoch, 0, 0)
 
-            def mixed() -> Any:
-                seed_generators(seed, epoch, 0)
-                return mix(prepared.clone(), targets.clone(), places, epoch)
 
-            _, verdict = _tried(mixed, workers=0)
-            if verdict is not None:
-                return Nondeterminism("transform.mix", type(mix.mix).__name__, verdict)
+def _of_sample(seeded: SeededDataset, index: int) -> list[_Step]:
+    """Reading a sample, and each transform of its image."""
+    dataset, cut = seeded._dataset, seeded._cut
+    if cut is None:
+        steps: list[_Step] = [("data.dataset", dataset, lambda _: dataset[index])]
+    else:
+        part: Callable[..., Any] = dataset.read_part  # type: ignore[attr-defined]
+        steps = [("transform.sample_train.0", cut, lambda _: part(index, cut.region, cut.size))]
+    for place, transform in enumerate(seeded._transforms, start=cut is not None):
+        call = functools.partial(lambda transform, image: transform(copy.deepcopy(image)), transform)
+        steps.append((f"transform.sample_train.{place}", transform, call))
+    return steps
+
+
+def _first_to_differ(
+    steps: Sequence[_Step], value: Any, seed: int, epoch: int, number: int, workers: int
+) -> Nondeterminism | None:
+    """The first step that does not repeat; each gets what the one before gave, and of a sample its image."""
+    for key, part, call in steps:
+
+        def run(call: Callable[[Any], Any] = call, given: Any = value) -> Any:
+            with preserved_rng():
+                seed_generators(seed, epoch, number)
+                return call(given)
+
+        value, by_worker = _tried(run, workers)
+        if by_worker is not None:
+            return Nondeterminism(key, type(part).__name__, by_worker)
+        value = value[0] if isinstance(value, tuple | list) else value
     return None
 
 
-def _tried(call: Callable[[], Any], workers: int = _WORKERS) -> tuple[Any, bool | None]:
+def _tried(call: Callable[[], Any], workers: int) -> tuple[Any, bool | None]:
     """The result of a call, and None if it is always the same, else whether it depends on the worker alone."""
     first = call()
     if not all(_same(first, call()) for _ in range(_TRIES)):

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from runner.config.cores import cores
 from runner.data.bad_samples import ReplacementSampler
-from runner.data.indices import Indices
+from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset
 
 _MOST = 16
@@ -36,15 +36,6 @@ class WorkerChoice:
     workers: int
     reason: str = ""
     warnings: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class BatchTiming:
-    """Seconds to read a batch on one core, to pass it to another process, and to read an epoch on one core."""
-
-    read: float
-    handed_over: float
-    epoch: float
 
 
 def choose_num_workers(
@@ -79,28 +70,28 @@ def choose_num_workers(
         free = f"{_SHARED_MEMORY} has {_size(room or 0)} free"
         return WorkerChoice(0, f"auto: {free}, too little for batches of {_size(bytes_ahead)}")
     per_sample = _seconds_a_sample(SeededDataset(dataset, 0, transforms, replacements), indices, batch_size)
-    shared = _seconds_to_share(batch_size * sample_bytes)
-    timing = BatchTiming(per_sample * batch_size, _MESSAGE_S + shared, per_sample * len(indices))
-    return WorkerChoice(*enough(timing, cores(), allowed))
+    hand_over = _MESSAGE_S + _seconds_to_share(batch_size * sample_bytes)
+    return WorkerChoice(*enough(per_sample * batch_size, hand_over, per_sample * len(indices), cores(), allowed))
 
 
-def enough(timing: BatchTiming, cores: int, allowed: int) -> tuple[int, str]:
+def enough(read: float, hand_over: float, epoch: float, cores: int, allowed: int) -> tuple[int, str]:
     """The fewest workers that keep ahead of any consumer, and why; `allowed` is how many there is memory for.
 
-    How long a training step takes is not known yet. But the main process cannot receive batches faster than they are handed
-    over: more workers than the time to read divided by the time to hand over would never be waited for.
+    `read`, `hand_over` and `epoch` are the seconds to read a batch on one core, to pass it to another process, and to read
+    an epoch on one core. How long a training step takes is not known yet. But the main process cannot receive batches faster
+    than they are handed over: more workers than the time to read divided by the time to hand over would never be waited for.
     """
-    read = f"auto: a batch takes {_time(timing.read)} to read"
-    if timing.read < max(_CHEAP_S, 2 * timing.handed_over):
-        return 0, f"{read}, not worth handing over from another process"
-    if timing.epoch < _START_S:
-        return 0, f"auto: an epoch takes {_time(timing.epoch)} to read, less than starting a process"
-    wanted = math.ceil(timing.read / timing.handed_over)
+    reason = f"auto: a batch takes {_time(read)} to read"
+    if read < max(_CHEAP_S, 2 * hand_over):
+        return 0, f"{reason}, not worth handing over from another process"
+    if epoch < _START_S:
+        return 0, f"auto: an epoch takes {_time(epoch)} to read, less than starting a process"
+    wanted = math.ceil(read / hand_over)
     count = min(wanted, cores, allowed, _MOST)
     if count == wanted:
-        return count, f"{read} on one core and {_time(timing.handed_over)} to hand over"
+        return count, f"{reason} on one core and {_time(hand_over)} to hand over"
     limits = {allowed: f"{_SHARED_MEMORY} has room for as many", cores: f"{cores} cores"}
-    return count, f"{read} on one core; {limits.get(count, f'at most {_MOST}')}"
+    return count, f"{reason} on one core; {limits.get(count, f'at most {_MOST}')}"
 
 
 def workers_with_room(ahead: int) -> int:
@@ -119,7 +110,7 @@ def _free_shared_memory() -> int | None:
 def _seconds_a_sample(seeded: SeededDataset, indices: Indices, most: int) -> float:
     """Time samples spread over the split, in growing chunks, until the budget is used."""
     count = min(most, len(indices))
-    spread = indices[_spread(len(indices), count)].tolist()
+    spread = indices[spread_places(len(indices), count)].tolist()
     seeded[0, spread[0]]  # the first one also opens files and imports modules
     began, done = time.perf_counter(), 0
     while done < count and time.perf_counter() - began < _BUDGET_S:
@@ -129,7 +120,7 @@ def _seconds_a_sample(seeded: SeededDataset, indices: Indices, most: int) -> flo
     return (time.perf_counter() - began) / done
 
 
-def _spread(samples: int, count: int) -> Tensor:
+def spread_places(samples: int, count: int) -> Tensor:
     """`count` places from the first to the last of `samples`, int64; float32 would round some to beyond the last."""
     return torch.linspace(0, samples - 1, count, dtype=torch.float64).long()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,43 +17,29 @@ from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache
-from runner.data.cache_file import CachedImages
-from runner.data.indices import Indices
+from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
 from runner.data.samples import SampleTransform, crops_while_decoding
 from runner.data.sources.arrays import ImageArrays
-from runner.data.sources.stored_images import StoredImages
+from runner.data.splits import Parts
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
 
-Parts = Mapping[str, tuple[Dataset[Any], Indices]]
-"""For each split the data set that it is read from, and its samples in it."""
-Row = tuple[str, str, str]
-"""Label, value and reason of a choice, for people."""
-
 
 @dataclass
 class DataPlacement:
-    """How the splits are read.
+    """How the splits are read; `choices` are rows of (label, value, reason) to show."""
 
-    Attributes:
-        in_memory: where images are gathered from; None to read them one by one.
-        workers: processes that read them one by one.
-        pin: whether batches that are read one by one go through page-locked memory.
-        choices: rows of (label, value, reason) to show.
-        warnings: settings without effect, and other advice.
-    """
-
-    in_memory: torch.device | None = None
-    workers: int = 0
-    pin: bool = False
-    choices: list[Row] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    in_memory: torch.device | None = None  # where images are gathered from; None to read them one by one
+    workers: int = 0  # processes that read them one by one
+    pin: bool = False  # whether batches that are read one by one go through page-locked memory
+    choices: list[tuple[str, str, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
+    cache_missing: bool = False
     _caches: dict[int, CachedImages] = field(default_factory=dict)
     _stored: dict[int, tuple[Tensor | StoredImages, Tensor]] = field(default_factory=dict)
-    _in_ram: bool = False
-    _cache_missing: bool = False
+    _copies: bool = False  # whether images of a cache file are copied into memory
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """What is read instead of a data set: its cache, or the data set itself."""
@@ -73,7 +59,7 @@ class DataPlacement:
             images: Tensor | StoredImages = source.images
             if isinstance(images, Tensor):
                 images = images.to(self.in_memory)
-            elif self._in_ram or self.in_memory.type != "cpu":
+            elif self._copies:
                 images = images.copied(self.in_memory)
             self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
         return self._stored[id(dataset)]
@@ -110,7 +96,13 @@ def plan_placement(
 
     decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
     if data.cache is not None:
-        _refuse_crops_from_whole_images(parts, sample_train, sample_eval)
+        for key, transforms, splits in (("train", sample_train, ["train"]), ("eval", sample_eval, [*parts])):
+            if any(crops_while_decoding(parts[split][0], transforms) for split in splits):
+                problem = (
+                    f"'disk' keeps the central squares of images, and transform.sample_{key}.0 crops from whole images"
+                )
+                allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
+                raise UserError("data.cache", problem, allowed)
         _fill_caches(plan, data, parts, (lambda: decoding().workers) if make_cache else None)
     elif data.cache_dir is not None:
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
@@ -122,41 +114,28 @@ def plan_placement(
         plan.workers = choice.workers
         plan.pin = device.type == "cuda" and data.pin_memory is not False
     if choice is not None:
-        if choice.reason:
-            plan.choices.append(("workers", str(choice.workers), choice.reason))
+        plan.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         plan.warnings += choice.warnings
     plan.warnings += _without_effect(plan, data, device)
     return plan
 
 
-def _refuse_crops_from_whole_images(
-    parts: Parts, sample_train: Sequence[SampleTransform], sample_eval: Sequence[SampleTransform]
-) -> None:
-    """A cache keeps central squares, and an evaluation reads every split."""
-    key = ""
-    if crops_while_decoding(parts["train"][0], sample_train):
-        key = "train"
-    elif any(crops_while_decoding(dataset, sample_eval) for dataset, _ in parts.values()):
-        key = "eval"
-    if key:
-        problem = f"'disk' keeps the central squares of images, and transform.sample_{key}.0 crops from whole images"
-        raise UserError("data.cache", problem, f"data.cache=null, or batch transforms in transform.{key} instead")
-
-
 def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callable[[], int] | None) -> None:
-    """Open or make the cache of every data set that is not in memory."""
+    """Open or make the cache of every data set that is not in memory: in `data.cache_dir`, or beside the folder of its images."""
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
     for split, (dataset, _) in parts.items():
         if not isinstance(dataset, ImageArrays):
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
-        return
-    cache = cache_of(data)
+    root = Path(data.dataset.get("root") or data.root).expanduser().absolute()
+    folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else root.with_name(f"{root.name}.cache")
+    recipe = {"dataset": data.dataset, "root": str(root), "image_size": data.image_size}
+    cache = Cache(folder, data.name, recipe, data.on_error == "skip")
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
         if opened.images is None:
-            plan._cache_missing = True
+            plan.cache_missing = True
             plan._caches.clear()
             plan.choices.clear()
             if workers is not None:
@@ -168,60 +147,56 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: Callabl
             plan.warnings.append(opened.complaint)
 
 
-def cache_of(data: Data) -> Cache:
-    """Where the images of a data set are kept: in `data.cache_dir`, or beside the folder that they are read from."""
-    root = Path(data.dataset.get("root") or data.root).expanduser().absolute()
-    folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else root.with_name(f"{root.name}.cache")
-    recipe = {"dataset": data.dataset, "root": str(root), "image_size": data.image_size}
-    return Cache(folder, data.name, recipe, data.on_error == "skip")
-
-
 def _place(
     plan: DataPlacement, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
 ) -> None:
     """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
+    wanted = data.placement
     arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
     possible = len(arrays) == len(sources)
-    if data.placement in ("device", "ram") and not possible:
-        if not plan._cache_missing:
-            problem = f"'{data.placement}' needs a data set of image tensors in memory"
+    if wanted in ("device", "ram") and not possible:
+        if not plan.cache_missing:
+            problem = f"'{wanted}' needs a data set of image tensors in memory"
             raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
-        plan.warnings.append(f"data.placement={data.placement} has no effect: data.cache was not made")
-    if data.placement == "disk" or not possible or sample_transforms:
+        plan.warnings.append(f"data.placement={wanted} has no effect: data.cache was not made")
+    if wanted == "disk" or not possible or sample_transforms:
         reason = "transform has sample transforms" if sample_transforms else "images are read one by one"
-        plan.choices.insert(0, ("data path", "workers", "as set" if data.placement == "disk" else reason))
+        plan.choices.insert(0, ("data path", "workers", "as set" if wanted == "disk" else reason))
         return
-    cached = any(isinstance(source, CachedImages) for source in arrays)
-    size = sum(source.images.nbytes for source in arrays)
-    plan.in_memory, value, reason = _home(data, size, cached, device)
-    if plan.in_memory.type == "cpu" and cached and value == "in RAM":
-        available = psutil.virtual_memory().available
-        if size > available:
-            problem = f"'ram' needs {size / _GIB:.1f} GiB, and {available / _GIB:.1f} GiB are available"
-            raise UserError("data.placement", problem, "auto, which reads from the cache file")
-        plan._in_ram = True
+    size, cached = sum(source.images.nbytes for source in arrays), bool(plan._caches)
+    shown, on_cuda = f"{size / 2**20:.1f} MiB of images", device.type == "cuda"
+    home, reason = torch.device("cpu"), "as set"
+    if wanted == "ram":
+        if cached:
+            _require(
+                size,
+                psutil.virtual_memory().available,
+                "'ram'",
+                "are available",
+                "auto, which reads from the cache file",
+            )
+    elif device.type == "cpu":
+        reason = reason if wanted == "device" else f"{shown}, and the CPU computes"
+    elif on_cuda and wanted == "auto" and size > _SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[0]:
+        reason = f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
+    else:
+        home, reason = device, reason if wanted == "device" else f"{shown} fit"
+        if on_cuda and wanted == "device":
+            # torch returns its reserved memory when an allocation needs it.
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.cuda.mem_get_info(device)[0] + unused
+            _require(
+                size, free, "'device'", f"on {device} are free", "auto or ram, which keep the images in CPU memory"
+            )
+    plan.in_memory, plan._copies = home, wanted == "ram" or home.type != "cpu"
+    value = f"on {home}" if home.type != "cpu" else "in RAM" if wanted == "ram" or not cached else "cache file"
     plan.choices.insert(0, ("data path", value, reason))
 
 
-def _home(data: Data, size: int, cached: bool, device: torch.device) -> tuple[torch.device, str, str]:
-    """Where tensors of this size live, in words, and why."""
-    cpu, shown = torch.device("cpu"), f"{size / 2**20:.1f} MiB of images"
-    if data.placement == "ram":
-        return cpu, "in RAM", "as set"
-    home = "cache file" if cached else "in RAM"
-    if device.type == "cpu":
-        return cpu, home, "as set" if data.placement == "device" else f"{shown}, and the CPU computes"
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if data.placement == "device":
-            # torch returns its reserved memory when an allocation needs it.
-            available = free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if size > available:
-                problem = f"'device' needs {size / _GIB:.1f} GiB, and {device} has {available / _GIB:.1f} GiB free"
-                raise UserError("data.placement", problem, "auto or ram, which keep the images in CPU memory")
-        elif size > _SHARE_OF_DEVICE * free:
-            return cpu, home, f"{shown} are over {_SHARE_OF_DEVICE:.0%} of the device's free memory"
-    return device, f"on {device}", "as set" if data.placement == "device" else f"{shown} fit"
+def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
+    if size > free:
+        problem = f"{what} needs {size / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB {where}"
+        raise UserError("data.placement", problem, allowed)
 
 
 def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:

@@ -11,6 +11,7 @@ import functools
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,10 +66,8 @@ def _hash_anywhere(values: Tensor) -> Tensor:
 class SampleRNG:
     """Random numbers for the samples of one batch: each call gives new ones, one per sample.
 
-    Args:
-        seed, epoch: of the run.
-        indices: identity of each sample in the data set, int64 of shape (B,), on the device of the numbers.
-        stream: separates consumers of the same samples, such as the place in a list of transforms.
+    `indices` identify the samples in the data set, int64 of shape (B,), on the device of the numbers. `stream` separates
+    consumers of the same samples, such as the place in a list of transforms.
     """
 
     def __init__(self, seed: int, epoch: int, indices: Tensor, stream: int = 0) -> None:
@@ -150,28 +149,25 @@ def beta(alpha: float) -> Quantiles:
     """
     if not 1e-3 <= alpha <= 1e6:
         raise ValueError(f"alpha must be from 0.001 to 1000000, got {alpha}")
+
+    def logistic(y: np.ndarray) -> Any:
+        return np.exp(-np.logaddexp(0, -y))
+
+    def integral(values: np.ndarray) -> np.ndarray:  # twice the integral up to each point
+        return np.concatenate([[0.0], np.cumsum(values[1:] + values[:-1])])
+
     # Beyond this the density is below exp(-36) of its peak: it falls as exp(-alpha |y|), near 0 as exp(-alpha y^2 / 4).
     reach = 36 / alpha + math.sqrt(4 * 36 / alpha)
     y = np.linspace(-reach, reach, _POINTS)
     density = np.exp(-2 * alpha * (np.logaddexp(y / 2, -y / 2) - math.log(2)))
-    summed, moment = _integral(density), _integral(density * _logistic(y))
+    summed, moment = integral(density), integral(density * logistic(y))
     share = summed / summed[-1]
     # Both halves from the lower one, so that the distribution is symmetric to the last bit.
-    x = _logistic(np.interp(np.linspace(0, 0.5, _CELLS // 2 + 1), share, y))
+    x = logistic(np.interp(np.linspace(0, 0.5, _CELLS // 2 + 1), share, y))
     # The long tail of a large alpha gets its true mean, instead of reaching to 0.
     mean_of_tail = np.interp(1 / _CELLS, share, moment) / summed[-1] * _CELLS
     x[0], x[-1] = max(0.0, 2 * mean_of_tail - x[1]), 0.5
     return Quantiles(np.concatenate([x, 1 - x[-2::-1]]))
-
-
-def _logistic(y: np.ndarray) -> np.ndarray:
-    x: np.ndarray = np.exp(-np.logaddexp(0, -y))
-    return x
-
-
-def _integral(values: np.ndarray) -> np.ndarray:
-    """Twice the integral up to each point, by the trapezoidal rule."""
-    return np.concatenate([[0.0], np.cumsum(values[1:] + values[:-1])])
 
 
 def log_uniform(low: float, high: float) -> Quantiles:

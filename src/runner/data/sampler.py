@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias, overload
 
 import numpy as np
 import torch
@@ -20,6 +22,31 @@ LISTED = 2**16
 """Up to so many samples an order is a list."""
 _AT_ONCE = 2**14  # positions that are computed together: for few, calls cost more than numbers
 _TURNS = 8
+
+
+@dataclass(frozen=True)
+class AllSamples:
+    """All samples of a data set in order, without a list: reads like `torch.arange(samples)`."""
+
+    samples: int
+
+    def __len__(self) -> int:
+        return self.samples
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice | Tensor) -> Tensor: ...
+    def __getitem__(self, place: int | slice | Tensor) -> int | Tensor:
+        """The index at a place; those of a slice, or at an int64 tensor of places from 0 on, as a tensor."""
+        if isinstance(place, Tensor):
+            return place
+        found = range(self.samples)[place]
+        return torch.arange(found.start, found.stop, found.step) if isinstance(found, range) else found
+
+
+Indices: TypeAlias = Tensor | AllSamples
+"""Samples of a split: int64 of shape (N,), or all there are."""
 
 
 class EpochOrder:
@@ -59,16 +86,6 @@ class EpochOrder:
         generator = torch.Generator().manual_seed(hash_ints(self.seed, self.epoch, 0))
         return torch.randperm(self.samples, generator=generator)
 
-    @functools.cached_property
-    def _keys(self) -> list[int]:
-        return [hash_ints(self.seed, self.epoch, 0, 0, turn) for turn in range(_TURNS)]
-
-    @functools.cached_property
-    def _sides(self) -> tuple[int, int]:
-        """The smallest rectangle that is nearly square and has room for all samples."""
-        rows = math.isqrt(self.samples - 1) + 1
-        return rows, -(-self.samples // rows)
-
     def _permuted(self, positions: np.ndarray) -> np.ndarray:
         """The permuted positions: numbers beyond the last sample are permuted again, which keeps it one to one."""
         numbers = self._shuffled(positions)
@@ -79,7 +96,7 @@ class EpochOrder:
         return numbers
 
     def _shuffled(self, numbers: np.ndarray) -> np.ndarray:
-        """A keyed permutation of the cells of the rectangle, uint64 (N,).
+        """A keyed permutation, uint64 (N,), of the cells of the smallest nearly square rectangle with room for all samples.
 
         A Feistel network over rows and columns (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): in turns,
         each row number is shifted by a hash of the column number, and vice versa. A shift can be undone, so whatever the hash,
@@ -89,20 +106,14 @@ class EpochOrder:
         distance in rows. From five rounds on, tens of thousands of such pairs show nothing. Eight leave a margin, as in the
         NIST standard for small domains (SP 800-38G, FF3).
         """
-        rows, columns = self._sides
-        row, column = np.divmod(numbers, np.uint64(columns))
-        for turn, key in enumerate(self._keys):
-            if turn % 2 == 0:
-                row = _moved(row, column, rows, key)
-            else:
-                column = _moved(column, row, columns, key)
-        shuffled: np.ndarray = row * np.uint64(columns) + column
+        rows = math.isqrt(self.samples - 1) + 1
+        columns = -(-self.samples // rows)
+        (moved, size), (others, other_size) = zip(np.divmod(numbers, np.uint64(columns)), (rows, columns), strict=True)
+        for turn in range(_TURNS):
+            key = hash_ints(self.seed, self.epoch, 0, 0, turn)
+            step = splitmix64(others + np.uint64(key)) >> np.uint64(32)
+            moved = moved + (step * np.uint64(size) >> np.uint64(32))
+            np.subtract(moved, np.uint64(size), out=moved, where=moved >= size)
+            moved, size, others, other_size = others, other_size, moved, size
+        shuffled: np.ndarray = moved * np.uint64(columns) + others
         return shuffled
-
-
-def _moved(numbers: np.ndarray, others: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Numbers below `size`, shifted cyclically by a hash of the others."""
-    step = splitmix64(others + np.uint64(key)) >> np.uint64(32)
-    moved: np.ndarray = numbers + (step * np.uint64(size) >> np.uint64(32))
-    np.subtract(moved, np.uint64(size), out=moved, where=moved >= size)
-    return moved

@@ -37,9 +37,7 @@ class Read(NamedTuple):
 class Items(list[tuple[Any, Any]]):
     """Pairs of image and target, and the samples that could not be read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.skipped: list[BadSample] = []
+    skipped: Sequence[BadSample] = ()
 
 
 class SeededDataset(Dataset[Any]):
@@ -58,16 +56,15 @@ class SeededDataset(Dataset[Any]):
         replacements: ReplacementSampler | None = None,
         split: str = "",
     ) -> None:
-        self._split = split
-        self._dataset, self._seed, self._transforms = dataset, seed, list(transforms)
+        self._dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
         self._replacements = replacements
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(dataset, transforms) else None
 
     def __getitems__(self, places: list[tuple[int, int]]) -> Items:
-        items = Items()
+        skipped: list[BadSample] = []
         with preserved_rng(), _one_thread():
-            for epoch, index in places:
-                items.append(self._item(epoch, index, items.skipped))
+            items = Items(self._item(epoch, index, skipped) for epoch, index in places)
+        items.skipped = skipped
         return items
 
     def _item(self, epoch: int, index: int, skipped: list[BadSample]) -> tuple[Any, Any]:
@@ -95,28 +92,22 @@ def read_sample(
     read: Callable[[int], tuple[Any, Any]], index: int, split: str, transforms: Sequence[SampleTransform]
 ) -> tuple[Any, Any]:
     """Read and transform sample `index`; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
+    transforming = False
     try:
         image, target = read(index)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:
-        raise UserError(
-            "data.dataset",
-            f"{_name(index, split)} cannot be read: {_located(error)}",
-            "a data set that gives each of its samples, or data.on_error=skip to skip those that it cannot",
-        ) from error
-    if not transforms:
-        return image, target
-    try:
+        transforming = True
         return transformed(image, transforms), target
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise UserError(
-            "transform.sample_train, transform.sample_eval",
-            f"cannot take {_name(index, split)}: {_located(error)}",
-            "transforms that accept every image of the data set",
-        ) from error
+        name, why = _name(index, split), _located(error)
+        if transforming:
+            allowed = "transforms that accept every image of the data set"
+            raise UserError(
+                "transform.sample_train, transform.sample_eval", f"cannot take {name}: {why}", allowed
+            ) from error
+        allowed = "a data set that gives each of its samples, or data.on_error=skip to skip those that it cannot"
+        raise UserError("data.dataset", f"{name} cannot be read: {why}", allowed) from error
 
 
 def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
@@ -179,23 +170,21 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
 
     Raises `UserError` if images have different shapes or dtypes, or something is no image or no number.
     """
-    images = [as_tensor(image) for image, _ in items]
-    if differ := _two_shapes(images):
-        allowed = "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)"
-        raise UserError("data.dataset", f"images of one batch have different shapes, such as {differ}", allowed)
-    dtypes = {str(image.dtype) for image in images}
-    if len(dtypes) > 1:
+    images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
+    for what, tensors, allowed in (
+        (
+            "images",
+            images,
+            "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)",
+        ),
+        ("targets", targets, "targets of one shape"),
+    ):
+        if len(shapes := sorted({tuple(tensor.shape) for tensor in tensors})) > 1:
+            problem = f"{what} of one batch have different shapes, such as {shapes[0]} and {shapes[1]}"
+            raise UserError("data.dataset", problem, allowed)
+    if len(dtypes := {str(image.dtype) for image in images}) > 1:
         raise UserError("data.dataset", f"images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
-    targets = [as_target(target) for _, target in items]
-    if differ := _two_shapes(targets):
-        problem = f"targets of one batch have different shapes, such as {differ}"
-        raise UserError("data.dataset", problem, "targets of one shape")
     return Read(default_collate(images), torch.stack(targets).numpy(), tuple(getattr(items, "skipped", ())))
-
-
-def _two_shapes(tensors: list[Tensor]) -> str:
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    return f"{shapes[0]} and {shapes[1]}" if len(shapes) > 1 else ""
 
 
 def as_target(target: Any) -> Tensor:

@@ -58,44 +58,35 @@ class _Listener:
             self._handler(signal.SIGCHLD, None)
 
 
-@contextlib.contextmanager
-def wait_for_batch() -> Iterator[None]:
-    """Wait for workers, or start them; raises RuntimeError if one is dead or dies in the meantime."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        if isinstance(before, _Listener):
-            before.catch_up()
-        yield
-    finally:
-        if not isinstance(before, _Listener):
-            handler = signal.getsignal(signal.SIGCHLD)
-            if getattr(handler, "__module__", "") == _OF_TORCH:
-                signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
-
-
 class TimedOut(RuntimeError):
     """No batch came from the workers in time."""
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimedOut` if the block takes longer, whatever it waits for.
+def wait_for_batch(seconds: float | None) -> Iterator[None]:
+    """Wait for workers, or start them, outside of the main thread without any of these checks.
 
+    Raises RuntimeError if one is dead or dies in the meantime, and `TimedOut` after so many seconds, whatever is waited for:
     torch's own timeout covers an empty queue only. A tensor arrives as a message, and its memory as a file descriptor that a
-    thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever.
-
-    Without effect outside of the main thread, and while user code runs a timer (`signal.setitimer`).
+    thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever. There is no
+    limit while user code runs a timer (`signal.setitimer`).
     """
-    main = threading.current_thread() is threading.main_thread()
-    if seconds is None or not main or signal.getitimer(signal.ITIMER_REAL)[0]:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    with raising_after(seconds, lambda: TimedOut(f"nothing came for {seconds:g} s")):
-        yield
+    before = signal.getsignal(signal.SIGCHLD)
+    limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
+        limit = raising_after(seconds, lambda: TimedOut(f"nothing came for {seconds:g} s"))
+    try:
+        if isinstance(before, _Listener):
+            before.catch_up()
+        with limit:
+            yield
+    finally:
+        handler = signal.getsignal(signal.SIGCHLD)
+        if not isinstance(before, _Listener) and getattr(handler, "__module__", "") == _OF_TORCH:
+            signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
 
 
 def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
@@ -110,15 +101,17 @@ def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, s
                 problem = f"a worker process cannot put a batch into shared memory: {reason}"
                 return problem, f"a larger limit, a smaller data.batch_size, or {_IN_MAIN}"
     # Once an iterator ends its workers, they may have ended with status 0.
-    busy = [iterator for iterator in iterators if not getattr(iterator, "_shutdown", True)]
-    unasked = {worker for iterator in busy for worker in iterator._workers}
-    workers = [pair for iterator in iterators for pair in enumerate(getattr(iterator, "_workers", ()))]
+    workers = [
+        (number, worker, not getattr(iterator, "_shutdown", True))
+        for iterator in iterators
+        for number, worker in enumerate(getattr(iterator, "_workers", ()))
+    ]
     # A broken connection is seen a moment before the system reports that the process at its other end is gone.
     broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in text
     deadline = time.monotonic() + (_MOMENT_S if broken else 0)
     while True:
-        for number, worker in workers:
-            if worker.exitcode or (worker.exitcode == 0 and worker in unasked):
+        for number, worker, busy in workers:
+            if worker.exitcode or (worker.exitcode == 0 and busy):
                 problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
                 return problem, f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
         if time.monotonic() >= deadline:
@@ -127,10 +120,9 @@ def describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, s
 
 
 def _how_it_ended(exitcode: int) -> str:
-    if exitcode == 0:
-        return "ended with status 0 (the data set or a transform may have called exit())"
-    if exitcode > 0:
-        return f"ended with status {exitcode}"
+    if exitcode >= 0:
+        reason = "" if exitcode else " (the data set or a transform may have called exit())"
+        return f"ended with status {exitcode}{reason}"
     name = next((known.name for known in signal.Signals if known == -exitcode), f"signal {-exitcode}")
     return f"was killed by {name}" + (f" ({_ADVICE[name]})" if name in _ADVICE else "")
 

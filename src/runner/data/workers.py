@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import signal
 import warnings
 import weakref
@@ -13,41 +14,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from runner.config.errors import DataFailed, UserError
 from runner.config.signals import STOPPING
 from runner.data import worker_failures
 from runner.data.bad_samples import BadSample, ReplacementSampler
-from runner.data.cuda_prefetch import prefetch_to_cuda
-from runner.data.indices import Indices
-from runner.data.loaders import Batch, Mix, Prepare, mixed
+from runner.data.cache_file import CachedImages
+from runner.data.loaders import Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
-from runner.data.sampler import EpochOrder
+from runner.data.sampler import Indices
 from runner.data.samples import Read, SampleTransform, SeededDataset, collate
+from runner.data.sources.arrays import ImageArrays
+from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
 
-class _Request:
-    """Part of an epoch: batches of samples, computed when workers are to read them and kept until they have."""
+class _Requests:
+    """What is to be read: `batches` of samples of an epoch, computed when they are asked for and `pending` until they came."""
 
-    def __init__(self, epoch: int, parts: Iterator[Tensor]) -> None:
-        self._epoch, self._parts = epoch, parts
+    def __init__(self, epoch: int, batches: Iterator[Tensor]) -> None:
+        self.begin(epoch, batches)
+
+    def begin(self, epoch: int, batches: Iterator[Tensor]) -> None:
+        self._epoch, self._batches = epoch, batches
         self.pending: deque[Tensor] = deque()
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for part in self._parts:
-            self.pending.append(part)
-            yield [(self._epoch, index) for index in part.tolist()]
-
-
-class _Slices(Sampler[list[tuple[int, int]]]):
-    """Batches of (epoch, index) of the request that was made last."""
-
-    def __init__(self) -> None:
-        self.request = _Request(0, iter(()))
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.request)
+        epoch, pending = self._epoch, self.pending
+        for batch in self._batches:
+            pending.append(batch)
+            yield [(epoch, index) for index in batch.tolist()]
 
 
 def _start_worker(_: int) -> None:
@@ -58,49 +54,34 @@ def _start_worker(_: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Block signals while workers start: they inherit the mask, so none dies before it can ignore one."""
+def _starting() -> Iterator[None]:
+    """Block signals while workers start: they inherit the mask, so none dies before it can ignore one.
+
+    And silence torch's warning about the number of workers, which `num_workers` reports already.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence torch's warning about the number of workers, which `num_workers` reports already."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        yield
-
-
-class WorkerLoader:
-    """Batches read sample by sample by worker processes, or by this one.
+class WorkerLoader(Loader):
+    """Batches read sample by sample by worker processes, or by this one; the other arguments are those of `Loader`.
 
     Args:
-        dataset: map-style data set giving (image, target).
-        indices: samples of this split.
-        batch_size: samples of a batch; the last one of an epoch may be smaller.
-        seed: seed of the sample order and of the draws of each sample.
-        shuffle: False keeps the order of `indices`.
-        device: where batches are wanted.
-        transforms: callables on one image.
-        workers: processes; 0 reads in this one.
-        prefetch: batches each worker reads ahead.
-        persistent: keep workers between epochs.
-        pin: page-locked memory.
+        dataset, transforms, replacements, split: of the `SeededDataset` that is read.
+        workers, prefetch, persistent, pin, timeout_s: of the `DataLoader`; without workers, this process reads.
         non_blocking: copies overlap with computing.
-        prepare: what is done to images on the device; None leaves them as they are in the data set.
-        mix_batch: blends the samples of a batch; None for nothing.
-        replacements: replaces samples that cannot be read; None raises the error.
         on_skipped: called with samples that could not be read, when their batch is taken.
-        timeout_s: seconds to wait for a batch of the workers; None waits forever.
-        split: name of the split, for messages.
 
     Attributes:
         check: called with the targets and the samples of every batch, on the CPU, before it is used; may raise.
     """
+
+    workers: int
 
     def __init__(
         self,
@@ -123,22 +104,19 @@ class WorkerLoader:
         timeout_s: float | None = None,
         split: str = "",
     ) -> None:
+        super().__init__(indices, batch_size, seed, shuffle, device, prepare, mix_batch)
         self.check: Callable[[Tensor, Tensor], None] | None = None
-        self.samples = len(indices)
-        self.batch_size = batch_size
         self.workers = workers
-        self._prepare, self._mix = prepare, mix_batch
-        self._indices, self._seed, self._shuffle = indices, seed, shuffle
-        self._device, self._pin, self._non_blocking = device, pin, non_blocking
-        self._slices = _Slices()
-        self._persistent = persistent
+        self.could_be_resident = isinstance(dataset, ImageArrays | CachedImages) and not transforms
+        self._pin, self._prefetches = pin, non_blocking
+        self._requests = _Requests(0, iter(()))
+        self._persistent, self._on_skipped, self._timeout_s = persistent, on_skipped, timeout_s
         self._iterator: Any = None
-        self._on_skipped, self._timeout_s = on_skipped, timeout_s
         _LOADERS.add(self)
-        with _without_advice():
+        with _starting():
             self._loader: DataLoader[Any] = DataLoader(
                 SeededDataset(dataset, seed, transforms, replacements, split),
-                batch_sampler=self._slices,
+                batch_sampler=self._requests,
                 num_workers=workers,
                 collate_fn=collate,
                 pin_memory=pin,
@@ -150,52 +128,30 @@ class WorkerLoader:
                 generator=torch.Generator().manual_seed(hash_ints(seed, 2)),
             )
 
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        """Batches `start` to `stop` - 1 of an epoch."""
-        order, size = EpochOrder(self.samples, self._seed, epoch, self._shuffle), self.batch_size
-        parts = (self._indices[positions] for positions in order.pieces(size, start * size, stop * size))
-        batches: Iterator[Batch] = self._copied(_Request(epoch, parts))
-        # Only what uses no stateful generator may run before it is requested.
-        early = self._prepare is None or self._prepare.per_sample
-        if early:
-            batches = self._prepared(batches, epoch)
-        if self._non_blocking:
-            batches = prefetch_to_cuda(batches, self._device)
-        if not early:
-            batches = self._prepared(batches, epoch)
-        return mixed(batches, self._mix, epoch)
-
-    def _copied(self, request: _Request) -> Iterator[Batch]:
-        self._slices.request = request
+    def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        self._requests.begin(epoch, samples)
+        pending = self._requests.pending
         for read in self._read():
-            places = request.pending.popleft()
+            places = pending.popleft()
             if read.skipped:
                 self._on_skipped(read.skipped)
             targets = torch.from_numpy(read.targets)
             if self.check is not None:
                 self.check(targets, places)
-            yield Batch(*(self._to_device(tensor) for tensor in (read.images, targets, places)))
+            yield self._moved(read.images), self._moved(targets), self._moved(places)
 
-    def _prepared(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
-        for images, targets, places in batches:
-            yield Batch(images if self._prepare is None else self._prepare(images, places, epoch), targets, places)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
+    def _moved(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=self._non_blocking)
+        return tensor.to(self._device, non_blocking=self._prefetches)
 
     def _read(self) -> Iterator[Read]:
-        iterator, request = None, self._slices.request
+        iterator, pending = None, self._requests.pending
         try:
-            with (
-                self._watched(request, None if self._iterator is None else self._timeout_s),
-                _without_advice(),
-                _signals_wait(),
-            ):
+            with self._watched(pending, None if self._iterator is None else self._timeout_s), _starting():
                 iterator = self._iterator = iter(self._loader)
             while True:
-                with self._watched(request, self._timeout_s):
+                with self._watched(pending, self._timeout_s):
                     read = next(iterator, None)
                 if read is None:
                     return
@@ -212,13 +168,13 @@ class WorkerLoader:
                 self._iterator = None if self._iterator is iterator else self._iterator
 
     @contextlib.contextmanager
-    def _watched(self, request: _Request, timeout_s: float | None) -> Iterator[None]:
+    def _watched(self, pending: deque[Tensor], timeout_s: float | None) -> Iterator[None]:
         """Wait for workers; raises `DataFailed` if one dies or nothing comes."""
         if not self.workers:
             yield
             return
         try:
-            with worker_failures.wait_for_batch(), worker_failures.time_limit(timeout_s):
+            with worker_failures.wait_for_batch(timeout_s):
                 yield
         except (RuntimeError, OSError, EOFError) as error:
             failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
@@ -229,7 +185,7 @@ class WorkerLoader:
             self.close()
             if failure is not None:
                 raise DataFailed("data.num_workers", *failure) from error
-            samples = request.pending[0].tolist() if request.pending else []
+            samples = pending[0].tolist() if pending else []
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
             raise DataFailed(
                 "data.timeout_s",
@@ -241,6 +197,29 @@ class WorkerLoader:
         """End the worker processes."""
         worker_failures.shut_down(self._iterator)
         self._iterator = self._loader._iterator = None
+
+
+def loader_in_ranges(loader: Loader, mark: Mark, at_once: int) -> Loader:
+    """The same batches, made in ranges.
+
+    `data wait` is the time until samples that are read one by one have come: from worker processes, or read in this one
+    where there are none. `copy and augment` is everything else about a batch: gathering it from memory, moving it to the
+    device, transforming and normalising it.
+
+    Args:
+        loader: stays as it is; closing either closes both.
+        mark: gives the ranges; those inside another count by themselves.
+        at_once: most batches that are gathered together from memory, so that a few steps show what many cost on average.
+    """
+    inner = copy.copy(loader)
+    inner._chunk = min(loader._chunk, at_once)
+    if isinstance(inner, WorkerLoader) and isinstance(loader, WorkerLoader):
+        read = loader._read
+        inner._read = lambda: items_in_range(read, mark, WAIT)  # type: ignore[method-assign]
+    outer = copy.copy(inner)
+    outer.batches = lambda *part: items_in_range(lambda: inner.batches(*part), mark, PREPARE)  # type: ignore[method-assign]
+    outer.close = loader.close  # type: ignore[method-assign]  # a copy does not know of the workers that it started
+    return outer
 
 
 _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()

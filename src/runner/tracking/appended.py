@@ -21,18 +21,17 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 def content(descriptor: int) -> bytes:
     """All bytes of an open file, which exist while it is open, even if its name is gone."""
-    blocks, offset = [], 0
-    while block := os.pread(descriptor, _BLOCK, offset):
-        blocks.append(block)
-        offset += len(block)
-    return b"".join(blocks)
+    data = bytearray()
+    while block := os.pread(descriptor, _BLOCK, len(data)):
+        data += block
+    return bytes(data)
 
 
 class AppendedFile:
     """A file that lines are appended to; each write reaches the operating system at once.
 
-    Before each write it checks the file. A file that was deleted or replaced is written again with everything that it
-    contained. A truncated file continues after its last complete line. Either is reported once.
+    A file that was deleted or replaced before a write is written again with everything that it contained. A truncated file
+    continues after its last complete line. Either is reported once.
 
     Args:
         path: the file; created if it does not exist.
@@ -86,10 +85,11 @@ class AppendedFile:
             self._descriptor = opened
         else:
             self._size = len(left)
-        if gone:
-            self._report("was deleted or replaced during the run; it was written again with all of its content")
-        else:
-            self._report("was cut short by another program during the run; the missing lines are lost")
+        if not self._reported:
+            self._reported = True  # first, because the report may be written to this very file
+            lost = "was cut short by another program during the run; the missing lines are lost"
+            again = "was deleted or replaced during the run; it was written again with all of its content"
+            self._warn(f"{self.path} {again if gone else lost}")
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut.
@@ -109,8 +109,3 @@ class AppendedFile:
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._size = os.fstat(descriptor).st_size
         return descriptor
-
-    def _report(self, what: str) -> None:
-        if not self._reported:
-            self._reported = True  # first, because the report may be written to this very file
-            self._warn(f"{self.path} {what}")

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _BAR_PERIOD_S = 0.2
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
+_NOTABLE_WAIT = 0.1
+Line = list[tuple[str, str]]
+"""Texts with their styles."""
 
 
 class Console:
@@ -42,10 +45,7 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._terminal = self._make_terminal()
         self._wants_bar = progress is not False
-        warn = weakref.WeakMethod(self.warn)  # a strong reference would keep the console alive and the file open
-        self._log = _open_log(log_file, lambda text: (report := warn()) and report(text))
-        if self._log is not None:
-            weakref.finalize(self, self._log.close)
+        self._log: AppendedFile | None = None
         self._silent = False
         self._running = False
         self._due = float("inf")
@@ -54,40 +54,44 @@ class Console:
         self._total_steps = 0
         self._total_epochs = 0
         self._train: dict[str, float] = {}
-        if log_file is not None and self._log is None:
-            self.warn(f"{log_file} cannot be written; the run continues without it")
+        if log_file is not None:
+            warn = weakref.WeakMethod(self.warn)  # a strong reference would keep the console alive and the file open
+            try:
+                self._log = AppendedFile(log_file, lambda text: (report := warn()) and report(text))
+                weakref.finalize(self, self._log.close)
+            except UserError:
+                self.warn(f"{log_file} cannot be written; the run continues without it")
 
     # Text
 
     def header(self, title: str, rows: list[tuple[str, str, str]]) -> None:
         """Show what runs and each choice that was made: rows of (label, value, reason); the reason may be empty."""
-        title, rows = mask_text(title), [(label, mask_text(value), reason) for label, value, reason in rows]
+        rows = [(clean(label), clean(mask_text(value)), clean(reason)) for label, value, reason in rows]
         left = max((len(label) for label, _, _ in rows), default=0)
         middle = max((len(value) for _, value, reason in rows if reason), default=0)
-        padded = [
-            (clean(label).ljust(left), clean(value).ljust(middle), f"({clean(reason)})" if reason else "")
-            for label, value, reason in rows
-        ]
-        lines = [clean(title), *(f"  {'  '.join(row)}".rstrip() for row in padded)]
-        self._emit(lines, lambda terminal: terminal.header(clean(title), padded))
+        lines: list[Line] = [[(clean(mask_text(title)), "bold")]]
+        for label, value, reason in rows:
+            why = f"  ({reason})" if reason else ""
+            lines.append([(f"  {label.ljust(left)}  ", "cyan"), (value.ljust(middle), "bold"), (why, "dim")])
+        self._emit(lines)
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, style: str = "") -> None:
         """Show one or several lines."""
-        self._text(text)
+        self._emit([[(line, style)] for line in mask_text(clean(text)).split("\n")])
 
     def warn(self, text: str) -> None:
         """Show `text` as a warning."""
-        self._text(f"warning: {text}", "yellow")
+        self.line(f"warning: {text}", "yellow")
 
     def error(self, text: str) -> None:
         """Show `text` as an error."""
-        self._text(f"error: {text}", "bold red")
+        self.line(f"error: {text}", "bold red")
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Show a table; each row has as many cells as there are columns."""
-        rows = [[mask_text(cell) for cell in row] for row in rows]
-        lines = [clean(title), *aligned(columns, rows)] if title else aligned(columns, rows)
-        self._emit(lines, lambda terminal: terminal.table(clean(title), columns, rows))
+        head, rule, *body = aligned(columns, [[mask_text(cell) for cell in row] for row in rows])
+        styled = [(head, "bold"), (rule, "dim"), *((line, "") for line in body)]
+        self._emit([[line] for line in ([(clean(title), "bold")] if title else []) + styled])
 
     # Progress
 
@@ -124,9 +128,10 @@ class Console:
             epoch: from 1.
         """
         shown = [metric(name, values[name]) for name in in_order(values)]
-        line = "  ".join([*self._position(global_step, epoch), *_with_split(split, shown)])
+        shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
+        line = "  ".join([*self._position(global_step, epoch), *shown])
         if split != "train":
-            self._emit([line], lambda terminal: terminal.text(line, "bold cyan"))
+            self._emit([[(line, "bold cyan")]])
             return
         left = self._seconds_left(global_step)
         if left is not None:
@@ -135,7 +140,7 @@ class Console:
         if self._bar_on:
             self._write_log([line])
         else:
-            self._emit([line], lambda terminal: terminal.text(line))
+            self._emit([[(line, "")]])
 
     def stop(self) -> None:
         """Remove the bar and end progress; may be called twice, or without `start`."""
@@ -158,12 +163,11 @@ class Console:
         self._due = perf_counter() + self._period
 
     def _draw(self, global_step: int, before: str) -> None:
-        shown = {
-            name: value
-            for name, value in self._train.items()
-            if name not in HARDWARE_METRICS or _is_notable(name, value)
-        }
-        texts = [metric(name, shown[name]) for name in in_order(shown)]
+        # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.
+        shown = [name for name in in_order(self._train) if name not in HARDWARE_METRICS]
+        if self._train.get("data_wait", 0.0) >= _NOTABLE_WAIT:
+            shown.append("data_wait")
+        texts = [metric(name, self._train[name]) for name in shown]
         left = self._seconds_left(global_step)
         if left is not None:
             texts.append(f"eta {duration(left)}")
@@ -185,28 +189,21 @@ class Console:
         seconds_per_step = (perf_counter() - time_then) / (global_step - step_then)
         return max(0, self._total_steps - global_step) * seconds_per_step
 
-    def _text(self, text: str, style: str = "") -> None:
-        text = mask_text(clean(text))
-        self._emit(text.split("\n"), lambda terminal: terminal.text(text, style))
-
-    def _emit(self, plain: list[str], draw: Callable[[Terminal], None]) -> None:
+    def _emit(self, lines: list[Line]) -> None:
+        plain = ["".join(text for text, _ in line).rstrip() for line in lines]
         self._write_log(plain)
-        if self._terminal is not None and self._on_terminal(draw):
-            return
-        self._write_plain(plain)
+        if not self._on_terminal(lambda terminal: terminal.lines(lines)):
+            self._write_plain(plain)
 
     def _write_plain(self, lines: list[str]) -> None:
-        if self._silent:
-            return
         try:
-            encoding = getattr(self._stream, "encoding", None)
-            self._stream.write(encodable("\n".join(lines) + "\n", encoding))
+            self._stream.write(encodable("\n".join(lines) + "\n", getattr(self._stream, "encoding", None)))
             self._stream.flush()
         except (OSError, ValueError):
             self._give_up()
 
     def _on_terminal(self, draw: Callable[[Terminal], None]) -> bool:
-        """Draw; whether nothing remains to be shown."""
+        """Draw; returns whether nothing is left to be shown as plain lines."""
         if self._terminal is None or self._silent:
             return self._silent
         try:
@@ -257,20 +254,3 @@ class Console:
         except (OSError, UserError):
             self._log = None
             self.warn("run.log cannot be written any more; the run continues without it")
-
-
-def _is_notable(gauge: str, value: float) -> bool:
-    """Whether the live bar, which has little room, shows a gauge: if waiting costs a tenth of the time."""
-    return gauge == "data_wait" and value >= 0.1
-
-
-def _with_split(split: str, metrics: list[str]) -> list[str]:
-    if split == "train":
-        return [f"train {metrics[0]}", *metrics[1:]] if metrics else ["train"]
-    return [f"[{split}]", *metrics]
-
-
-def _open_log(path: Path | None, warn: Callable[[str], None]) -> AppendedFile | None:
-    with contextlib.suppress(UserError):
-        return None if path is None else AppendedFile(path, warn)
-    return None

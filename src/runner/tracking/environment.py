@@ -45,51 +45,70 @@ _GIT_TIMEOUT_S = 5.0
 
 def environment() -> dict[str, Any]:
     """What could make another run differ, ready for JSON, secrets masked. Imports torch; missing tools are no error."""
+    import psutil
+    import torch
+
+    unordered = os.environ.get("PYTHONHASHSEED", "random") == "random"
+    random = ["the order of sets of strings (PYTHONHASHSEED is not set)"] if unordered else []
+    devices = map(
+        torch.cuda.get_device_properties, range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    )
     return {
         "runner": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": platform.node(),
-        "cpu": _cpu(),
-        "memory_bytes": _memory(),
+        "cpu": {"model": _cpu_model(), "logical": os.cpu_count() or 1, "usable": cores()},
+        "memory_bytes": int(psutil.virtual_memory().total),
         "packages": versions(),
-        "torch": _torch(),
-        "devices": _devices(),
+        "torch": {
+            "version": str(torch.__version__),
+            "git": torch.version.git_version,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "threads": torch.get_num_threads(),
+            "interop_threads": torch.get_num_interop_threads(),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "devices": [
+            {
+                "name": device.name,
+                "memory_bytes": int(device.total_memory),
+                "capability": f"{device.major}.{device.minor}",
+                "multiprocessors": int(device.multi_processor_count),
+            }
+            for device in devices
+        ],
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "git": _git(),
         "command": mask_words(sys.orig_argv),
-        "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *_random_hashes()]},
+        "repeating": {"seeded": list(_SEEDED), "not_seeded": [*_NOT_SEEDED, *random]},
     }
 
 
 def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
     """The environment as (label, value) rows of a table."""
     cpu, torch, git = env["cpu"], env["torch"], env["git"]
-    table = [
-        ("runner", env["runner"]),
-        ("python", env["python"]),
-        ("platform", env["platform"]),
-        ("hostname", env["hostname"]),
-        ("cpu", f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} logical cores usable, {torch['cpu_capability']}"),
-    ]
-    if env["memory_bytes"]:
-        table.append(("memory", _gib(env["memory_bytes"])))
     cuda = f"CUDA {torch['cuda']}, cuDNN {torch['cudnn']}" if torch["cuda"] else "no CUDA"
-    table.append(("torch build", f"{cuda}, {torch['threads']} threads"))
-    for index, device in enumerate(env["devices"]):
-        details = f"{_gib(device['memory_bytes'])}, capability {device['capability']}"
-        table.append((f"cuda:{index}", f"{device['name']}, {details}"))
-    if not env["devices"]:
-        table.append(("devices", "cpu only"))
-    table.extend(env["packages"].items())
-    table.extend(env["variables"].items())
-    if git:
-        table.append(("git", git["commit"] + (", with uncommitted changes" if git["dirty"] else "")))
-    table.append(("command", " ".join(env["command"])))
-    table.append(("seeded by seed=", "; ".join(env["repeating"]["seeded"])))
-    table.append(("not seeded", "; ".join(env["repeating"]["not_seeded"])))
-    table.append(("same bits need", "; ".join(same_bits_need(env))))
-    return table
+    devices = [
+        (f"cuda:{index}", f"{device['name']}, {_gib(device['memory_bytes'])}, capability {device['capability']}")
+        for index, device in enumerate(env["devices"])
+    ]
+    return [
+        *((name, env[name]) for name in ("runner", "python", "platform", "hostname")),
+        ("cpu", f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} logical cores usable, {torch['cpu_capability']}"),
+        ("memory", _gib(env["memory_bytes"])),
+        ("torch build", f"{cuda}, {torch['threads']} threads"),
+        *(devices or [("devices", "cpu only")]),
+        *env["packages"].items(),
+        *env["variables"].items(),
+        *([("git", git["commit"] + (", with uncommitted changes" if git["dirty"] else ""))] if git else []),
+        ("command", " ".join(env["command"])),
+        ("seeded by seed=", "; ".join(env["repeating"]["seeded"])),
+        ("not seeded", "; ".join(env["repeating"]["not_seeded"])),
+        ("same bits need", "; ".join(same_bits_need(env))),
+    ]
 
 
 def same_bits_need(env: dict[str, Any]) -> list[str]:
@@ -98,30 +117,8 @@ def same_bits_need(env: dict[str, Any]) -> list[str]:
     needs = [f"torch {torch['version']}", f"{torch['threads']} threads", f"CPU with {torch['cpu_capability']}"]
     if env["devices"]:
         devices = dict.fromkeys(f"{device['name']} ({device['capability']})" for device in env["devices"])
-        needs += [f"CUDA {torch['cuda']}", f"cuDNN {torch['cudnn']}", *devices]
-    return [*needs, "deterministic=true"] if env["devices"] else needs
-
-
-def _random_hashes() -> list[str]:
-    random = os.environ.get("PYTHONHASHSEED", "random") == "random"
-    return ["the order of sets of strings (PYTHONHASHSEED is not set)"] if random else []
-
-
-def _cpu() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            model = found.group(1).strip()
-    return {"model": model, "logical": os.cpu_count() or 1, "usable": cores()}
-
-
-def _memory() -> int | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.virtual_memory().total)
+        needs += [f"CUDA {torch['cuda']}", f"cuDNN {torch['cudnn']}", *devices, "deterministic=true"]
+    return needs
 
 
 @functools.cache
@@ -134,43 +131,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _torch() -> dict[str, Any]:
-    import torch
-
-    return {
-        "version": str(torch.__version__),
-        "git": torch.version.git_version,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _devices() -> list[dict[str, Any]]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [
-        {
-            "name": properties.name,
-            "memory_bytes": int(properties.total_memory),
-            "capability": f"{properties.major}.{properties.minor}",
-            "multiprocessors": int(properties.multi_processor_count),
-        }
-        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    ]
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found.group(1).strip()
+    return platform.processor() or platform.machine()
 
 
 def _git() -> dict[str, Any] | None:
     commit = _git_output("rev-parse", "HEAD")
-    if not commit:
-        return None
     status = _git_output("status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if status is None else bool(status)}
+    return {"commit": commit, "dirty": None if status is None else bool(status)} if commit else None
 
 
 def _git_output(*arguments: str) -> str | None:

@@ -28,21 +28,17 @@ _REASONS = {
 _FOLDER_FLUSH_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
-def write_error(path: Path, error: OSError) -> UserError:
-    """The sentence for an error while writing `path`."""
-    if error.errno in _FULL:
-        return UserError(f"{_FULL[error.errno]} on the disk that holds {path}; free some space or {_ELSEWHERE}")
-    reason = (error.strerror or str(error) or type(error).__name__).lower()
-    return UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}")
-
-
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an `OSError` raised inside the block into a `UserError` with `path` and the reason."""
     try:
         yield
     except OSError as error:
-        raise write_error(path, error) from error
+        if error.errno in _FULL:
+            full = f"{_FULL[error.errno]} on the disk that holds {path}; free some space or {_ELSEWHERE}"
+            raise UserError(full) from error
+        reason = (error.strerror or str(error) or type(error).__name__).lower()
+        raise UserError(f"cannot write {path}: {_REASONS.get(error.errno or 0, reason)}") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -92,9 +88,7 @@ def finite(obj: Any) -> Any:
 
 
 def _flush_folder(folder: Path) -> None:
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

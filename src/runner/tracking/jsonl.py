@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,44 +21,30 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _records(path)] if path.is_file() else []
 
 
-def drop_after(path: Path, global_step: int | None, repeated: Collection[str] = ()) -> None:
-    """Remove, atomically, the lines of later steps and incomplete lines.
+def copy_until(source: Path, target: Path, global_step: int | None, repeated: Collection[str] = ()) -> None:
+    """Copy, atomically, the complete lines of a metrics file up to a step; nothing happens if there is none.
 
     Args:
-        path: a metrics file; nothing happens if it does not exist.
-        global_step: the last step to keep; None removes incomplete lines only.
-        repeated: splits whose lines of `global_step` itself are removed too.
-
-    Raises:
-        UserError: the file cannot be read or written.
-    """
-    if not path.is_file():
-        return
-    with writing(path):
-        kept = _until(path, global_step, repeated)
-        changed = len(kept) != path.stat().st_size or kept != path.read_bytes()
-    if changed:
-        write_atomically(path, kept)
-
-
-def copy_until(source: Path, target: Path, global_step: int) -> None:
-    """Copy, atomically, the lines of a metrics file up to a step.
+        source: the file.
+        target: another one, or the same, which then loses its other lines.
+        global_step: the last step to copy; None copies all.
+        repeated: splits whose lines of `global_step` itself are skipped too.
 
     Raises:
         UserError: a file cannot be read or written.
     """
-    with writing(target):
-        kept = _until(source, global_step)
-    write_atomically(target, kept)
+    if not source.is_file():
+        return
 
-
-def _until(path: Path, global_step: int | None, repeated: Collection[str] = ()) -> bytes:
     def keep(record: dict[str, Any]) -> bool:
-        step = record["global_step"]
-        last = global_step is not None and step == global_step and record.get("split") in repeated
-        return (global_step is None or step <= global_step) and not last
+        left = math.inf if global_step is None else global_step - record["global_step"]
+        return left > 0 or (left == 0 and record.get("split") not in repeated)
 
-    return b"".join(line + b"\n" for line, record in _records(path) if keep(record))
+    with writing(target):
+        kept = b"".join(line + b"\n" for line, record in _records(source) if keep(record))
+        changed = target != source or kept != source.read_bytes()
+    if changed:
+        write_atomically(target, kept)
 
 
 def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

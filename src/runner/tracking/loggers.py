@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 from runner.config.errors import UserError
 from runner.tracking.appended import AppendedFile, content, is_at
 from runner.tracking.files import finite, write_atomically, writing
-from runner.tracking.jsonl import drop_after, read_records
+from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"
 _FIRST_COLUMNS = ["global_step", "epoch"]
@@ -55,49 +55,8 @@ class Logger(Protocol):
         ...
 
 
-class JsonLines:
-    """`metrics.jsonl`: one object per line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null.
-
-    Each line reaches the operating system at once, so that killing the process loses none.
-
-    Args:
-        warn: called with a sentence if another program changed the file.
-    """
-
-    def __init__(self, warn: Callable[[str], None] = _ignore) -> None:
-        self._warn = warn
-        self._file: AppendedFile | None = None
-
-    def open(self, directory: Path, resume_step: int | None) -> None:
-        """See `Logger.open`."""
-        path = directory / METRICS
-        drop_after(path, resume_step)
-        self._file = AppendedFile(path, self._warn)
-
-    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
-        """See `Logger.log`."""
-        if self._file is None:
-            raise _not_open()
-        record = {"global_step": global_step, "epoch": epoch, "split": split}
-        record.update({name: finite(float(value)) for name, value in metrics.items()})
-        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-
-    def flush(self) -> None:
-        """See `Logger.flush`."""
-        if self._file is not None:
-            self._file.sync()
-
-    def close(self) -> None:
-        """See `Logger.close`."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class Csv:
-    """`metrics_<split>.csv`: a row per call, a column per metric.
-
-    A new metric adds a column: the whole file is rewritten, and older rows are empty there.
+class _Lines:
+    """Files of lines in a run directory; each line reaches the operating system at once, so that a kill loses none.
 
     Args:
         warn: called with a sentence if another program changed a file.
@@ -106,12 +65,46 @@ class Csv:
     def __init__(self, warn: Callable[[str], None] = _ignore) -> None:
         self._warn = warn
         self._directory: Path | None = None
-        self._columns: dict[Path, list[str]] = {}
         self._files: dict[Path, AppendedFile] = {}
+
+    def flush(self) -> None:
+        """See `Logger.flush`."""
+        for file in self._files.values():
+            file.sync()
+
+    def close(self) -> None:
+        """See `Logger.close`."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+class JsonLines(_Lines):
+    """`metrics.jsonl`: one object per line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null."""
+
+    def open(self, directory: Path, resume_step: int | None) -> None:
+        """See `Logger.open`."""
+        self._directory, path = directory, directory / METRICS
+        copy_until(path, path, resume_step)
+        self._files[path] = AppendedFile(path, self._warn)
+
+    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
+        """See `Logger.log`."""
+        record: dict[str, Any] = {"global_step": global_step, "epoch": epoch, "split": split}
+        record.update({name: finite(float(value)) for name, value in metrics.items()})
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        self._files[_opened(self._directory) / METRICS].write(line)
+
+
+class Csv(_Lines):
+    """`metrics_<split>.csv`: a row per call, a column per metric.
+
+    A new metric adds a column: the whole file is rewritten, and older rows are empty there.
+    """
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
         self._directory = directory
+        self._columns: dict[Path, list[str]] = {}
         again = _at(directory, resume_step)
         counted = None if again is None else {_csv_name(split) for split, _ in again}
         for path in sorted(directory.glob("metrics_*.csv")):
@@ -122,40 +115,25 @@ class Csv:
             columns, *rows = list(csv.reader(io.StringIO(whole, newline=""))) or [[]]
             if columns[:2] != _FIRST_COLUMNS:
                 continue
-            last = resume_step
-            if resume_step is not None and counted is not None and path.name not in counted:
-                last = resume_step - 1
-            kept = [row for row in rows if _keep(row, last)]
-            if _csv([columns, *kept]) != data:
-                write_atomically(path, _csv([columns, *kept]))
-            self._columns[path] = columns
-            self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
+            last = math.inf if resume_step is None else resume_step
+            if counted is not None and path.name not in counted:
+                last -= 1
+            kept = [row for row in rows if row and row[0].isdecimal() and int(row[0]) <= last]
+            if (content := _csv([columns, *kept])) != data:
+                write_atomically(path, content)
+            self._append(path, columns)
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
-        if self._directory is None:
-            raise _not_open()
-        path = self._directory / _csv_name(split)
+        path = _opened(self._directory) / _csv_name(split)
         values = {"global_step": str(global_step), "epoch": str(epoch)}
         values.update({name: repr(float(value)) for name, value in metrics.items()})
         columns = self._columns.get(path, [])
-        new = [name for name in values if name not in columns]
-        if new:
-            columns = self._widen(path, [*columns, *new])
+        if new := [name for name in values if name not in columns]:
+            self._widen(path, columns := [*columns, *new])
         self._files[path].write(_csv([[values.get(name, "") for name in columns]]))
 
-    def flush(self) -> None:
-        """See `Logger.flush`."""
-        for file in self._files.values():
-            file.sync()
-
-    def close(self) -> None:
-        """See `Logger.close`."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _widen(self, path: Path, columns: list[str]) -> list[str]:
+    def _widen(self, path: Path, columns: list[str]) -> None:
         rows: list[list[str]] = []
         if path in self._files:
             self._files[path].check()
@@ -164,18 +142,20 @@ class Csv:
         write_atomically(path, _csv([columns, *(row + [""] * (len(columns) - len(row)) for row in rows)]))
         if path in self._files:
             self._files.pop(path).close()
+        self._append(path, columns)
+
+    def _append(self, path: Path, columns: list[str]) -> None:
         self._columns[path] = columns
         self._files[path] = AppendedFile(path, self._warn, _csv([columns]))
-        return columns
 
 
 class TensorBoard:
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
-    The file is created at the first `log`, because importing the library takes time. Records are written by the calling
-    thread: the library's writer hands them to another one, which costs small steps more than the writing. A resumed run
-    marks the step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of
-    that step that are still valid are written again.
+    The file is created at the first `log`, because importing the library takes time. The calling thread writes: the
+    library's writer hands records to another thread, which costs small steps more than the writing. A resumed run marks the
+    step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of that step
+    that are still valid are written again.
 
     Args:
         flush_s: longest time between flushes in seconds, at least 1.
@@ -202,27 +182,25 @@ class TensorBoard:
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
-        if self._directory is None:
-            raise _not_open()
-        with writing(self._directory):
+        with writing(_opened(self._directory)):
             if self._events is None:
-                self._events = self._begin(self._directory)
+                self._events = self._begin(_opened(self._directory))
             elif not is_at(self._path, self._events.file.fileno()):
-                self._events = self._begin_again(self._directory, self._events)
+                self._begin_again(_opened(self._directory), self._events)
             self._events.write(global_step, split, metrics)
             if time.monotonic() - self._flushed >= self.flush_s:
                 self._flush(self._events)
 
     def flush(self) -> None:
         """See `Logger.flush`."""
-        if self._events is not None and self._directory is not None:
-            with writing(self._directory):
+        if self._events is not None:
+            with writing(_opened(self._directory)):
                 self._flush(self._events)
 
     def close(self) -> None:
         """See `Logger.close`."""
-        if self._events is not None and self._directory is not None:
-            with writing(self._directory):
+        if self._events is not None:
+            with writing(_opened(self._directory)):
                 self._events.file.close()
             self._events = None
 
@@ -244,7 +222,7 @@ class TensorBoard:
         self._flush(events)
         return events
 
-    def _begin_again(self, directory: Path, events: _Events) -> _Events:
+    def _begin_again(self, directory: Path, events: _Events) -> None:
         """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""
         with contextlib.suppress(OSError):
             events.file.flush()
@@ -258,7 +236,6 @@ class TensorBoard:
         if not self._reported:
             self._reported = True
             self._warn(f"{directory} was deleted or replaced during the run; its values were written again")
-        return events
 
     def _make(self, directory: Path) -> IO[bytes]:
         directory.mkdir(exist_ok=True)
@@ -298,8 +275,10 @@ class _Events:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
-def _not_open() -> RuntimeError:
-    return RuntimeError("log() came before open()")
+def _opened(directory: Path | None) -> Path:
+    if directory is None:
+        raise RuntimeError("log() came before open()")
+    return directory
 
 
 def _at(directory: Path, step: int | None) -> list[tuple[str, dict[str, float]]] | None:
@@ -318,10 +297,6 @@ def _number(value: Any) -> float:
 
 def _csv_name(split: str) -> str:
     return f"metrics_{split.replace('/', '_')}.csv"
-
-
-def _keep(row: list[str], resume_step: int | None) -> bool:
-    return bool(row) and row[0].isdecimal() and (resume_step is None or int(row[0]) <= resume_step)
 
 
 def _csv(rows: Iterable[list[str]]) -> bytes:

@@ -22,19 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BLUE, _RED, _GREEN, _PURPLE = "#4477aa", "#ee6677", "#228833", "#aa3377"
+_COLOURS = {"train": BLUE, "val": _RED, "test": _GREEN}
+_MORE_COLOURS = (_PURPLE, "#ccbb44", "#66ccee", "#777777")
 _NOT_METRICS = {"global_step", "epoch", "split", *HARDWARE_METRICS}
-_COLOURS = {"train": "#4477aa", "val": "#ee6677", "test": "#228833"}
-_MORE_COLOURS = ("#aa3377", "#ccbb44", "#66ccee", "#777777")
-_PANELS_A_ROW = 3
 _MOST_PANELS = 24
 _LARGEST = 1e300  # larger values leave an axis without ticks, and integers in a file may not fit a float
 _SMOOTHED_FROM = 200
 _LOG_SCALE_FROM = 50.0
 _NUMBERS_UP_TO = 25
-_NAME_LENGTH = 24
 _DPI = 130
 
-Curves = dict[str, dict[str, tuple[list[int], list[float]]]]
+Curve = tuple[list[int], list[float]]
 
 
 def learning_curves(metrics_file: Path, target: Path) -> None:
@@ -42,20 +41,22 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
 
     Missing values leave gaps.
     """
-    curves = _curves(metrics_file)
+    curves: dict[str, dict[str, Curve]] = {}
+    for record in read_records(metrics_file):
+        for name, value in record.items():
+            if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
+                steps, values = curves.setdefault(name, {}).setdefault(str(record.get("split", "")), ([], []))
+                steps.append(record["global_step"])
+                values.append(math.nan if value is None or abs(value) > _LARGEST else float(value))
     names = in_order(curves)[:_MOST_PANELS]
-    splits = list(dict.fromkeys(split for name in names for split in curves[name]))
-    colours = _colours(splits)
-    columns = max(1, min(_PANELS_A_ROW, len(names)))
-    rows = max(1, math.ceil(len(names) / columns))
-    figure = new_figure(5.0 * columns, 3.4 * rows)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    others = dict.fromkeys(split for name in names for split in curves[name] if split not in _COLOURS)
+    colours = _COLOURS | dict(zip(others, itertools.cycle(_MORE_COLOURS), strict=False))
+    figure, panels = new_panels(max(1, len(names)), 3, 5.0, 3.4)
     for axes, name in zip(panels, names, strict=False):
         _draw_metric(axes, name, curves[name], colours)
-    for axes in panels[len(names) :]:
-        axes.set_axis_off()
     if not names:
         panels[0].text(0.5, 0.5, "no metrics have been logged", ha="center", va="center", color="#555555")
+        panels[0].set_axis_off()
     save_picture(figure, target)
 
 
@@ -71,6 +72,7 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     Raises:
         ValueError: the matrix is not square, or the number of names does not match.
     """
+    import numpy as np
     from matplotlib.colors import PowerNorm
 
     count = len(matrix)
@@ -78,9 +80,10 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
         raise ValueError("the confusion matrix must be square and not empty")
     if classes and len(classes) != count:
         raise ValueError(f"a confusion matrix of {count} classes cannot have {len(classes)} names")
-    names = [_shorten(name) for name in classes] if classes else [str(index) for index in range(count)]
-    shares = [[value / max(1, sum(row)) for value in row] for row in matrix]
-    side = _matrix_side(count)
+    names = [fit(name, 24) for name in classes] or [str(index) for index in range(count)]
+    counts = np.array(matrix)
+    shares = counts / counts.sum(axis=1, keepdims=True).clip(1)
+    side = max(3.0, 0.5 * count) if count <= _NUMBERS_UP_TO else min(16.0, max(8.0, 0.16 * count))
     margin = 0.09 * max(len(name) for name in names)
     figure = new_figure(side + margin + 2.0, side + margin + 1.0)
     axes = figure.subplots()
@@ -88,27 +91,30 @@ def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, 
     norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
     image = axes.imshow(shares, cmap="Blues", norm=norm, interpolation="nearest")
     heading = min(18.0, 9.0 + 0.6 * side)
-    bar = figure.colorbar(image, ax=axes, fraction=0.06, aspect=5.0 * side, ticks=[0, 0.01, 0.05, 0.2, 0.5, 1])
-    bar.ax.set_yticklabels(["0", "1 %", "5 %", "20 %", "50 %", "100 %"])
+    ticks = [0, 0.01, 0.05, 0.2, 0.5, 1]
+    bar = figure.colorbar(image, ax=axes, fraction=0.06, aspect=5.0 * side, ticks=ticks, format=lambda x, _: f"{x:.0%}")
     bar.set_label("share of the true class", fontsize=0.85 * heading)
     bar.outline.set_visible(False)
-    every = math.ceil(count / 100)
-    ticks = list(range(0, count, every))
-    size = min(10.0, 60.0 * side / len(ticks))
-    shown = [names[tick] for tick in ticks]
+    shown = range(0, count, math.ceil(count / 100))
+    size = min(10.0, 60.0 * side / len(shown))
+    labels = [names[index] for index in shown]
     # Names are vertical if two neighbours would touch.
-    upright = max(len(name) for name in shown) * 0.62 * size > 72.0 * side / len(ticks)
-    axes.set_xticks(ticks, shown, fontsize=size, rotation=90 if upright else 0, parse_math=False)
-    axes.set_yticks(ticks, shown, fontsize=size, parse_math=False)
+    upright = max(map(len, labels)) * 0.62 * size > 72.0 * side / len(shown)
+    axes.set_xticks(shown, labels, fontsize=size, rotation=90 if upright else 0, parse_math=False)
+    axes.set_yticks(shown, labels, fontsize=size, parse_math=False)
     axes.tick_params(length=0)
     axes.set_xlabel("predicted class", fontsize=0.85 * heading)
     axes.set_ylabel("true class", fontsize=0.85 * heading)
-    letters = round(1.8 * 72.0 * side / heading)
-    axes.set_title("\n".join(textwrap.wrap(title, letters)), fontsize=heading, parse_math=False)
-    for spine in axes.spines.values():
-        spine.set_color("#bbbbbb")
+    axes.set_title(
+        "\n".join(textwrap.wrap(title, round(1.8 * 72.0 * side / heading))), fontsize=heading, parse_math=False
+    )
+    axes.spines[:].set_color("#bbbbbb")
     if count <= _NUMBERS_UP_TO:
-        _write_counts(axes, matrix, shares, side / count)
+        texts = {place: str(n) if n < 100_000 else compact(float(n)) for place, n in np.ndenumerate(counts)}
+        size = min(11.0, 72.0 * side / count * 0.85 / (0.62 * max(2, *map(len, texts.values()))))
+        for (row, column), text in texts.items():
+            colour = "white" if shares[row, column] > 0.35 else "#222222" if counts[row, column] else "#bbbbbb"
+            axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
     save_picture(figure, target)
 
 
@@ -120,26 +126,26 @@ def bars(
     target: Path,
     title: str,
 ) -> None:
-    """Draw a bar with its spread for each measurement.
+    """Draw measurements from top to bottom, each (median, low, high) as a bar with its spread.
 
     Args:
-        names: of the measurements, from top to bottom.
-        values: (median, low, high) of each.
+        names: of the measurements.
+        values: their medians and spreads.
         reference: value that a dashed line marks.
         quantity: label of the values, with their unit.
         target: file to write.
         title: shown above.
     """
+    import numpy as np
+
     figure = new_figure(8.0, 1.2 + 0.34 * len(names))
     axes = figure.subplots()
-    places = range(len(names))
-    middles = [median for median, _, _ in values]
-    below = [max(0.0, median - low) for median, low, _ in values]
-    above = [max(0.0, high - median) for median, _, high in values]
-    colours = [_COLOURS["test"] if middle > reference else _COLOURS["train"] for middle in middles]
-    axes.barh(places, middles, xerr=[below, above], color=colours, height=0.65, capsize=3, ecolor="#333333")
+    middle, low, high = np.array(values).T
+    spread = np.maximum(0.0, [middle - low, high - middle])
+    colours = [_GREEN if value > reference else BLUE for value in middle]
+    axes.barh(range(len(names)), middle, xerr=spread, color=colours, height=0.65, capsize=3, ecolor="#333333")
     axes.axvline(reference, color="#555555", linewidth=0.9, linestyle="--")
-    axes.set_yticks(places, list(names), fontsize=9, parse_math=False)
+    axes.set_yticks(range(len(names)), list(names), fontsize=9, parse_math=False)
     axes.invert_yaxis()
     axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 5), useMathText=True)
     axes.set_xlabel(quantity)
@@ -156,25 +162,24 @@ def rate_curve(
     target: Path,
     title: str,
 ) -> None:
-    """Draw the loss of a learning-rate range test over the rate.
+    """Draw the training losses of a learning-rate range test and their running mean over the rate.
 
     Args:
         rates: learning rate of each step, above 0.
-        losses: training loss of each step.
-        smoothed: running mean of the losses.
+        losses: of each step.
+        smoothed: their running mean.
         marks: rates to mark, by label.
         target: file to write.
         title: shown above.
     """
     figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
-    axes.plot(rates, losses, color=_COLOURS["train"], alpha=0.35, linewidth=0.9, label="loss of a step")
-    axes.plot(rates, smoothed, color=_COLOURS["train"], linewidth=1.8, label="running mean")
+    axes.plot(rates, losses, color=BLUE, alpha=0.35, linewidth=0.9, label="loss of a step")
+    axes.plot(rates, smoothed, color=BLUE, linewidth=1.8, label="running mean")
     # Different lengths and dashes, because marks may coincide.
-    looks = itertools.cycle([(_MORE_COLOURS[0], "-.", 0.75), (_COLOURS["test"], "-", 0.9), (_COLOURS["val"], ":", 1.0)])
+    looks = itertools.cycle([(_PURPLE, "-.", 0.75), (_GREEN, "-", 0.9), (_RED, ":", 1.0)])
     for (name, rate), (colour, dashes, height) in zip(marks.items(), looks, strict=False):
-        label = f"{name}: {rate:.2g}"
-        axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=label)
+        axes.axvline(rate, ymax=height, color=colour, linewidth=1.5, linestyle=dashes, label=f"{name}: {rate:.2g}")
     # Limited, because a diverging loss would press everything else onto one line.
     low, high = min(losses), max(smoothed[0], min(smoothed))
     axes.set_ylim(low - 0.05 * (high - low), high + 0.5 * (high - low))
@@ -193,31 +198,16 @@ def _plain(axes: Axes, grid: Literal["both", "x"] = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _curves(metrics_file: Path) -> Curves:
-    curves: Curves = {}
-    for record in read_records(metrics_file):
-        for name, value in record.items():
-            if name in _NOT_METRICS or not (value is None or isinstance(value, int | float)):
-                continue
-            steps, values = curves.setdefault(name, {}).setdefault(str(record.get("split", "")), ([], []))
-            steps.append(record["global_step"])
-            values.append(math.nan if value is None or abs(value) > _LARGEST else float(value))
-    return curves
-
-
-def _draw_metric(
-    axes: Axes, name: str, by_split: dict[str, tuple[list[int], list[float]]], colours: dict[str, str]
-) -> None:
+def _draw_metric(axes: Axes, name: str, by_split: dict[str, Curve], colours: dict[str, str]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for split, (steps, values) in by_split.items():
-        colour = colours[split]
-        marker = "o" if len(steps) <= 40 else None
+        line: dict[str, Any] = {"color": colours[split], "linewidth": 1.6, "label": split}
         if split == "train" and len(steps) >= _SMOOTHED_FROM and name != "lr":
-            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-            axes.plot(steps, _smooth(values), color=colour, linewidth=1.6, label=f"{split}, running mean")
+            axes.plot(steps, values, color=colours[split], alpha=0.25, linewidth=0.8)
+            axes.plot(steps, _smooth(values), **line | {"label": f"{split}, running mean"})
         else:
-            axes.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3.5, label=split)
+            axes.plot(steps, values, **line, marker="o" if len(steps) <= 40 else None, markersize=3.5)
     values = [value for _, series in by_split.values() for value in series if math.isfinite(value)]
     if name == "loss" and values and min(values) > 0 and max(values) / min(values) >= _LOG_SCALE_FROM:
         axes.set_yscale("log")
@@ -230,47 +220,26 @@ def _draw_metric(
     axes.xaxis.set_major_formatter(lambda step, _: f"{step / 1000:g}k" if step >= 10_000 else f"{step:g}")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(label(name), parse_math=False)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    _plain(axes)
     if any(by_split):
         axes.legend(frameon=True, framealpha=0.8, edgecolor="none", fontsize=9)
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
+def _smooth(values: Sequence[float]) -> Any:
     """Mean over a centred window of a twenty-fifth of the curve, without NaN."""
-    half = max(1, len(values) // 50)
-    known = [math.isfinite(value) for value in values]
-    sums = [0.0, *itertools.accumulate(value if ok else 0.0 for value, ok in zip(values, known, strict=True))]
-    counts = [0, *itertools.accumulate(known)]
-    smoothed = []
-    for i, ok in enumerate(known):
-        low, high = max(0, i - half), min(len(values), i + half + 1)
-        smoothed.append((sums[high] - sums[low]) / (counts[high] - counts[low]) if ok else math.nan)
-    return smoothed
+    import numpy as np
+
+    known, window = np.isfinite(values), np.ones(2 * max(1, len(values) // 50) + 1)
+    sums = np.convolve(np.where(known, values, 0.0), window, "same")
+    return np.where(known, sums / np.convolve(known, window, "same").clip(1), np.nan)
 
 
-def _write_counts(axes: Axes, matrix: list[list[int]], shares: list[list[float]], cell_inches: float) -> None:
-    texts = [[str(value) if value < 100_000 else compact(value) for value in row] for row in matrix]
-    longest = max(len(text) for row in texts for text in row)
-    size = min(11.0, 72.0 * cell_inches * 0.85 / (0.62 * max(2, longest)))
-    for i, row in enumerate(texts):
-        for j, text in enumerate(row):
-            colour = "white" if shares[i][j] > 0.35 else "#222222" if matrix[i][j] else "#bbbbbb"
-            axes.text(j, i, text, ha="center", va="center", fontsize=size, color=colour)
-
-
-def _matrix_side(count: int) -> float:
-    return max(3.0, 0.5 * count) if count <= _NUMBERS_UP_TO else min(16.0, max(8.0, 0.16 * count))
-
-
-def _shorten(name: str) -> str:
-    name = " ".join(name.split())
-    return name if len(name) <= _NAME_LENGTH else name[: _NAME_LENGTH - 1] + "…"
-
-
-def _colours(splits: Sequence[str]) -> dict[str, str]:
-    others = [split for split in splits if split not in _COLOURS]
-    return _COLOURS | {split: _MORE_COLOURS[i % len(_MORE_COLOURS)] for i, split in enumerate(others)}
+def fit(text: str, letters: int, keep_end: bool = False) -> str:
+    """Shorten a text at its end, or at its start."""
+    text = " ".join(text.split())
+    if len(text) <= letters:
+        return text
+    return "…" + text[1 - letters :] if keep_end else text[: letters - 1] + "…"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -281,7 +250,18 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=_DPI, layout="compressed")
 
 
-def save_picture(figure: Any, target: Path) -> None:
+def new_panels(count: int, columns: int, width: float, height: float, more: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """A figure with axes in rows of at most `columns`, each of this size in inches, and room for a title."""
+    columns = min(columns, count)
+    rows = math.ceil(count / columns)
+    figure = new_figure(columns * width, rows * height + more)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[count:]:
+        axes.set_axis_off()
+    return figure, panels[:count]
+
+
+def save_picture(figure: Figure, target: Path) -> None:
     """Write a figure atomically, in the format of the suffix, or PNG without one."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():

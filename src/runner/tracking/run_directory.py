@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import socket
-import stat
 import sys
 import time
 from collections.abc import Collection
@@ -21,7 +19,7 @@ from runner.config.errors import UserError
 from runner.config.reading import read_overrides, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.files import write_atomically, write_json, writing
-from runner.tracking.jsonl import copy_until, drop_after
+from runner.tracking.jsonl import copy_until
 
 if sys.platform != "win32":
     import fcntl
@@ -40,21 +38,20 @@ def claim(parent: Path, stamp: str) -> Path:
     Raises:
         UserError: the directory cannot be created.
     """
+    path, count = parent / stamp, 0
     try:
         with writing(parent):
             parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    count += 1
+                    path = parent / f"{stamp}_{count}"
+                else:
+                    return path
     except UserError as error:
         raise UserError("output_root", str(error)) from error
-    for count in itertools.count():
-        path = parent / (stamp if count == 0 else f"{stamp}_{count}")
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError("output_root", f"cannot create {path}: {(error.strerror or str(error)).lower()}") from error
-        return path
-    raise AssertionError("itertools.count() never ends")
 
 
 def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, list[str]]:
@@ -63,7 +60,8 @@ def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, l
     Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
     """
     overrides = mask_words(overrides)  # as they are stored
-    same, warnings = [], []
+    same: list[Path] = []
+    skipped: list[str] = []
     for path in sorted(runs.glob("*/overrides.yaml")):
         folder = path.parent
         try:
@@ -72,19 +70,17 @@ def unfinished(runs: Path, overrides: list[str]) -> tuple[RunDirectory | None, l
                     raise ValueError("its summary.json cannot be read")
                 same.append(folder)
         except (OSError, ValueError) as error:
-            warnings.append(_skipped(folder, f"{path.name}: {getattr(error, 'strerror', None) or error}"))
+            skipped.append(f"{folder}: {path.name}: {getattr(error, 'strerror', None) or error}")
+    found = None
     for folder in sorted(same, key=_recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
             break
         try:
-            return RunDirectory(folder), warnings
+            found = RunDirectory(folder)
+            break
         except UserError as error:
-            warnings.append(_skipped(folder, str(error)))
-    return None, warnings
-
-
-def _skipped(folder: Path, reason: str) -> str:
-    return f"resume=auto skips {folder}: {reason}"
+            skipped.append(f"{folder}: {error}")
+    return found, [f"resume=auto skips {text}" for text in skipped]
 
 
 def _recency(folder: Path) -> tuple[datetime, list[int]]:
@@ -122,16 +118,11 @@ class RunDirectory:
         own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
         own |= {self.path / name for name in (".lock", "nonfinite", "skipped.jsonl")}
         for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
-            try:
-                mode = path.lstat().st_mode
-            except OSError:
-                continue
-            if stat.S_ISLNK(mode):
+            if path.is_symlink():
                 problem = f"{path} is a link, and a run writes only into its own directory"
-                raise UserError(
-                    str(path), problem, "another directory, or output_root=... to keep runs on another disk"
-                )
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                allowed = "another directory, or output_root=... to keep runs on another disk"
+                raise UserError(str(path), problem, allowed)
+            if path.exists() and not path.is_file() and not path.is_dir():
                 allowed = "another directory, or this one after you have removed the file"
                 raise UserError("", f"{path} is not a regular file", allowed)
 
@@ -165,7 +156,7 @@ class RunDirectory:
 
     def truncate_metrics(self, global_step: int, repeated: Collection[str] = ()) -> None:
         """Remove the metrics after `global_step`, and those of `repeated` splits at it, which a resumed run writes again."""
-        drop_after(self.metrics_file, global_step, repeated)
+        copy_until(self.metrics_file, self.metrics_file, global_step, repeated)
 
     def lock(self) -> None:
         """Prevent other processes from writing here until this one ends, however it ends.
@@ -191,10 +182,7 @@ class RunDirectory:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._lock = descriptor
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Remove temporary files of a killed process; the lock excludes that another one uses them."""
+        # Temporary files of a killed process; the lock excludes that another one uses them.
         for folder in (self.path, self.plots, self.checkpoints):
             for leftover in folder.glob(".*.tmp"):
                 with contextlib.suppress(OSError):
@@ -207,11 +195,5 @@ class RunDirectory:
             self._lock = None
 
     def copy_metrics(self, source: Path, global_step: int) -> None:
-        """Copy the metrics of the run in `source`, if any, up to a step.
-
-        Raises:
-            UserError: they cannot be written.
-        """
-        other = source / self.metrics_file.name
-        if other.is_file():
-            copy_until(other, self.metrics_file, global_step)
+        """Copy the metrics of the run in `source`, if any, up to a step."""
+        copy_until(source / self.metrics_file.name, self.metrics_file, global_step)

@@ -14,71 +14,69 @@ from runner.tracking.console import Console
 from runner.tracking.files import write_json
 from runner.tracking.formats import duration, number
 
-_FAILED = ("failed", "died")
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
 """Keys that distinguish repetitions of the same experiment."""
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """One job of a sweep.
+    """One job of a sweep, as `sweep.json` has it."""
 
-    Attributes:
-        job: name of its folder, its number in the sweep.
-        varied: the overrides that not every job of the sweep has.
-        overrides: all its overrides.
-        status: `finished`, `failed`, `preempted`, or `died` if it was killed.
-        metric: the monitored metric, such as `val/accuracy`.
-        mode: `max` or `min`.
-        value: the best value of the metric.
-        step: the `global_step` of that value.
-        best: whether no job of the sweep has a better value of this metric.
-        error: first line of the error.
-        wall_s: duration of the job in seconds.
-    """
-
-    job: str
-    varied: tuple[str, ...]
+    job: str  # name of its folder, its number in the sweep
+    varied: tuple[str, ...]  # the overrides that not every job of the sweep has
     overrides: tuple[str, ...]
-    status: str
-    metric: str | None = None
+    status: str  # `finished`, `failed`, `preempted`, or `died` if it was killed
+    metric: str | None = None  # the monitored metric, such as `val/accuracy`
     mode: Literal["max", "min"] | None = None
-    value: float | None = None
-    step: int | None = None
-    best: bool = False
-    error: str | None = None
+    value: float | None = None  # the best value of the metric
+    step: int | None = None  # the `global_step` of that value
+    best: bool = False  # no job of the sweep has a better value of this metric
+    error: str | None = None  # its first line
     wall_s: float | None = None
 
     @property
     def failed(self) -> bool:
         """Whether the job failed or died; a preempted one can be resumed."""
-        return self.status in _FAILED
+        return self.status in ("failed", "died")
 
 
-def summarise(sweep_dir: Path, jobs: list[list[str]] | None = None, *, write: bool = True) -> list[JobRow]:
-    """Read the jobs of a finished sweep, and write `sweep.json` beside them.
+@dataclass(frozen=True)
+class Spread:
+    """Statistics of a metric over jobs that differ only in seed or fold, as `sweep.json` has them."""
+
+    metric: str
+    settings: str  # the other varied overrides of these jobs
+    over: str  # keys in which they differ
+    jobs: int  # number of finished jobs
+    mean: float  # of their best values
+    deviation: float  # of a sample
+    low: float
+    high: float
+
+
+def summarise(sweep_dir: Path) -> list[JobRow]:
+    """Read the jobs of a finished sweep, one folder each, and write `sweep.json` beside them.
 
     A job that is still marked as running, or has no summary, counts as died.
-
-    Args:
-        sweep_dir: folder with one folder per job.
-        jobs: overrides of job 0, 1, ..., which include jobs that never created a folder; None reads the existing folders.
-        write: False does not write `sweep.json`.
 
     Raises:
         UserError: `sweep.json` cannot be written.
     """
-    names = _job_names(sweep_dir)
-    if jobs is not None:
-        names = sorted({*names, *(str(index) for index in range(len(jobs)))}, key=_by_number)
-    overrides = {name: _overrides(sweep_dir / name, jobs) for name in names}
-    counts = Counter(override for found in overrides.values() for override in set(found))
-    common = {override for override, count in counts.items() if count == len(names) and len(names) > 1}
-    rows = _mark_best([_row(sweep_dir / name, overrides[name], common) for name in names])
-    if write:
-        best = [row.job for row in rows if row.best]
-        content = {"best": best, "spreads": [asdict(spread) for spread in spreads_of(rows)]}
-        write_json(sweep_dir / "sweep.json", content | {"jobs": [asdict(row) for row in rows]})
+    marks = ("summary.json", "overrides.yaml", "config.yaml")
+    folders = [
+        path
+        for path in (sweep_dir.iterdir() if sweep_dir.is_dir() else ())
+        if path.is_dir() and not path.name.startswith(".")
+        if path.name.isdecimal() or any((path / mark).exists() for mark in marks)
+    ]
+    folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 2**63, path.name))
+    overrides = [_overrides(folder) for folder in folders]
+    counts = Counter(override for found in overrides for override in set(found))
+    common = {override for override, count in counts.items() if count == len(folders) and len(folders) > 1}
+    rows = _mark_best([_row(folder, found, common) for folder, found in zip(folders, overrides, strict=True)])
+    best, spreads = [row.job for row in rows if row.best], [asdict(spread) for spread in spreads_of(rows)]
+    if sweep_dir.is_dir():
+        write_json(sweep_dir / "sweep.json", {"best": best, "spreads": spreads, "jobs": [asdict(row) for row in rows]})
     return rows
 
 
@@ -112,31 +110,6 @@ def print_table(rows: list[JobRow], console: Console) -> bool:
     return any(row.failed for row in rows)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Statistics of a metric over jobs that differ only in seed or fold.
-
-    Attributes:
-        metric: the monitored metric.
-        settings: the other varied overrides of these jobs.
-        over: keys in which they differ.
-        jobs: number of finished jobs.
-        mean: of their best values.
-        deviation: sample standard deviation.
-        low: smallest value.
-        high: largest value.
-    """
-
-    metric: str
-    settings: str
-    over: str
-    jobs: int
-    mean: float
-    deviation: float
-    low: float
-    high: float
-
-
 def spreads_of(rows: list[JobRow]) -> list[Spread]:
     """Statistics over the jobs that differ only in `REPEATS`, for each setting of the other varied keys."""
     together: dict[tuple[str, str], list[JobRow]] = {}
@@ -146,32 +119,16 @@ def spreads_of(rows: list[JobRow]) -> list[Spread]:
             together.setdefault((row.metric, others), []).append(row)
     found = []
     for (metric, settings), jobs in together.items():
-        keys = {word.split("=")[0] for row in jobs for word in row.varied} & set(REPEATS)
-        values = [row.value for row in jobs if row.value is not None]
-        if len(values) < 2 or not keys:
-            continue
-        mean, deviation = statistics.fmean(values), statistics.stdev(values)
+        keys = {word.split("=")[0] for row in jobs for word in row.varied}
         over = ", ".join(key for key in REPEATS if key in keys)
-        found.append(Spread(metric, settings, over, len(values), mean, deviation, min(values), max(values)))
+        values = [row.value for row in jobs if row.value is not None]
+        if len(values) > 1 and over:
+            mean, deviation = statistics.fmean(values), statistics.stdev(values)
+            found.append(Spread(metric, settings, over, len(values), mean, deviation, min(values), max(values)))
     return found
 
 
-def _job_names(sweep_dir: Path) -> list[str]:
-    if not sweep_dir.is_dir():
-        return []
-    marks = ("summary.json", "overrides.yaml", "config.yaml")
-    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    names = [f.name for f in folders if f.name.isdecimal() or any((f / mark).exists() for mark in marks)]
-    return sorted(names, key=_by_number)
-
-
-def _by_number(name: str) -> tuple[int, str]:
-    return (int(name), name) if name.isdecimal() else (2**63, name)
-
-
-def _overrides(folder: Path, jobs: list[list[str]] | None) -> list[str]:
-    if jobs is not None and folder.name.isdecimal() and int(folder.name) < len(jobs):
-        return list(jobs[int(folder.name)])
+def _overrides(folder: Path) -> list[str]:
     try:
         return read_overrides(folder)
     except (OSError, ValueError):
@@ -187,14 +144,13 @@ def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
     status = str(summary.get("status"))
     error = next(iter(str(summary.get("error") or "").strip().splitlines()), None)
     if status not in {"finished", "failed", "preempted"}:
-        status = "died"
-        error = error or "it is still marked as running: it was killed"
+        status, error = "died", error or "it is still marked as running: it was killed"
     row = replace(row, status=status, error=error, wall_s=_number(summary.get("wall_s")))
     best = summary.get("best")
     if not isinstance(best, dict) or best.get("metric") is None:
         return row
+    value, step = _number(best.get("value")), _number(best.get("global_step"))
     mode: Literal["max", "min"] = "min" if best.get("mode") == "min" else "max"
-    value, step = (_number(best.get(name)) for name in ("value", "global_step"))
     return replace(row, metric=str(best["metric"]), mode=mode, value=value, step=None if step is None else int(step))
 
 
@@ -204,13 +160,9 @@ def _number(value: Any) -> float | None:
 
 
 def _mark_best(rows: list[JobRow]) -> list[JobRow]:
-    winners: dict[tuple[str | None, str | None], JobRow] = {}
+    values: dict[tuple[str | None, str | None], list[tuple[float, str]]] = {}
     for row in rows:
-        if row.value is None or not math.isfinite(row.value) or row.failed:
-            continue
-        leader = winners.get((row.metric, row.mode))
-        sign = -1 if row.mode == "min" else 1
-        if leader is None or leader.value is None or sign * row.value > sign * leader.value:
-            winners[row.metric, row.mode] = row
-    best = {row.job for row in winners.values()}
+        if row.value is not None and math.isfinite(row.value) and not row.failed:
+            values.setdefault((row.metric, row.mode), []).append((row.value, row.job))
+    best = {(min if mode == "min" else max)(found, key=lambda pair: pair[0])[1] for (_, mode), found in values.items()}
     return [replace(row, best=row.job in best) for row in rows]

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from runner.tracking.formats import clean, encodable, is_number
+from runner.tracking.formats import encodable
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 6
@@ -30,7 +28,7 @@ class _Rich(RichConsole):
 
 
 class Terminal:
-    """Text, tables and one live bar on a terminal; printed text appears above the bar.
+    """Lines and one live bar on a terminal; printed text appears above the bar.
 
     Raises:
         OSError: the terminal or pipe is gone.
@@ -39,34 +37,15 @@ class Terminal:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._encoding = getattr(stream, "encoding", None)
-        self._unicode = (self._encoding or "").lower().replace("-", "").startswith("utf")
         self._rich = _Rich(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
 
-    def text(self, text: str, style: str = "") -> None:
-        """Show `text`; the terminal wraps it, so that paths can be copied whole."""
-        self._rich.print(Text(self._safe(text), style=style), soft_wrap=True)
-
-    def header(self, title: str, rows: list[tuple[str, str, str]]) -> None:
-        """Show padded rows of (label, value, reason) below a title."""
-        self.text(title, "bold")
-        for row in rows:
-            label, value, reason = (self._safe(part) for part in row)
-            line = Text.assemble("  ", (label, "cyan"), "  ", (value, "bold"), "  ", (reason, "dim"))
-            line.rstrip()
-            self._rich.print(line, soft_wrap=True)
-
-    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Show a table; columns of numbers are aligned right."""
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for index, head in enumerate(columns):
-            numbers = bool(rows) and all(is_number(row[index]) for row in rows)
-            table.add_column(Text(self._safe(clean(head))), justify="right" if numbers else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(self._safe(clean(cell))) for cell in row))
-        if title:
-            self.text(title, "bold")
-        self._rich.print(table)
+    def lines(self, lines: list[list[tuple[str, str]]]) -> None:
+        """Show lines of (text, style); the terminal wraps them, so that paths can be copied whole."""
+        for line in lines:
+            text = Text.assemble(*((encodable(part, self._encoding), style) for part, style in line))
+            text.rstrip()
+            self._rich.print(text, soft_wrap=True)
 
     def bar(self, before: str, share: float, after: str, texts: list[str]) -> None:
         """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge."""
@@ -75,17 +54,26 @@ class Terminal:
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
         room = self._rich.width - 1
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
-        line = Text(self._safe(before) + "  ", no_wrap=True, overflow="crop", end="")
+        line = Text(encodable(before, self._encoding) + "  ", no_wrap=True, overflow="crop", end="")
         if cells >= _NARROWEST_BAR:
             filled = round(min(max(share, 0.0), 1.0) * cells)
-            full, empty = ("━", "─") if self._unicode else ("#", "-")
+            full, empty = ("━", "─") if encodable("━", self._encoding) == "━" else ("#", "-")
             line.append(full * filled, style="green")
             line.append(empty * (cells - filled), style="dim")
             line.append("  ")
-        line.append(self._safe(tail))
+        line.append(encodable(tail, self._encoding))
         line.truncate(max(1, room), overflow="crop")
         if self._live is None:
-            self._live = self._make_live()
+            # Text that other code prints goes above the bar, unless it is redirected away from this terminal.
+            self._live = Live(
+                Text(""),
+                console=self._rich,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=sys.stdout is self._stream,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
         self._live.update(line, refresh=True)
 
     def stop(self) -> None:
@@ -93,19 +81,3 @@ class Terminal:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
-
-    def _make_live(self) -> Live:
-        # Text that other code prints goes above the bar, unless it is redirected away from this terminal.
-        live = Live(
-            Text(""),
-            console=self._rich,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=sys.stdout is self._stream,
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        live.start()
-        return live
-
-    def _safe(self, text: str) -> str:
-        return encodable(text, self._encoding)

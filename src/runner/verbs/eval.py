@@ -14,7 +14,7 @@ from runner.build.evaluation import warn_of_nonfinite
 from runner.build.metrics import build_metrics
 from runner.build.model import build_task_model_loss, place
 from runner.build.probe import probe
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
 from runner.engine.evaluation import evaluate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,36 +62,15 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         """The image, uint8 (C, H, W), and its target, a scalar tensor; both are views."""
         return self.images[index], self.targets[index]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The samples of a batch by one gather; DataLoader prefers this to `__getitem__`."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
-        return list(zip(self.images[index].unbind(), self.targets[index].unbind(), strict=True))
-
     @functools.cached_property
     def digests(self) -> np.ndarray:
         """A 64-bit digest of each image, uint64 (N,): the sum of its 8-byte words times odd random numbers."""
-        return _digests(self.images)
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width in pixels."""
-        return self.images.shape[2], self.images.shape[3]
-
-    @property
-    def channels(self) -> int:
-        """Number of colour channels."""
-        return self.images.shape[1]
-
-
-def _digests(images: Tensor) -> np.ndarray:
-    length = images[0].numel()
-    words = -(-length // 8)
-    weights = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**63, words, dtype=np.uint64) * np.uint64(2)
-    weights += np.uint64(1)
-    found = []
-    for some in images.flatten(1).split(_AT_ONCE):  # type: ignore[no-untyped-call]
-        rows = np.ascontiguousarray(some.numpy())
-        if length % 8:
-            rows = np.pad(rows, ((0, 0), (0, 8 * words - length)))
-        found.append((rows.view(np.uint64) * weights).sum(1, dtype=np.uint64))
-    return np.concatenate(found)
+        length = self.images[0].numel()
+        words = -(-length // 8)
+        weights = np.random.Generator(np.random.PCG64(_SEED)).integers(0, 2**63, words, dtype=np.uint64) * np.uint64(2)
+        weights += np.uint64(1)
+        found = []
+        for some in torch.split(self.images.flatten(1), _AT_ONCE):
+            rows = np.pad(some.numpy(), ((0, 0), (0, 8 * words - length)))
+            found.append((rows.view(np.uint64) * weights).sum(1, dtype=np.uint64))
+        return np.concatenate(found)

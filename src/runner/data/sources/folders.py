@@ -28,14 +28,7 @@ EXTENSIONS = frozenset(
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index).
 
-    Args and attributes:
-        paths: the files; the attribute is computed.
-        targets: int64 (N,) class indices.
-        classes: names of the classes.
-        image_size: edge of the square that every image is cropped and resized to; None keeps the image's own size.
-        channels: 3 for RGB, 1 for grey.
-        crop_share: edge of the central square that is cropped, as a share of the shorter side.
-        max_pixels: most pixels that a file may have.
+    The arguments are those of `image_folder`; `targets` are class indices, and `paths` is computed as an attribute.
     """
 
     def __init__(
@@ -62,33 +55,25 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._names = b"".join(encoded)
         self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
         self.targets = torch.tensor(targets, dtype=torch.int64)
-        self.classes = tuple(classes)
-        self.image_size = image_size
-        self.channels = channels
-        self.crop_share = crop_share
-        self.max_pixels = max_pixels
+        self.classes, self.image_size, self.channels = tuple(classes), image_size, channels
+        self.crop_share, self.max_pixels = crop_share, max_pixels
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
-        middle = functools.partial(middle_square, share=self.crop_share)
-        return self._read(index, self.image_size, middle)
+        return self.read_part(index, functools.partial(middle_square, share=self.crop_share), self.image_size)
 
-    def read_part(self, index: int, cut: Cut, size: int) -> tuple[Tensor, int]:
+    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int]:
         """Decode only the part `cut(height, width)` of an image, resized to a square, see `runner.data.transforms.crops`."""
-        return self._read(index, size, cut)
-
-    def _read(self, index: int, size: int | None, cut: Cut) -> tuple[Tensor, int]:
         return read_image(self.path(index), size, self.channels, cut, self.max_pixels), int(self.targets[index])
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
         settings = (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels)
         libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
-        digest = hashlib.sha256(repr((settings, libraries)).encode())
-        names = self.file_names()
+        digest, names = hashlib.sha256(repr((settings, libraries)).encode()), self.file_names()
         # Without the common prefix, so that the folder that the program starts in does not matter.
         common = len(os.path.commonpath((min(names), max(names)))) if names else 0
         for name in names:
@@ -138,12 +123,8 @@ def image_folder(
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
 
-    Returns:
-        'train', and 'val' and 'test' where they exist.
-
-    Raises:
-        UserError: if a folder is missing or empty, or the splits have different classes.
-        ValueError: if `image_size`, `channels` or `crop_share` is out of range.
+    Raises `UserError` if a folder is missing or empty, or the splits have different classes, and `ValueError` if `image_size`,
+    `channels` or `crop_share` is out of range.
     """
     base = Path(root).expanduser()
     if not base.is_dir():
@@ -159,16 +140,13 @@ def image_folder(
             "such a folder, or data.dataset.train_folder=<name of the training folder>",
         )
     folders = folders or {"train": base}
-    classes = {split: _class_folders(folder) for split, folder in folders.items()}
-    names = classes["train"]
-    for split, others in classes.items():
-        problems = [
-            f"{', '.join(sorted(set(more) - set(less)))} only in {where.absolute()}"
-            for more, less, where in ((names, others, folders["train"]), (others, names, folders[split]))
-            if set(more) - set(less)
-        ]
-        if problems:
-            found = " and ".join(problems)
+    names = _class_folders(folders["train"])
+    for folder in folders.values():
+        others = _class_folders(folder)
+        only = [(set(names) - set(others), folders["train"]), (set(others) - set(names), folder)]
+        if found := " and ".join(
+            f"{', '.join(sorted(more))} only in {where.absolute()}" for more, where in only if more
+        ):
             raise UserError("data.root", f"splits have different class folders: {found}", "the same in every split")
     return {
         split: ImageFolder(*_list_images(folder, names), names, image_size, channels, crop_share, max_pixels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from runner.config.cores import cores
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
-from runner.data.indices import AllSamples, Indices
 from runner.data.num_workers import workers_with_room
+from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
@@ -48,18 +49,14 @@ class ImageFiles(ImageFolder):
     ) -> None:
         super().__init__(paths, [0] * len(paths), (), size, channels, crop_share, max_pixels)
         self.shape = shape
-        self._transforms = list(transforms)
+        self._transforms = list(transforms) or [functools.partial(fitted, height=shape[1], width=shape[2])]
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
-        if self._cut is not None:
-            image = self.read_part(index, self._cut.region, self._cut.size)[0]
-        else:
-            image = super().__getitem__(index)[0]
-            if not self._transforms:
-                image = fitted(image, self.shape[1], self.shape[2])
-        return as_tensor(transformed(image, self._transforms)), 0
+        cut = self._cut
+        image, target = super().__getitem__(index) if cut is None else self.read_part(index, cut.region, cut.size)
+        return as_tensor(transformed(image, self._transforms)), target
 
     def blank(self) -> Tensor:
         """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""
@@ -124,13 +121,9 @@ def files_loader(
     """A loader of image files in their order, as the model takes them.
 
     Args:
-        paths: the files.
-        data: section of the config that the model was trained with.
-        transforms: those of `transform.sample_eval`.
+        paths, prepare, device, batch_size: of the loader.
+        data, transforms: section of the config that the model was trained with, and `transform.sample_eval`.
         shape: channels, height and width of the images that the model was trained on.
-        prepare: prepares batches on the device.
-        device: where batches are wanted.
-        batch_size: images of a batch.
         on_unreadable: called with images that cannot be read, at the latest with the batch that they belong to.
 
     Raises:
@@ -145,13 +138,10 @@ def files_loader(
         files = ImageFiles(paths, shape, size, channels, share, transforms, max_pixels)
     except ValueError as error:
         raise UserError("data.dataset", str(error)) from error
-    everything: Indices = AllSamples(len(paths))
-    blank = files.blank()
-    workers = 0
-    if data.num_workers != "auto":
-        workers = data.num_workers
-    elif len(paths) >= _FEW:
-        workers = min(cores(), _MOST_WORKERS, workers_with_room(data.prefetch * batch_size * blank.nbytes))
+    everything, blank = AllSamples(len(paths)), files.blank()
+    few = min(cores(), _MOST_WORKERS) if len(paths) >= _FEW else 0
+    room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
+    workers = min(few, room) if data.num_workers == "auto" else data.num_workers
     return WorkerLoader(
         files,
         everything,

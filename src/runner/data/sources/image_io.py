@@ -67,17 +67,13 @@ def read_image(
     palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read.
 
     Args:
-        path: the file.
+        path, max_pixels: the file, and the most pixels that it may have.
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
-        max_pixels: most pixels that the file may have.
 
-    Returns:
-        uint8 (channels, H, W), contiguous.
-
-    Raises:
-        UserError: if the file is missing, truncated, no image or too large; it names the file.
+    Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
+    or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:

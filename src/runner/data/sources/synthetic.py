@@ -55,22 +55,13 @@ def synthetic(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not 0 <= noise < float("inf"):
         raise ValueError(f"noise must be a number from 0 on, got {noise}")
+    if kind not in ("classification", "regression"):
+        raise ValueError(f"kind must be 'classification' or 'regression', got {kind!r}")
+    make, generator = _classified if kind == "classification" else _measured, Generator().manual_seed(seed)
+    coarse = torch.randn(classes if make is _classified else 1, channels, _GRID, _GRID, generator=generator)
+    patterns = F.interpolate(coarse, size=(side, side), mode="bilinear", align_corners=False)
     counts = {"train": samples, "test": max(1, samples // 4)}
-    generator = Generator().manual_seed(seed)
-    if kind == "classification":
-        patterns = _smooth(classes, channels, side, generator)
-        return {split: _classified(count, patterns, noise, generator) for split, count in counts.items()}
-    if kind == "regression":
-        # A mean other than zero: a network that pools over the whole image then sees the target as well.
-        pattern = 1.0 + _smooth(1, channels, side, generator)
-        return {split: _measured(count, pattern, noise, generator) for split, count in counts.items()}
-    raise ValueError(f"kind must be 'classification' or 'regression', got {kind!r}")
-
-
-def _smooth(count: int, channels: int, side: int, generator: Generator) -> Tensor:
-    """Random patterns, float32 (count, channels, side, side), about unit variance."""
-    coarse = torch.randn(count, channels, _GRID, _GRID, generator=generator)
-    return F.interpolate(coarse, size=(side, side), mode="bilinear", align_corners=False)
+    return {split: make(count, patterns, noise, generator) for split, count in counts.items()}
 
 
 def _classified(count: int, patterns: Tensor, noise: float, generator: Generator) -> ImageArrays:
@@ -80,7 +71,9 @@ def _classified(count: int, patterns: Tensor, noise: float, generator: Generator
     return ImageArrays(images, targets, tuple(str(index) for index in range(classes)))
 
 
-def _measured(count: int, pattern: Tensor, noise: float, generator: Generator) -> ImageArrays:
+def _measured(count: int, patterns: Tensor, noise: float, generator: Generator) -> ImageArrays:
+    # A mean other than zero: a network that pools over the whole image then sees the target as well.
+    pattern = 1.0 + patterns
     strength = torch.randn(count, generator=generator)
     images = _render(strength, lambda chunk: chunk.view(-1, 1, 1, 1) * pattern, noise, generator)
     # Integer sums are the same in any order, so the targets do not depend on the number of threads.

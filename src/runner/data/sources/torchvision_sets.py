@@ -14,7 +14,7 @@ import struct
 import tarfile
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from http.client import HTTPException
 from pathlib import Path
 
@@ -36,14 +36,12 @@ _CLASSES = {
     ),
 }
 _IDX_FILES = {
-    split: (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
-    for split, prefix in (("train", "train"), ("test", "t10k"))
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-_IDX_NAMES = [name for names in _IDX_FILES.values() for name in names]
 _GZIP_MAGIC = b"\x1f\x8b"
 _ALWAYS_READ = 2**26  # bytes of data; the images of MNIST have 47 million
 _MAX_GZIP_RATIO = 16  # images of digits have about 5
-_BLOCK = 2**20
 # What torchvision raises when a download, its checksum or its unpacking fails; URLError is an OSError.
 _FETCH_FAILURES = (OSError, RuntimeError, HTTPException, tarfile.TarError, zlib.error, EOFError)
 
@@ -96,24 +94,21 @@ def read_idx(path: Path, dims: int) -> Tensor:
             with gzip.GzipFile(fileobj=file) if zipped else contextlib.nullcontext(file) as source:
                 head = source.read(header)
                 # Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each size, big-endian.
-                if head[:4] != bytes((0, 0, 8, dims)):
-                    found_kind = f"is not an idx file of bytes with {dims} dimensions: it begins with {head[:4].hex()}"
-                    raise _damaged(path, found_kind)
-                if len(head) < header:
-                    raise _damaged(path, "ends within its header")
+                if len(head) < header or head[:4] != bytes((0, 0, 8, dims)):
+                    raise _damaged(
+                        path, f"is not an idx file of bytes with {dims} dimensions: it begins with {head.hex()}"
+                    )
                 sizes = struct.unpack(f">{dims}I", head[4:])
                 promised = math.prod(sizes)
                 # A megabyte of gzip can expand to a gigabyte of zeros.
                 if promised > max(_ALWAYS_READ, _MAX_GZIP_RATIO * size if zipped else size):
                     raise _damaged(path, f"promises {promised:,} bytes of data, and is a file of {size:,} bytes")
-                content, found = bytearray(promised), 0
-                while read := source.readinto(memoryview(content)[found : found + _BLOCK]):
-                    found += read
+                content = bytearray(source.read(promised))
                 more = len(source.read(1))
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, f"cannot be read ({_reason(error)})") from error
-    if more or promised != found or promised == 0:
-        amount = f"over {found}" if more else str(found)
+    if more or promised != len(content) or promised == 0:
+        amount = f"over {promised}" if more else str(len(content))
         raise _damaged(path, f"has {amount} bytes of data where its header promises {promised}")
     return torch.frombuffer(content, dtype=torch.uint8).reshape(sizes)
 
@@ -127,24 +122,27 @@ def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArr
             raise
     from torchvision import datasets
 
-    source = getattr(datasets, name)
+    source, names = getattr(datasets, name), [name for names in _IDX_FILES.values() for name in names]
     try:
         source(Path(root).expanduser(), train=True, download=True)
     except Exception as error:
         # torchvision reads the files too. If all exist, one is damaged, and reading them below names it.
-        if not all((folder / filename).is_file() for filename in _IDX_NAMES):
-            raise _fetch_failed(name, folder, _IDX_NAMES, f"from {source.mirrors[0]} (.gz)", error) from error
+        if not all((folder / filename).is_file() for filename in names):
+            raise _fetch_failed(name, folder, names, f"from {source.mirrors[0]} (.gz)", error) from error
     return _read_idx_files(name, folder)
 
 
 def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
-    candidates = {filename: (folder / filename, folder / f"{filename}.gz") for filename in _IDX_NAMES}
-    paths = {filename: next(filter(Path.is_file, both), None) for filename, both in candidates.items()}
-    if missing := [filename for filename, path in paths.items() if path is None]:
-        raise _missing(name, folder, missing, "unpacked or as .gz")
-    classes, result = _CLASSES[name], {}
+    missing, classes, result = [], _CLASSES[name], {}
+    found: dict[str, list[Path]] = {}
     for split, filenames in _IDX_FILES.items():
-        images_path, labels_path = (paths[filename] or folder for filename in filenames)
+        for filename in filenames:
+            paths = [path for path in (folder / filename, folder / f"{filename}.gz") if path.is_file()]
+            missing += [] if paths else [filename]
+            found.setdefault(split, []).extend(paths[:1])
+    if missing:
+        raise _missing(name, folder, missing, "unpacked or as .gz")
+    for split, (images_path, labels_path) in found.items():
         images, labels = read_idx(images_path, 3).unsqueeze(1), read_idx(labels_path, 1).long()
         if len(images) != len(labels):
             raise _damaged(labels_path, f"has {len(labels)} labels, but {images_path} has {len(images)} images")
@@ -158,15 +156,14 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
     from torchvision import datasets
     from torchvision.datasets.utils import check_integrity
 
-    source, folder = getattr(datasets, name), Path(root).expanduser()
-    parent, is_svhn = folder, name == "SVHN"
+    source, parent, is_svhn = getattr(datasets, name), Path(root).expanduser(), name == "SVHN"
     if is_svhn:
         listed = [source.split_list[split] for split in ("train", "test")]
-        sums = {filename: md5 for _, filename, md5 in listed}
+        folder, sums = parent, {filename: md5 for _, filename, md5 in listed}
         by_hand = "from " + " and ".join(url for url, _, _ in listed)
     else:
-        folder = parent / source.base_folder
-        sums = dict(source.train_list + source.test_list) | {source.meta["filename"]: source.meta["md5"]}
+        folder, sums = parent / source.base_folder, dict(source.train_list + source.test_list)
+        sums[source.meta["filename"]] = source.meta["md5"]
         by_hand = f"by unpacking {source.url} in {parent}"
     missing = [filename for filename in sums if not (folder / filename).is_file()]
     if missing and not download:
@@ -186,12 +183,12 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
             result[split] = ImageArrays(images, torch.from_numpy(np.array(labels, dtype=np.int64)), classes)
     except _FETCH_FAILURES as error:
         if download:
-            raise _fetch_failed(name, folder, list(sums), by_hand, error) from error
+            raise _fetch_failed(name, folder, sums, by_hand, error) from error
         damaged = [folder / filename for filename, md5 in sums.items() if not check_integrity(folder / filename, md5)]
-        if damaged:
-            others = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
-            raise _damaged(damaged[0], f"has another MD5 than the published one{others}") from error
-        raise _damaged(folder, f"cannot be read ({_reason(error)})") from error
+        if not damaged:
+            raise _damaged(folder, f"cannot be read ({_reason(error)})") from error
+        others = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
+        raise _damaged(damaged[0], f"has another MD5 than the published one{others}") from error
     return result
 
 
@@ -199,20 +196,16 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _missing(name: str, folder: Path, files: Sequence[str], note: str) -> UserError:
+def _missing(name: str, folder: Path, files: Iterable[str], note: str) -> UserError:
+    problem = f"{name} is incomplete in {folder.absolute()}: {', '.join(files)} not found there ({note})"
     return UserError(
-        "data.root",
-        f"{name} is incomplete in {folder.absolute()}: {', '.join(files)} not found there ({note})",
-        "data.download=true to fetch them, or data.root=<the folder that holds them>",
+        "data.root", problem, "data.download=true to fetch them, or data.root=<the folder that holds them>"
     )
 
 
-def _fetch_failed(name: str, folder: Path, files: Sequence[str], source: str, error: BaseException) -> UserError:
-    return UserError(
-        "data.download",
-        f"fetching {name} failed: {_reason(error)}",
-        f"files copied by hand: put {', '.join(files)} into {folder.absolute()}, {source}",
-    )
+def _fetch_failed(name: str, folder: Path, files: Iterable[str], source: str, error: BaseException) -> UserError:
+    allowed = f"files copied by hand: put {', '.join(files)} into {folder.absolute()}, {source}"
+    return UserError("data.download", f"fetching {name} failed: {_reason(error)}", allowed)
 
 
 def _damaged(path: Path, what: str) -> UserError:

@@ -60,7 +60,8 @@ class RandomShift:
         place = rng.integers((2 * up + 1) * places)
         # Pixels of the padded image before the first one of the crop: row * (width + 2 * left) + column.
         first = place + place.div(places, rounding_mode="floor") * (width - 1)
-        return _windows(_padded(images, up, left, self.padding), first, height, width)
+        windows = _rows_copied if images.device.type == "cpu" else _pixels_gathered
+        return windows(_padded(images, up, left, self.padding), first, height, width)
 
 
 def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
@@ -81,12 +82,8 @@ def _padded(images: Tensor, up: int, left: int, padding: Padding) -> Tensor:
     return padded
 
 
-def _windows(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
-    """From each image of contiguous (B, C, H, W) the window (C, height, width) that starts at pixel `first` (B,)."""
-    return (_rows_copied if padded.device.type == "cpu" else _pixels_gathered)(padded, first, height, width)
-
-
 def _rows_copied(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    """From each image of contiguous (B, C, H, W) the window (C, height, width) that starts at pixel `first` (B,)."""
     # The windows at all places are a view; selecting one for each image copies whole rows.
     _, channels, rows, columns = padded.shape
     length = (channels - 1) * rows * columns + (height - 1) * columns + width
@@ -97,6 +94,7 @@ def _rows_copied(padded: Tensor, first: Tensor, height: int, width: int) -> Tens
 
 
 def _pixels_gathered(padded: Tensor, first: Tensor, height: int, width: int) -> Tensor:
+    """The same for devices on which a gather is fast."""
     batch, channels, _, columns = padded.shape
     down = torch.arange(height, device=padded.device)[:, None] * columns
     pixels = (down + torch.arange(width, device=padded.device)).view(1, 1, -1) + first[:, None, None]
@@ -221,15 +219,8 @@ class RandomErasing:
 class Pipeline:
     """Batch transforms in order, each with its own stream of random numbers, then normalisation.
 
-    Args:
-        transforms: batch transforms.
-        mean, std: statistics for pixels in [0, 1], one value for all channels or one for each.
-        seed: seed of the run.
-        device: device that batches are on.
-        channels_last: NHWC memory layout.
-
-    Attributes:
-        of_bytes: factor and subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
+    `mean` and `std` are statistics for pixels in [0, 1], one value for all channels or one for each. The attribute `of_bytes`
+    is the factor and the subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
     """
 
     def __init__(
@@ -254,15 +245,10 @@ class Pipeline:
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise a batch; the result is float32.
+        """Transform and normalise images (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1, to float32.
 
-        Args:
-            images: (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1.
-            indices: identity of each sample in its data set, int64 of shape (B,), on the device of `images`.
-            epoch: number of the epoch.
-
-        Raises:
-            UserError: if the statistics do not fit the channels.
+        `indices` identify the samples in their data set, int64 of shape (B,), on the device of `images`. Raises `UserError` if
+        the statistics do not fit the channels.
         """
         for stream, transform in enumerate(self.transforms):
             images = transform(images, SampleRNG(self.seed, epoch, indices, stream))

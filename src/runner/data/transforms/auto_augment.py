@@ -16,81 +16,41 @@ from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.augment import rounded
 from runner.data.transforms.color_jitter import lightness, mean_lightness
 
-Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-
-def _identity(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return images
-
-
-def _shear_x(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    rows, columns = _places(images)
-    return _gathered(images, rows, columns + _beside(sign * strength) * (rows + 0.5))
-
-
-def _shear_y(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    rows, columns = _places(images)
-    return _gathered(images, rows + _beside(sign * strength) * (columns + 0.5), columns)
-
-
-def _translate_x(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    rows, columns = _places(images)
-    return _gathered(images, rows, columns + _beside(sign * strength.trunc()))
-
-
-def _translate_y(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    rows, columns = _places(images)
-    return _gathered(images, rows + _beside(sign * strength.trunc()), columns)
-
-
-def _rotate(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    # The table holds the sine of angles up to 135 degrees: beyond 90, 2 minus the sine.
-    sine = torch.where(strength > 1, 2 - strength, strength)
+def _rotated(rows: Tensor, columns: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
+    # `by` is the sine of angles up to 135 degrees, with their sign: beyond 90, 2 minus the sine.
+    sine = torch.where(by.abs() > 1, 2 - by.abs(), by.abs())
     cosine = (1 - sine * sine).clamp_min(0).sqrt()
-    cosine = _beside(torch.where(strength > 1, -cosine, cosine))
-    sine = _beside(sign * sine)
-    rows, columns = _places(images)
-    middle = [(size - 1) / 2 for size in images.shape[-2:]]
+    cosine, sine = torch.where(by.abs() > 1, -cosine, cosine), sine * by.sign()
+    middle = [(places.numel() - 1) / 2 for places in (rows, columns)]
     down, across = rows - middle[0], columns - middle[1]
-    return _gathered(images, cosine * down + sine * across + middle[0], cosine * across - sine * down + middle[1])
+    return cosine * down + sine * across + middle[0], cosine * across - sine * down + middle[1]
 
 
-def _brightness(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return _blended(images, torch.zeros((), device=images.device), strength, sign)
-
-
-def _colour(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return _blended(images, lightness(images.float()), strength, sign) if images.shape[1] == 3 else images
-
-
-def _contrast(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return _blended(images, mean_lightness(images.float(), 255.0), strength, sign)
-
-
-def _sharpness(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Blend with the image smoothed by a 3x3 kernel of ones, 5 in the middle; the border stays."""
+def _smooth(images: Tensor) -> Tensor | None:
+    """The image smoothed by a 3x3 kernel of ones, 5 in the middle; the border stays."""
     if min(images.shape[-2:]) < 3:
-        return images
+        return None
     whole = images.to(torch.int16)  # integer sums are the same in any order
     rows = whole[..., :-2, :] + whole[..., 1:-1, :] + whole[..., 2:, :]
     inner = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:] + 4 * whole[..., 1:-1, 1:-1]
     smooth = images.float()
     smooth[..., 1:-1, 1:-1] = (inner.float() / 13).round()
-    return _blended(images, smooth, strength, sign)
+    return smooth
 
 
-def _posterize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Keep as many bits as `strength`."""
-    masks = torch.tensor([256 - 2 ** (8 - bits) for bits in range(9)], dtype=torch.uint8)
-    return images & masks.to(images.device, non_blocking=True)[strength.long()].view(-1, 1, 1, 1)
+def _posterize(images: Tensor, bits: Tensor) -> Tensor:
+    """Keep so many bits."""
+    masks = torch.tensor([256 - 2 ** (8 - kept) for kept in range(9)], dtype=torch.uint8)
+    return images & masks.to(images.device, non_blocking=True)[bits.abs().long()].view(-1, 1, 1, 1)
 
 
-def _solarize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """Invert the pixels that are not below `strength`, a share of white."""
-    return torch.where(images >= _beside(strength * 255)[:, None], 255 - images, images)
+def _solarize(images: Tensor, share: Tensor) -> Tensor:
+    """Invert the pixels that are not below a share of white."""
+    return torch.where(images >= (share.abs() * 255).view(-1, 1, 1, 1), 255 - images, images)
 
 
-def _auto_contrast(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
+def _auto_contrast(images: Tensor, _: Tensor) -> Tensor:
     """Stretch each channel to the whole range."""
     pixels = images.float()
     low, high = pixels.amin((2, 3), keepdim=True), pixels.amax((2, 3), keepdim=True)
@@ -99,7 +59,7 @@ def _auto_contrast(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     return rounded((pixels - torch.where(flat, 0.0, low)).mul_(scale).clamp_(0, 255))
 
 
-def _equalize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
+def _equalize(images: Tensor, _: Tensor) -> Tensor:
     """Equalize the histogram of each channel."""
     flat = images.flatten(2)
     levels = torch.arange(256, device=images.device, dtype=torch.uint8).expand(*flat.shape[:2], 256).contiguous()
@@ -114,20 +74,53 @@ def _equalize(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
     return table.gather(2, flat.long()).view_as(images)
 
 
-_CHANGES: tuple[Change, ...] = (
-    _identity, _shear_x, _shear_y, _translate_x, _translate_y, _rotate, _brightness,
-    _colour, _contrast, _sharpness, _posterize, _solarize, _auto_contrast, _equalize,
-)  # fmt: skip
+# Where the pixels come from: rows (1, H, 1), columns (1, 1, W) and amounts (B, 1, 1) to places that broadcast to (B, H, W).
+_MOVES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "shear_x": lambda rows, columns, by: (rows, columns + by * (rows + 0.5)),
+    "shear_y": lambda rows, columns, by: (rows + by * (columns + 0.5), columns),
+    "translate_x": lambda rows, columns, by: (rows, columns + by.trunc()),
+    "translate_y": lambda rows, columns, by: (rows + by.trunc(), columns),
+    "rotate": _rotated,
+}
+# What is blended with the image, of which 1 minus the amount is kept; None changes nothing.
+_BLENDS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "brightness": lambda images: torch.zeros((), device=images.device),
+    "colour": lambda images: lightness(images.float()) if images.shape[1] == 3 else None,
+    "contrast": lambda images: mean_lightness(images.float(), 255.0),
+    "sharpness": _smooth,
+}
+_LEVELS = {
+    "posterize": _posterize, "solarize": _solarize, "auto_contrast": _auto_contrast, "equalize": _equalize,
+}  # fmt: skip
+_OPERATIONS = ("identity", *_MOVES, *_BLENDS, *_LEVELS)
+
+
+def changed(operation: str, images: Tensor, amount: Tensor) -> Tensor:
+    """Apply an operation to images, uint8 (B, C, H, W), by amounts (B,), whose sign is the direction."""
+    if operation in _MOVES:
+        batch, channels, *sizes = images.shape
+        rows, columns = (torch.arange(size, device=images.device, dtype=torch.float32) for size in sizes)
+        places = _MOVES[operation](rows.view(1, -1, 1), columns.view(1, 1, -1), amount.view(-1, 1, 1))
+        row, column = ((place + 0.5).floor().expand(batch, *sizes) for place in places)
+        inside = (row >= 0) & (row < sizes[0]) & (column >= 0) & (column < sizes[1])
+        nearest = (row.clamp(0, sizes[0] - 1) * sizes[1] + column.clamp(0, sizes[1] - 1)).long().view(batch, 1, -1)
+        found = images.flatten(2).gather(2, nearest.expand(-1, channels, -1)).view_as(images)
+        return found * inside[:, None]
+    if operation in _LEVELS:
+        return _LEVELS[operation](images, amount)
+    others = _BLENDS[operation](images)
+    if others is None:
+        return images
+    factor = (1 + amount).view(-1, 1, 1, 1)
+    # Each operation rounds separately: a sample has the same bits in any batch.
+    return rounded((images.float() * factor).add_(others * (1 - factor)).clamp_(0, 255))
 
 
 class _Policy:
     """Operations on each image, with a table of the strength of each operation at each magnitude.
 
-    Args:
-        bins: magnitudes, from none to the largest.
-        shear, shift, degrees, blend, bits: strengths at the largest magnitude: shear, translation (in pixels, or as a share
-            of the side), rotation, factor of the blends, bits that are lost.
-        of_side: whether the translation is a share.
+    `bins` are the magnitudes, from none to the largest; the numbers after it are the strengths at the largest: shear,
+    translation (in pixels, or a share of the side if `of_side`), rotation, factor of the blends, and bits that are lost.
     """
 
     per_sample = True
@@ -137,46 +130,40 @@ class _Policy:
             raise ValueError(f"num_magnitude_bins must be at least 2, got {bins}")
         shares = [place / (bins - 1) for place in range(bins)]
         angles = [math.radians(degrees * share) for share in shares]
-        sines = [math.sin(angle) if angle <= math.pi / 2 else 2 - math.sin(angle) for angle in angles]
-        nothing = [0.0] * bins
-        rows = [
-            nothing,
-            *([shear * share for share in shares],) * 2,
-            *([shift * share for share in shares],) * 2,
-            sines,
-            *([blend * share for share in shares],) * 4,
-            [8.0 - round(bits * share) for share in shares],
-            [1.0 - share for share in shares],
-            nothing,
-            nothing,
-        ]
-        self._strengths, self._of_side = torch.tensor(rows), of_side
+        largest = {"shear_x": shear, "shear_y": shear, "translate_x": shift, "translate_y": shift}
+        largest |= dict.fromkeys(_BLENDS, blend)
+        rows = {name: [most * share for share in shares] for name, most in largest.items()}
+        rows["rotate"] = [math.sin(angle) if angle <= math.pi / 2 else 2 - math.sin(angle) for angle in angles]
+        rows["posterize"] = [8.0 - round(bits * share) for share in shares]
+        rows["solarize"] = [1.0 - share for share in shares]
+        self._strengths = torch.tensor([rows.get(name, [0.0] * bins) for name in _OPERATIONS])
+        self._of_side = of_side
 
     def _changed(self, images: Tensor, rng: SampleRNG, level: Tensor) -> Tensor:
         """Apply one operation to each image, uint8, at its level (B,)."""
         if self._strengths.device != images.device:
             self._strengths = self._strengths.to(images.device)
-        chosen, sign = rng.integers(len(_CHANGES)), 1.0 - 2.0 * rng.integers(2)
+        chosen, sign = rng.integers(len(_OPERATIONS)), 1.0 - 2.0 * rng.integers(2)
         # Reading the choices would wait for the device: there, all operations are computed and one is selected.
         make = _made_where_chosen if images.device.type == "cpu" else _made_and_selected
         images = images.clone(memory_format=torch.contiguous_format)
-        for number, change in enumerate(_CHANGES[1:], 1):
-            strength = self._strengths[number][level]
-            if self._of_side and change in (_translate_x, _translate_y):
-                strength = strength * images.shape[-1 if change is _translate_x else -2]
-            images = make(change, images, chosen == number, strength, sign)
+        for number, operation in enumerate(_OPERATIONS[1:], 1):
+            amount = sign * self._strengths[number][level]
+            if self._of_side and operation.startswith("translate"):
+                amount = amount * images.shape[-1 if operation == "translate_x" else -2]
+            images = make(operation, images, chosen == number, amount)
         return images
 
 
-def _made_where_chosen(change: Change, images: Tensor, chosen: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
+def _made_where_chosen(operation: str, images: Tensor, chosen: Tensor, amount: Tensor) -> Tensor:
     rows = chosen.nonzero()[:, 0]
     if len(rows):
-        images[rows] = change(images[rows], strength[rows], sign[rows])
+        images[rows] = changed(operation, images[rows], amount[rows])
     return images
 
 
-def _made_and_selected(change: Change, images: Tensor, chosen: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    return torch.where(chosen.view(-1, 1, 1, 1), change(images, strength, sign), images)
+def _made_and_selected(operation: str, images: Tensor, chosen: Tensor, amount: Tensor) -> Tensor:
+    return torch.where(chosen.view(-1, 1, 1, 1), changed(operation, images, amount), images)
 
 
 def _as_bytes(images: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -231,31 +218,3 @@ class TrivialAugment(_Policy):
         """Change `images`."""
         level = rng.integers(self.num_magnitude_bins)
         return _as_bytes(images, lambda images: self._changed(images, rng, level))
-
-
-def _beside(values: Tensor) -> Tensor:
-    return values.view(-1, 1, 1)
-
-
-def _places(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (1, H, 1) and columns (1, 1, W) of the pixels, as floats."""
-    height, width = images.shape[-2:]
-    rows, columns = (torch.arange(size, device=images.device, dtype=torch.float32) for size in (height, width))
-    return rows.view(1, -1, 1), columns.view(1, 1, -1)
-
-
-def _gathered(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The pixels nearest to places that broadcast to (B, H, W); zeros outside of the image."""
-    batch, channels, height, width = images.shape
-    row, column = ((places + 0.5).floor().expand(batch, height, width) for places in (rows, columns))
-    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    place = (row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).long().view(batch, 1, -1)
-    found = images.flatten(2).gather(2, place.expand(-1, channels, -1)).view_as(images)
-    return found * inside[:, None]
-
-
-def _blended(images: Tensor, others: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
-    """`images` times a factor, plus `others` times 1 minus the factor."""
-    factor = (1 + sign * strength).view(-1, 1, 1, 1)
-    # Each operation rounds separately: a sample has the same bits in any batch.
-    return rounded((images.float() * factor).add_(others * (1 - factor)).clamp_(0, 255))

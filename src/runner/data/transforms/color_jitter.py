@@ -25,10 +25,8 @@ class ColorJitter:
     are clipped after each change. Uint8 is computed in float32 and rounded once.
 
     Args:
-        brightness: largest change of the factor for brightness.
-        contrast: likewise for contrast.
-        saturation: likewise for saturation; needs 3 channels unless 0.
-        hue: largest turn, from 0 to 0.5; needs 3 channels unless 0.
+        brightness, contrast, saturation: largest changes of the factors.
+        hue: largest turn, from 0 to 0.5; like `saturation`, it needs 3 channels unless 0.
     """
 
     per_sample = True

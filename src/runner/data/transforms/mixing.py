@@ -110,35 +110,21 @@ class Mixing:
         self.mix, self.seed, self.num_classes = mix, seed, num_classes
 
     def __call__(self, images: Tensor, targets: Tensor, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Blend the samples of a batch.
+        """Blend images, float32 (B, C, H, W), and targets: classes, integer (B,), or numbers or probabilities, float (B, ...).
 
-        Args:
-            images: float32 (B, C, H, W).
-            targets: classes, integer (B,), or numbers or probabilities, float (B, ...).
-            indices: identity of each sample in its data set, int64 (B,), on the same device.
-            epoch: number of the epoch.
-
-        Returns:
-            Images of the same shape, and float32 targets: (B, num_classes) for classes.
-
-        Raises:
-            UserError: if targets are integers of another shape, or the number of classes is not known.
+        `indices` identify the samples in their data set, int64 (B,), on the same device. Returns images of the same shape, and
+        float32 targets, (B, num_classes) for classes. Raises `UserError` if targets are integers of another shape, or the
+        number of classes is not known.
         """
         if not targets.is_floating_point():
-            targets = self._probabilities(targets)
+            if targets.ndim != 1 or self.num_classes is None:
+                shape = tuple(targets.shape[1:])
+                what = f"a sample's have shape {shape}" if shape else "their number is not known"
+                allowed = "transform.mix=null, or a data set that names its classes and gives one for each sample"
+                raise UserError("transform.mix", f"blends classes as probabilities, but {what}", allowed)
+            # Not one_hot, which reads the targets on the host to check them.
+            targets = (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).float()
         return self.mix(images, targets.float(), SampleRNG(self.seed, epoch, indices, _STREAM))
-
-    def _probabilities(self, targets: Tensor) -> Tensor:
-        if targets.ndim != 1 or self.num_classes is None:
-            shape = tuple(targets.shape[1:])
-            what = f"a sample's have shape {shape}" if shape else "their number is not known"
-            raise UserError(
-                "transform.mix",
-                f"blends classes as probabilities, but {what}",
-                "transform.mix=null, or a data set that names its classes and gives one for each sample",
-            )
-        # Not one_hot, which reads the targets on the host to check them.
-        return (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).float()
 
 
 def _chance(p: float) -> float:

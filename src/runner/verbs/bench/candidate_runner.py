@@ -15,7 +15,7 @@ import torch
 
 from runner.build.hardware import set_switches
 from runner.build.run import Run
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import ConfigError, UserError
 from runner.config.frozen import to_plain, with_changes

@@ -7,7 +7,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -285,13 +284,7 @@ class CheckContext:
     def shortened(self, loader: Loader) -> Loader:
         """The loader, with batches cut to what the budget allows; for checks that work with any batch size."""
         most = self._batch_limit
-        if most >= loader.batch_size:
-            return loader
-
-        def batches(*which: int) -> Iterator[Batch]:
-            return (Batch(*(part[:most] for part in batch)) for batch in loader.batches(*which))
-
-        return SimpleNamespace(samples=loader.samples, batch_size=most, batches=batches)
+        return loader if most >= loader.batch_size else _ShortBatches(loader, most)
 
     def affordable_steps(self) -> float:
         """An upper bound of the training steps in the time left: a sample of a large batch takes less time."""
@@ -341,3 +334,15 @@ class CheckContext:
             guard.start()
         state.train()
         rng.restore(generators)
+
+
+class _ShortBatches(Loader):
+    """The first samples of each batch of a loader."""
+
+    def __init__(self, loader: Loader, most: int) -> None:
+        self._loader, self.samples, self.batch_size = loader, loader.samples, most
+
+    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
+        return (
+            Batch(*(part[: self.batch_size] for part in batch)) for batch in self._loader.batches(epoch, start, stop)
+        )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.indices import Indices
+from runner.data.sampler import Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_target, as_tensor
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.build.metrics import build_metrics
 from runner.build.model import build_task_model_loss
-from runner.checkpoint.digest import weights_sha256
+from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.errors import FAILED, UserError
 from runner.config.schema.verbs import Export

@@ -17,7 +17,7 @@ from runner.build.metrics import build_callbacks
 from runner.build.run import Run
 from runner.config.errors import UserError
 from runner.config.schema.verbs import Profile
-from runner.data.profiler_ranges import loader_in_ranges
+from runner.data.workers import loader_in_ranges
 from runner.engine.callbacks import Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop

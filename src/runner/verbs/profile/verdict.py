@@ -11,7 +11,6 @@ import torch
 from runner.build.run import Run
 from runner.config.cores import cores
 from runner.config.schema.verbs import Profile
-from runner.data.profiler_ranges import reading
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT
 from runner.runtime.peak_flops import kind_of
 from runner.runtime.precision import has_matrix_units
@@ -106,7 +105,7 @@ def facts_of(
     utilization: float | None,
 ) -> Facts:
     """Gather what the sentence depends on."""
-    device, read = training.device, reading(training.data.train.loader)
+    device, loader = training.device, training.data.train.loader
     convolutions = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in training.model.modules())
     takes_fused = "fused" in inspect.signature(type(training.state.optimizer)).parameters
     decided = bool(training.kernels.arguments.get("fused")) or config.optimizer.get("fused") is not None
@@ -124,11 +123,11 @@ def facts_of(
         device="GPU" if device.type != "cpu" else "cpu",
         batch_size=config.data.samples_a_batch,
         accumulate=config.accumulate,
-        workers=read.workers,
+        workers=loader.workers,
         cores=cores(),
         cached=config.data.cache is not None,
-        in_memory_possible=read.could_be_resident or read.resident is not None,
-        on_device=read.resident == device,
+        in_memory_possible=loader.could_be_resident or loader.resident is not None,
+        on_device=loader.resident == device,
         fused=decided or not takes_fused,
         off=[key for key, helps in could_help.items() if helps],
     )
