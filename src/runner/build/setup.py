@@ -10,7 +10,7 @@ from runner.checkpoint import find
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.reading import read_overrides
+from runner.config.reading import read_overrides, read_summary
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
@@ -37,7 +37,7 @@ def resolve(composition: Composition) -> Setup:
             problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
-        if again is not None and (again.read_summary() or {}).get("status") == "finished":
+        if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
             return Setup(resolve_config(composition, Train), finished=again)
         if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
