@@ -21,7 +21,7 @@ from runner.tracking.run_directory import RunDirectory, unfinished
 class Setup:
     """What a run is asked to do."""
 
-    config: Train  # the validated config
+    config: Train
     found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
     differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
     again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
@@ -80,12 +80,8 @@ def why_occupied(composition: Composition) -> UserError | None:
         reason = "holds a run of other settings"
     except (OSError, ValueError) as error:
         reason = f"holds a run whose overrides.yaml cannot be read: {getattr(error, 'strerror', None) or error}"
-    return UserError(
-        "resume",
-        f"is auto, and {fixed} {reason}",
-        f"its command, another folder, or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it "
-        "with other settings",
-    )
+    other = f"ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
+    return UserError("resume", f"is auto, and {fixed} {reason}", f"its command, another folder, or {other}")
 
 
 def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:
