@@ -92,7 +92,7 @@ def _work(
     time.tzset()
     os.chdir(folder)
     sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.argv = ["runner", *words]
+    sys.argv, sys.orig_argv = ["runner", *words], [sys.executable, "-m", "runner", *words]
     try:
         runpy.run_module("runner", run_name="__main__", alter_sys=True)
     finally:
