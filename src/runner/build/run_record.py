@@ -176,7 +176,7 @@ class RunRecord:
             print(self._directory.path, flush=True)
         in_sweep = self.composition.job_dir is not None
         if in_sweep:
-            # The loop freezes what exists, and what was frozen does not count towards Python's own full collections.
+            # A job leaves cycles, and Python looks for old ones too rarely.
             gc.collect()
         if self.exit_code == PREEMPTED or (self.exit_code != OK and not in_sweep):
             raise SystemExit(self.exit_code)
