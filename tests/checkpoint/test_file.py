@@ -286,26 +286,6 @@ def test_a_failure_at_the_last_moment_leaves_the_old_file_and_nothing_else(
     assert names(sample.parent) == ["sample.safetensors"]
 
 
-def test_a_file_size_limit_is_a_sentence_and_loses_nothing(sample: Path, contents: Make) -> None:
-    before = sample.read_bytes()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            import signal
-
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-            write(sample, contents(8))
-        except UserError as error:
-            status = 42 if "untouched" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 42
-    assert sample.read_bytes() == before
-    assert names(sample.parent) == ["sample.safetensors"]
-
-
 def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path, contents: Make) -> None:
     with pytest.raises(UserError, match="cannot write"):
         write(tmp_path / "no" / "a.safetensors", contents())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,8 +16,7 @@ from runner.data.sources.image_io import read_image
 
 
 def call(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "runner", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return forked.run(words, timeout=60)
 
 
 def test_a_folder_of_configs_with_special_files_can_be_listed(workdir: Path) -> None:

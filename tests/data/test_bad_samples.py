@@ -24,6 +24,7 @@ from runner.data.build import DataModule, build_data
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, MemoryLoader
 from runner.data.sampler import AllSamples
+from runner.data.samples import SeededDataset
 from runner.data.workers import WorkerLoader
 
 CPU = torch.device("cpu")
@@ -55,8 +56,10 @@ def loader(
     broken: set[int] = BROKEN, found: list[BadSample] | None = None, seed: int = 3, **options: Any
 ) -> WorkerLoader:
     note = (lambda skipped: None) if found is None else found.extend
-    options = {"replacements": ReplacementSampler(seed, PART), "on_skipped": note, **options}
-    return WorkerLoader(Damaged(broken), PART, 8, seed, True, CPU, **options)
+    transforms = options.pop("transforms", ())
+    replacements = options.pop("replacements", ReplacementSampler(seed, PART))
+    reader = SeededDataset(Damaged(broken), seed, transforms, replacements)
+    return WorkerLoader(reader, PART, 8, seed, True, CPU, **{"on_skipped": note, **options})
 
 
 def read(made: WorkerLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
@@ -136,7 +139,12 @@ def test_without_replacements_it_is_an_error_at_once() -> None:
 
 def test_too_little_memory_is_no_damaged_sample() -> None:
     made = WorkerLoader(
-        Damaged({0}, MemoryError()), AllSamples(40), 8, 0, True, CPU, replacements=ReplacementSampler(0, AllSamples(40))
+        SeededDataset(Damaged({0}, MemoryError()), 0, (), ReplacementSampler(0, AllSamples(40))),
+        AllSamples(40),
+        8,
+        0,
+        True,
+        CPU,
     )
     with pytest.raises(MemoryError):
         list(made.batches(0, 0, 5))

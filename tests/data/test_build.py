@@ -260,7 +260,7 @@ def test_a_transform_that_works_in_place_leaves_the_data_set_as_it_is(name: str)
     assert isinstance(splits.train.loader, WorkerLoader)
     keyed = splits.train.loader._loader.dataset
     assert isinstance(keyed, SeededDataset)
-    before = [keyed._dataset[index][0].clone() for index in range(1, 20)]
+    before = [keyed.dataset[index][0].clone() for index in range(1, 20)]
     assert all(image.any() for image in before)
     assert not next(iter(splits.train.loader.batches(0, 0, 1))).images.any()
-    assert all(torch.equal(keyed._dataset[place + 1][0], image) for place, image in enumerate(before))
+    assert all(torch.equal(keyed.dataset[place + 1][0], image) for place, image in enumerate(before))

@@ -15,6 +15,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from runner.data.loaders import Batch
 from runner.data.sample_rng import seed_generators
+from runner.data.samples import SeededDataset
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import read_image
 from runner.data.transforms.crops import RandomResizedCrop
@@ -117,7 +118,14 @@ def test_a_large_photograph_is_decoded_at_a_fraction_and_looks_alike(
 
 def read(folder: ImageFolder, workers: int, epoch: int = 0, start: int = 0) -> list[Batch]:
     loader = WorkerLoader(
-        folder, torch.arange(8), 3, 5, True, torch.device("cpu"), [RandomResizedCrop(16)], workers, persistent=False
+        SeededDataset(folder, 5, [RandomResizedCrop(16)]),
+        torch.arange(8),
+        3,
+        5,
+        True,
+        torch.device("cpu"),
+        workers,
+        persistent=False,
     )
     return list(loader.batches(epoch, start, 3))
 

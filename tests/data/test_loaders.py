@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.data.loaders import Batch, MemoryLoader
-from runner.data.samples import as_target, as_tensor
+from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
@@ -63,7 +63,7 @@ def through_workers(
     shuffle: bool = True,
     **options: Any,
 ) -> WorkerLoader:
-    return WorkerLoader(dataset, indices, 8, seed, shuffle, CPU, transforms, **options)
+    return WorkerLoader(SeededDataset(dataset, seed, transforms), indices, 8, seed, shuffle, CPU, **options)
 
 
 def in_memory(seed: int = 5, shuffle: bool = True) -> MemoryLoader:
@@ -368,6 +368,7 @@ def test_an_array_that_must_not_be_written_to_is_copied() -> None:
 
 LEFT_RUNNING = """
 import torch
+from runner.data.samples import SeededDataset
 from runner.data.sources.synthetic import synthetic
 from runner.data.workers import WorkerLoader
 
@@ -375,7 +376,7 @@ arrays = synthetic(samples=40, image_size=6)["train"]
 kept = []
 for persistent in (True, False):
     loader = WorkerLoader(
-        arrays, torch.arange(40), 8, 0, True, torch.device("cpu"), workers=1, prefetch=1, persistent=persistent
+        SeededDataset(arrays, 0), torch.arange(40), 8, 0, True, torch.device("cpu"), workers=1, prefetch=1, persistent=persistent
     )
     batches = loader.batches(0, 0, 5)
     next(batches)

@@ -18,6 +18,7 @@ from runner.config.schema.sections import Data
 from runner.data import num_workers
 from runner.data.num_workers import WorkerChoice, choose_num_workers, enough, spread_places
 from runner.data.placement import plan_placement
+from runner.data.samples import SeededDataset
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,9 @@ def chosen(
     dataset: Slow, wanted: Any = "auto", batch: int = 32, prefetch: int = 2, sample_bytes: int = 64
 ) -> WorkerChoice:
     indices = torch.arange(len(dataset))
-    return choose_num_workers(wanted, dataset, indices, (), batch, prefetch * batch * sample_bytes, sample_bytes)
+    return choose_num_workers(
+        wanted, SeededDataset(dataset, 0), indices, batch, prefetch * batch * sample_bytes, sample_bytes
+    )
 
 
 def test_slow_samples_get_workers_and_quick_ones_none(monkeypatch: pytest.MonkeyPatch) -> None:

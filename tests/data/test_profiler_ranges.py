@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from runner.data.cache_file import CachedImages, write
 from runner.data.loaders import Loader, MemoryLoader
+from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.data.transforms.augment import Pipeline, RandomShift
 from runner.data.workers import WorkerLoader, loader_in_ranges
@@ -67,7 +68,7 @@ def memory(diary: Diary) -> Loader:
 
 
 def disk(diary: Diary) -> Loader:
-    return WorkerLoader(Noting(diary), torch.arange(10), 4, 0, True, CPU, prepare=pipeline(diary))
+    return WorkerLoader(SeededDataset(Noting(diary), 0), torch.arange(10), 4, 0, True, CPU, prepare=pipeline(diary))
 
 
 @pytest.mark.parametrize("make", [memory, disk])
@@ -123,8 +124,8 @@ def test_how_samples_are_read_is_known() -> None:
     arrays = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES)
     assert facts(memory(diary)) == (None, CPU, False)
     assert facts(disk(diary)) == (0, None, False)
-    assert facts(WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU)) == (0, None, True)
-    transformed = WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, [lambda image: image])
+    assert facts(WorkerLoader(SeededDataset(arrays, 0), torch.arange(10), 4, 0, True, CPU)) == (0, None, True)
+    transformed = WorkerLoader(SeededDataset(arrays, 0, [lambda image: image]), torch.arange(10), 4, 0, True, CPU)
     assert not transformed.could_be_resident
 
 
@@ -135,12 +136,12 @@ def facts(loader: Loader) -> tuple[int | None, torch.device | None, bool]:
 def test_images_in_a_cache_file_could_be_resident(tmp_path: Path) -> None:
     write(tmp_path / "images", "key", len(IMAGES), iter([(IMAGES, torch.arange(10))]))
     mapped = CachedImages(tmp_path / "images")
-    assert WorkerLoader(mapped, torch.arange(10), 4, 0, True, CPU).could_be_resident
+    assert WorkerLoader(SeededDataset(mapped, 0), torch.arange(10), 4, 0, True, CPU).could_be_resident
 
 
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
     arrays, diary = ImageArrays(IMAGES, torch.arange(10) % 4, NAMES), Diary()
-    loader = WorkerLoader(arrays, torch.arange(10), 4, 0, True, CPU, workers=1)
+    loader = WorkerLoader(SeededDataset(arrays, 0), torch.arange(10), 4, 0, True, CPU, workers=1)
     with_ranges = loader_in_ranges(loader, diary, 9)
     list(with_ranges.batches(0, 0, 3))
     (worker,) = loader._iterator._workers

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.config.errors import DataFailed
 from runner.data.sampler import AllSamples
+from runner.data.samples import SeededDataset
 from runner.data.workers import WorkerLoader
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,9 @@ class Numbered(Dataset[Any]):
 
 
 def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
-    return WorkerLoader(Numbered(wrong, side), AllSamples(80), 8, 0, False, CPU, workers=workers, **options)
+    return WorkerLoader(
+        SeededDataset(Numbered(wrong, side), 0), AllSamples(80), 8, 0, False, CPU, workers=workers, **options
+    )
 
 
 def gone(pids: list[int]) -> bool:

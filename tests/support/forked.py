@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["runner.train", "runner.build.run"])
+CONTEXT.set_forkserver_preload(["runner.train", "torchmetrics.classification", "torch._dynamo"])
 
 
 class ForkedProgram:
@@ -78,6 +78,7 @@ def run(words: Sequence[str], timeout: float = 300) -> subprocess.CompletedProce
 def _work(
     words: tuple[str, ...], folder: str, environment: dict[str, str], streams: tuple[str, str], ignored: tuple[int, ...]
 ) -> None:
+    multiprocessing.set_start_method(None, force=True)  # workers start as in any other process, not by this server
     os.setsid()
     for number, path in enumerate(streams, 1):  # a terminal that the leader of a session opens becomes its own
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
@@ -92,7 +93,7 @@ def _work(
     time.tzset()
     os.chdir(folder)
     sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
-    sys.argv = ["runner", *words]
+    sys.argv, sys.orig_argv = ["runner", *words], [sys.executable, "-m", "runner", *words]
     try:
         runpy.run_module("runner", run_name="__main__", alter_sys=True)
     finally:

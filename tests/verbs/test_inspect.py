@@ -505,7 +505,7 @@ def test_as_many_filters_are_told_as_are_drawn(
 def test_features_that_are_not_by_image_are_refused(
     trained: Any, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.verbs.inspect.run.Extractor", lambda *_: lambda images: {"head": images.mean()})
+    monkeypatch.setattr("runner.models.features.Extractor.__call__", lambda self, images: {"head": images.mean()})
     result = run("inspect", f"ckpt_path={trained.directory}", "features=head", "output=f.npz")
     assert result.status == 2
     assert "features: 'head' gives () for 1 image, which is not a row an image" in result.err

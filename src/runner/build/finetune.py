@@ -21,11 +21,7 @@ from runner.runtime.determinism import refusal
 
 
 def try_forward(model: nn.Module, images: Tensor) -> Tensor:
-    """The output of a model in evaluation mode for images (B, C, H, W); the model and random generators are left as they are.
-
-    Raises:
-        UserError: if it cannot take them.
-    """
+    """The output of a model in evaluation mode for images (B, C, H, W); the model and random generators are left as they are."""
     with evaluating(model), explaining("model", f"cannot take images of shape {tuple(images.shape)}: "):
         outputs: Tensor = model(images)
     return outputs
@@ -66,11 +62,7 @@ def find_head(model: nn.Module, image: Tensor) -> Head | None:
 
 
 def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
-    """The head of a model, as `key` needs it.
-
-    Raises:
-        UserError: if it cannot be told from the rest.
-    """
+    """The head of a model, which `key` needs; `UserError` if it cannot be told from the rest."""
     try:
         return heads.find_head(model, lambda: try_forward(model, image))
     except HeadNotFound as error:

@@ -15,18 +15,14 @@ from runner.runtime.precision import Precision, choose_precision
 class Hardware:
     """Where a run computes, and how precisely."""
 
-    device: torch.device  # the device
+    device: torch.device
     reason: str  # why it was chosen
     precision: Precision  # of forward passes
     warnings: list[str]  # settings without effect here
 
 
 def choose_hardware(config: Train) -> Hardware:
-    """Choose device and precision, and set torch's switches.
-
-    Raises:
-        UserError: if the device or the precision is not available.
-    """
+    """Choose device and precision, and set torch's switches."""
     prepare_repeating(config.deterministic)  # before the device is used for the first time
     device, reason = choose_device(config.device)
     warnings = set_switches(config, device)

@@ -32,16 +32,11 @@ def plan_length(config: Train, data: DataModule, start: Position | None) -> RunL
         limit=config.limit.train_batches,
     )
     if start is not None and start.batch >= max(1, plan.batches):
-        raise UserError(
-            "ckpt_path",
-            f"the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}",
-            "the data that the run was trained on, or a checkpoint from the end of an epoch",
-        )
+        problem = f"the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}"
+        allowed = "the data that the run was trained on, or a checkpoint from the end of an epoch"
+        raise UserError("ckpt_path", problem, allowed)
     if plan.batches == 0:
-        raise UserError(
-            "data.batch_size",
-            f"{size} is more than the {plan.samples} training samples, and data.drop_last=true leaves no batch",
-            "a smaller data.batch_size, or data.drop_last=false",
-        )
+        problem = f"{size} is more than the {plan.samples} training samples, and data.drop_last=true leaves no batch"
+        raise UserError("data.batch_size", problem, "a smaller data.batch_size, or data.drop_last=false")
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
     return RunLength(plan, Timeline.of(start or Position(), plan), limits, limits.total_steps(plan, start))

@@ -40,11 +40,7 @@ class KnownData(Protocol):
 def build_task_model_loss(
     config: Train, data: DataModule, fetch_weights: bool = True
 ) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss; for `fetch_weights` see `build_model`.
-
-    Raises:
-        UserError: if the config does not fit the data.
-    """
+    """Build task, model and loss; for `fetch_weights` see `build_model`."""
     if data.incompatibilities:
         raise data.incompatibilities[0]
     task = build_task(config, data)
@@ -54,18 +50,11 @@ def build_task_model_loss(
 
 
 def build_task(config: Train, data: KnownData) -> Task:
-    """Build the task.
-
-    Raises:
-        UserError: if it does not fit the data, or the number of classes is not known.
-    """
+    """Build the task, which must fit the data."""
     facts = _task_facts(data)
     if not data.classes and config.task.get("num_classes", 0) is None:
-        raise UserError(
-            "task.num_classes",
-            "is not known, as the data has no classes",
-            "task=regression loss=mse for numbers, or the number of classes",
-        )
+        allowed = "task=regression loss=mse for numbers, or the number of classes"
+        raise UserError("task.num_classes", "is not known, as the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled(config.task, facts), facts=facts)
     return task
@@ -94,11 +83,7 @@ def build_model(
 
 
 def _check_targets(task: Task, splits: DataModule) -> None:
-    """Check all targets that are known without reading samples; others are checked in each batch, before it is used.
-
-    Raises:
-        UserError: if the task cannot take one; it names sample and split.
-    """
+    """Check all targets that are known without reading samples; others are checked in each batch, before it is used."""
     # One that a task inherits says nothing of targets of its own kind.
     kind = next(kind for kind in type(task).__mro__ if {"wrong_target", "targets"} & vars(kind).keys())
     if "wrong_target" not in vars(kind):
@@ -183,11 +168,7 @@ def example_targets(data: DataModule, copies: int = 1) -> Tensor:
 
 
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
-    """Images after `transform.eval` and normalisation.
-
-    Raises:
-        UserError: if a transform cannot take them.
-    """
+    """Images after `transform.eval` and normalisation."""
     takes = "batch transforms, as in runner.data.transforms.augment; others belong in transform.sample_*"
     with explaining("transform.eval", f"cannot take images of {tuple(images.shape)}: ", takes):
         return pipeline(images, indices_for(images), 0)

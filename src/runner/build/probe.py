@@ -60,11 +60,9 @@ def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPla
         trained = [parameter.requires_grad for parameter in norm.parameters()]
         if norm.training and (any(trained) or not trained):
             which = "every batch" if plan.batch_size == 1 else "the last batch of an epoch"
-            raise UserError(
-                "data.batch_size",
-                f"{which} has 1 sample, and {type(norm).__name__} '{name}' needs at least two values a channel in training",
-                "data.drop_last=true, or another data.batch_size",
-            )
+            needs = f"{type(norm).__name__} '{name}' needs at least two values a channel in training"
+            allowed = "data.drop_last=true, or another data.batch_size"
+            raise UserError("data.batch_size", f"{which} has 1 sample, and {needs}", allowed)
 
 
 def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor:

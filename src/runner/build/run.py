@@ -32,14 +32,14 @@ class Run:
 
     config: Train  # with what comes from the data (statistics, classes, image shape) and the batch size that was found
     hardware: Hardware  # device and precision
-    data: DataModule  # the splits
+    data: DataModule
     task: Task  # what the outputs mean
     loss: nn.Module  # (logits, targets) -> scalar mean over the samples
     length: RunLength  # epochs and steps
     monitor: Monitor  # the metric that decides which evaluation is best
     state: TrainState  # what training changes and a checkpoint stores: model, optimizer, schedule, averages
     parts: StepConfig  # what a step consists of
-    step: StepFunction  # trains on a batch
+    step: StepFunction
     toggled: Toggled  # compilation and activation checkpointing
     kernels: Kernels  # how the optimizer updates weights
     initial: InitialWeights  # where the weights come from

@@ -22,6 +22,7 @@ from runner.engine.state import TrainState
 from runner.runtime.debugger import post_mortem
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
+from runner.tracking.files import write_json
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory, claim, timestamp
 
@@ -89,7 +90,7 @@ class RunRecord:
         if self._directory is not None:
             self._directory.unlock()
             self._directory = None
-        best = (finished.read_summary() or {}).get("best")
+        best = (read_summary(finished.path) or {}).get("best")
         value = best.get("value") if isinstance(best, dict) else None
         return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
 
@@ -104,7 +105,7 @@ class RunRecord:
         # Overrides come first: a summary without them belongs to an unknown command.
         self.directory.write_overrides(self.composition.overrides)
         self.directory.write_summary(self.summary)
-        self.directory.write_environment(environment())
+        write_json(self.directory.environment_file, environment())
 
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
         """Bring the summary up to date, and return it."""
@@ -175,7 +176,7 @@ class RunRecord:
             print(self._directory.path, flush=True)
         in_sweep = self.composition.job_dir is not None
         if in_sweep:
-            # The loop freezes what exists, and what was frozen does not count towards Python's own full collections.
+            # A job leaves cycles, and Python looks for old ones too rarely.
             gc.collect()
         if self.exit_code == PREEMPTED or (self.exit_code != OK and not in_sweep):
             raise SystemExit(self.exit_code)

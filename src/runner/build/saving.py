@@ -39,10 +39,7 @@ class Saving:
         loggers: where metrics are stored.
         buffer: metrics on their way there.
         fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
-        sources: digests of custom source files, see `runner.build.data_check`.
-
-    Attributes:
-        callback: saves when it is time.
+        sources: see `runner.build.data_check.source_digests`.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class Saving:
     ) -> None:
         settings = run.config.checkpoint
         self.manager = CheckpointManager(record.directory.checkpoints, settings.keep)
-        self.callback = Checkpointing(
+        self.callback = Checkpointing(  # decides when to save
             every_steps=settings.every_steps,
             every_epochs=settings.every_epochs,
             save=self._save,
@@ -113,9 +110,9 @@ class Saving:
         resume.restore(found, state, self._callbacks)
         warnings, path, best, step = [], found.path.resolve(), state.best, state.position.global_step
         if best is not None and (best.metric, best.mode) != monitor:
+            now = f"{monitor.metric} ({monitor.mode})"
             warnings.append(
-                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by "
-                f"{monitor.metric} ({monitor.mode})"
+                f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by {now}"
             )
             state.best = None
         elif best is not None and not resume.carry_best(path, self.manager, best.global_step):

@@ -10,7 +10,7 @@ from runner.checkpoint import find
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, UserError
-from runner.config.reading import read_overrides
+from runner.config.reading import read_overrides, read_summary
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
@@ -21,7 +21,7 @@ from runner.tracking.run_directory import RunDirectory, unfinished
 class Setup:
     """What a run is asked to do."""
 
-    config: Train  # the validated config
+    config: Train
     found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
     differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
     again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
@@ -37,7 +37,7 @@ def resolve(composition: Composition) -> Setup:
             problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
-        if again is not None and (again.read_summary() or {}).get("status") == "finished":
+        if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
             return Setup(resolve_config(composition, Train), finished=again)
         if again is not None and (find.named(again.checkpoints, "last") or find.step_files(again.checkpoints)):
             ckpt_path = again.path
@@ -80,12 +80,8 @@ def why_occupied(composition: Composition) -> UserError | None:
         reason = "holds a run of other settings"
     except (OSError, ValueError) as error:
         reason = f"holds a run whose overrides.yaml cannot be read: {getattr(error, 'strerror', None) or error}"
-    return UserError(
-        "resume",
-        f"is auto, and {fixed} {reason}",
-        f"its command, another folder, or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it "
-        "with other settings",
-    )
+    other = f"ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
+    return UserError("resume", f"is auto, and {fixed} {reason}", f"its command, another folder, or {other}")
 
 
 def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:

@@ -42,10 +42,8 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
     """A warning if the guard makes every step wait for the device."""
     if parts.guard is None or not parts.guard.waits or hardware.device.type == "cpu":
         return []
-    return [
-        f"every step waits for the {hardware.device.type} device: {type(state.optimizer).__name__} has no fused kernel that "
-        "skips steps whose gradients are not finite"
-    ]
+    lack = f"{type(state.optimizer).__name__} has no fused kernel that skips steps whose gradients are not finite"
+    return [f"every step waits for the {hardware.device.type} device: {lack}"]
 
 
 def build_step(config: Train, batch_size: int) -> StepFunction:

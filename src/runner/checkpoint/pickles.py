@@ -280,13 +280,7 @@ _CALLS: dict[str, Callable[..., Any] | None] = {
 def check_extent(value: Any, left: int, depth: int = 0) -> int:
     """Refuse containers that are short in a file and endless to walk, such as a list that holds another one twice, and so on.
 
-    Args:
-        value: as loaded.
-        left: how many values it may stand for.
-        depth: containers around it.
-
-    Returns:
-        How many are left.
+    Returns how many of the `left` values that it may stand for are left.
 
     Raises:
         NotSaved: if it stands for more, or is nested too deeply.

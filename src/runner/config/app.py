@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +102,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return flags
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a call ended.
-
-    Attributes:
-        status: exit status of the run; of a sweep 0 unless it was broken off.
-        sweep: folder of the sweep; None for a single run.
-    """
-
-    status: int
-    sweep: Path | None = None
-
-
 def launch(
     task: Callable[[DictConfig], Any],
     schema: type,
@@ -123,7 +109,7 @@ def launch(
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
     sweep_root: Callable[[dict[str, Any]], Path],
-) -> Outcome:
+) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
 
     Args:
@@ -134,6 +120,9 @@ def launch(
         also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
             report has them all.
         sweep_root: claims the folder of a sweep, given the composed values.
+
+    Returns:
+        The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
 
     Raises:
         ConfigError: with every problem found in the overrides and the composition.
@@ -152,9 +141,8 @@ def launch(
         unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in checked.unknown]
         if checked.problems or unknown:
             raise ConfigError([*checked.problems, *unknown])
-        return Outcome(
-            _main(task, primary, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
-        )
+        others = [word for word in argv if word not in flags.overrides]
+        return _main(task, primary, [*others, *checked.accepted]), None
     primary = (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources) as app:
         composition, cfg = compose(app, primary, checked, schema, sources, also)
@@ -163,7 +151,7 @@ def launch(
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            return Outcome(_status(lambda: app.run(primary, task, checked.accepted)))
+            return _status(lambda: app.run(primary, task, checked.accepted)), None
         if common := _of_every_job(cfg, checked.accepted, also(composition)):
             raise ConfigError(common)
         given = [word.split("=", 1)[1].strip("'\"") for word in checked.accepted if word.startswith("hydra.sweep.dir=")]
@@ -173,7 +161,7 @@ def launch(
         words = [*checked.accepted, *([] if given else [f"hydra.sweep.dir='{folder}'"])]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         with _results_without_configs():
-            return Outcome(_status(lambda: app.multirun(primary, task, words)), folder)
+            return _status(lambda: app.multirun(primary, task, words)), folder
 
 
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:

@@ -52,11 +52,9 @@ CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}
 
 def declared(key: str) -> Change:
     """What is declared for a dotted key or its component; unknown keys of older versions are reported."""
-    while key not in CHANGES:
-        key, dot, _ = key.rpartition(".")
-        if not dot:
-            return Change.REPORTED
-    return CHANGES[key]
+    while key and key not in CHANGES:
+        key = key.rpartition(".")[0]
+    return CHANGES.get(key, Change.REPORTED)
 
 
 def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]:

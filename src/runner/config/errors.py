@@ -41,14 +41,9 @@ class Problem:
         secret = is_secret(self.key.rpartition(".")[2])
         text = _REJECTED.sub(MASK, self.message) if secret else self.message
         head = f"{mask_word(self.key)}: {text}" if self.key else text
-        if self.nearest:
-            head += f"; did you mean '{self.nearest}'?"
-        lines = [head]
-        if self.allowed:
-            lines.append(f"    allowed: {self.allowed}")
-        if self.origin:
-            lines.append(f"    from: {mask_word(self.origin)}")
-        return lines
+        head += f"; did you mean '{self.nearest}'?" if self.nearest else ""
+        rest = {"allowed": self.allowed, "from": mask_word(self.origin)}
+        return [head, *(f"    {name}: {line}" for name, line in rest.items() if line)]
 
 
 class UserError(Exception):
@@ -63,14 +58,7 @@ class UserError(Exception):
     exit_code = USAGE
 
     def __init__(self, key: str, problem: str = "", allowed: str = "", suggestion: str = "") -> None:
-        """Describe one mistake; `UserError("sentence")` where no key is to blame.
-
-        Args:
-            key: dotted key, verb or file that the problem is about.
-            problem: what is wrong with it, a clause without a full stop.
-            allowed: what would be right.
-            suggestion: the valid spelling that is nearest to what was given.
-        """
+        """Describe one mistake, see `Problem`; `UserError("sentence")` where no key is to blame."""
         if not problem:
             key, problem = "", key
         self.problems = (Problem(key, problem, allowed, suggestion),)
@@ -88,10 +76,9 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        count = len(self.problems)
-        title = "1 problem in the configuration" if count == 1 else f"{count} problems in the configuration"
-        body = "\n".join("  " + "\n  ".join(problem.lines()) for problem in self.problems)
-        Exception.__init__(self, f"{title}\n{body}")
+        title = f"{len(problems)} problem{'s' * (len(problems) != 1)} in the configuration"
+        lines = [f"  {line}" for problem in problems for line in problem.lines()]
+        Exception.__init__(self, "\n".join([title, *lines]))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

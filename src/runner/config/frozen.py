@@ -23,13 +23,12 @@ def to_plain(config: Train) -> dict[str, Any]:
 def with_changes(config: T, changes: Mapping[str, Any]) -> T:
     """The config with other values under dotted keys, such as `{"optimizer.lr": 0.1}`; the values are not validated."""
     for key, value in changes.items():
-        config = _with(config, key.split("."), value)
+        config = _with(config, key, copy.deepcopy(value))
     return config
 
 
-def _with(section: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    if isinstance(section, dict):
-        return section | {name: _with(section[name], rest, value) if rest else copy.deepcopy(value)}
-    inner = _with(getattr(section, name), rest, value) if rest else copy.deepcopy(value)
-    return dataclasses.replace(section, **{name: inner})
+def _with(section: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    inside = section if isinstance(section, dict) else vars(section)
+    changed = {name: _with(inside[name], rest, value) if rest else value}
+    return section | changed if isinstance(section, dict) else dataclasses.replace(section, **changed)

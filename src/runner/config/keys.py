@@ -1,4 +1,4 @@
-"""Queries of the schema: which keys exist, and which values they take."""
+"""Dotted keys: which ones the schema has and which values they take, and what lies under one in nested values."""
 
 from __future__ import annotations
 

@@ -48,14 +48,10 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
     now = _that_matter(mask_words(words))  # as they are stored
     if before == now:
         return None
-    unlike = [
-        *(f"{word} before" for word in before if word not in now),
-        *(f"{word} now" for word in now if word not in before),
-    ]
-    what = ", ".join(unlike) or "the same words in another order"
-    return Problem(
-        key, f"cannot be {folder}: a sweep of other settings lies there ({what})", f"{others}, or its command"
-    )
+    unlike = [f"{word} before" for word in before if word not in now]
+    unlike += [f"{word} now" for word in now if word not in before]
+    message = f"cannot be {folder}: a sweep of other settings lies there ({', '.join(unlike)})"
+    return Problem(key, message, f"{others}, or its command")
 
 
 def _words_of(folder: Path) -> list[str]:
@@ -75,10 +71,8 @@ def _words_of(folder: Path) -> list[str]:
 
 def _that_matter(words: Iterable[str]) -> list[str]:
     """The overrides that determine the jobs; where they run, and in which folder, does not matter."""
-    plain = [str(word).lstrip("+") for word in words]
-    return sorted(
-        word for word in plain if not word.startswith("hydra") or word.startswith(("hydra.sweeper", "hydra/sweeper"))
-    )
+    plain = sorted(str(word).lstrip("+") for word in words)
+    return [word for word in plain if not word.startswith("hydra") or word[5:].startswith((".sweeper", "/sweeper"))]
 
 
 def not_folders(words: Sequence[str]) -> list[Problem]:

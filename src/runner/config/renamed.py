@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.config.errors import Problem
-from runner.config.keys import walk, within
+from runner.config.keys import at, walk, within
 
 KEYS = {
     "clip": "grad_clip",
@@ -14,30 +14,22 @@ KEYS = {
     "averaging.lr": "averaging.lr_factor",
 }
 MODULES = {
-    **{
-        f"runner.data.{old}": f"runner.data.transforms.{new}"
-        for old, new in {
-            "augment": "augment",
-            "colour": "color_jitter",
-            "crops": "crops",
-            "mixing": "mixing",
-            "policies": "auto_augment",
-            "resized_crop": "resized_crop",
-        }.items()
-    },
-    **{
-        f"runner.data.{name}": f"runner.data.sources.{name}"
-        for name in ("digits", "folders", "synthetic", "torchvision_sets")
-    },
+    "runner.data.augment": "runner.data.transforms.augment",
+    "runner.data.colour": "runner.data.transforms.color_jitter",
+    "runner.data.crops": "runner.data.transforms.crops",
+    "runner.data.mixing": "runner.data.transforms.mixing",
+    "runner.data.policies": "runner.data.transforms.auto_augment",
+    "runner.data.resized_crop": "runner.data.transforms.resized_crop",
+    "runner.data.digits": "runner.data.sources.digits",
+    "runner.data.folders": "runner.data.sources.folders",
+    "runner.data.synthetic": "runner.data.sources.synthetic",
+    "runner.data.torchvision_sets": "runner.data.sources.torchvision_sets",
 }
 
 
 def new_key(key: str) -> str | None:
     """The present name of a dotted key that was renamed, or that lies in a section that was; None for any other key."""
-    for old, new in KEYS.items():
-        if within(key, [old]):
-            return new + key.removeprefix(old)
-    return None
+    return next((new + key.removeprefix(old) for old, new in KEYS.items() if within(key, [old])), None)
 
 
 def new_target(path: str) -> str:
@@ -55,11 +47,8 @@ def renamed_problem(key: str) -> Problem | None:
 def migrate(values: dict[str, Any]) -> dict[str, Any]:
     """Give the keys and components of a stored config their present names, in place; an entry keeps its position."""
     for old, new in KEYS.items():
-        *parents, last = old.split(".")
-        section: Any = values
-        for part in parents:
-            section = section.get(part) if isinstance(section, dict) else None
-        name = new.rpartition(".")[2]
+        parents, _, last = old.rpartition(".")
+        section, name = at(values, parents) if parents else values, new.rpartition(".")[2]
         if isinstance(section, dict) and last in section and name not in section:
             items = [(name if key == last else key, value) for key, value in section.items()]
             section.clear()

@@ -84,12 +84,9 @@ def resolve_with_checkpoint(
     if schema is Train and values.get("lr") == "auto":  # the rate was found when the run began, or given
         values["lr"] = None
         changed = [difference for difference in changed if difference[0] != "lr"]
-    if (
-        normalize is not None
-        and isinstance(values.get("data"), dict)
-        and not says("data.normalize", composition.overrides)
-    ):
-        values["data"]["normalize"] = dict(normalize)
+    data = values.get("data")
+    if normalize is not None and isinstance(data, dict) and not says("data.normalize", composition.overrides):
+        data["normalize"] = dict(normalize)
     kind: type = schema
     own = {key: composition.values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
     return _validated(values | own, composition, schema, where), changed

@@ -6,6 +6,7 @@ Nothing here imports Hydra or torch, so that `list`, `show` and completion answe
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,11 +38,6 @@ def text_of(path: Path) -> str:
         raise UserError(f"cannot read the config file {path}: {reason}") from error
 
 
-def _usable(path: Path) -> bool:
-    """Whether a config file can be read at all: it is a regular file, and not a huge one."""
-    return path.is_file() and path.stat().st_size <= _LARGEST
-
-
 @dataclass(frozen=True)
 class Option:
     """One option of a config group: a YAML file."""
@@ -53,13 +49,8 @@ class Option:
     @property
     def comments(self) -> list[str]:
         """The comment lines at the top of the file, without their marks."""
-        lines = []
-        for line in text_of(self.path).splitlines():
-            if not line.startswith("#"):
-                break
-            if not line.startswith("# @"):
-                lines.append(line.lstrip("# ").rstrip())
-        return lines
+        lines = itertools.takewhile(lambda line: line.startswith("#"), text_of(self.path).splitlines())
+        return [line.lstrip("# ").rstrip() for line in lines if not line.startswith("# @")]
 
     @property
     def description(self) -> str:
@@ -87,48 +78,33 @@ class Sources:
 
     def hidden(self) -> list[Path]:
         """Files of the user's folders that are never read, because a shipped file of the same name comes first."""
-        shipped_folder, *others = self.folders
-        return [
-            path
-            for folder in others
-            for path in sorted(folder.rglob("*.yaml"))
-            if (shipped_folder / path.relative_to(folder)).is_file()
-        ]
+        found = ((folder, path) for folder in self.extra for path in sorted(folder.rglob("*.yaml")))
+        return [path for folder, path in found if (self.folders[0] / path.relative_to(folder)).is_file()]
 
     def groups(self) -> list[str]:
         """Names of all config groups, sorted; nested ones as `a/b`."""
-        found: set[str] = set()
-        for folder in self.folders:
-            for path in folder.rglob("*.yaml"):
-                relative = path.relative_to(folder).parent
-                if relative != Path() and not relative.parts[0].startswith((".", "_")) and relative.parts[0] != "local":
-                    found.add(relative.as_posix())
-        return sorted(group for group in found if group != "hydra" and not group.startswith("hydra/"))
+        found = {path.parent.relative_to(folder) for folder in self.folders for path in folder.rglob("*.yaml")}
+        own = [group for group in found if group.parts and group.parts[0] not in ("local", "hydra")]
+        return sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
 
     def options(self, group: str) -> list[Option]:
         """Options of `group` in order of name; those whose names start with `_` are parts of others and not listed."""
-        found: dict[str, Option] = {}
-        for folder in self.folders:
-            for path in sorted((folder / group).glob("*.yaml")):
-                if not path.name.startswith("_") and _usable(path):
-                    found.setdefault(path.stem, Option(group, path.stem, path))
-        return [found[name] for name in sorted(found)]
+        names = {path.stem for folder in self.folders for path in (folder / group).glob("*.yaml")}
+        options = [self.option(group, name) for name in sorted(names) if not name.startswith("_")]
+        return [option for option in options if option is not None]
 
     def option(self, group: str, name: str) -> Option | None:
         """The option `name` of `group`, parts included, or None."""
         for folder in self.folders:
             path = folder / group / f"{name.removesuffix('.yaml')}.yaml"
-            if _usable(path):
+            if path.is_file() and path.stat().st_size <= _LARGEST:
                 return Option(group, path.stem, path)
         return None
 
     def primary(self, name: str) -> Path | None:
         """The file of the primary config `name` (such as `train`), or None."""
-        for folder in self.folders:
-            path = folder / f"{name.removesuffix('.yaml')}.yaml"
-            if _usable(path):
-                return path
-        return None
+        option = self.option("", name)
+        return option.path if option else None
 
 
 def searchpath_folder(entry: str) -> Path | None:

@@ -21,7 +21,7 @@ from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
 from runner.data.sampler import AllSamples, Indices
-from runner.data.samples import SampleTransform, as_pair, as_target, as_tensor, read_sample
+from runner.data.samples import SampleTransform, SeededDataset, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts, make_splits, targets_of
 from runner.data.transforms.augment import Pipeline
@@ -161,22 +161,10 @@ def build_data(
         order = (indices, size, seed, shuffle, device)
         replacing, note = replacements.get(name), bad_samples.noting(name, dataset)
         if placement.in_memory is None:
-            loader: Loader = WorkerLoader(
-                placement.source(dataset),
-                *order,
-                sample_train if training else sample_eval,
-                placement.workers,
-                data.prefetch,
-                data.persistent_workers,
-                placement.pin,
-                data.non_blocking,
-                prepare,
-                mix,
-                replacing,
-                note,
-                data.timeout_s,
-                name,
-            )
+            transforms = sample_train if training else sample_eval
+            reader = SeededDataset(placement.source(dataset), seed, transforms, replacing, name)
+            reading = (placement.workers, data.prefetch, data.persistent_workers, placement.pin, data.non_blocking)
+            loader: Loader = WorkerLoader(reader, *order, *reading, prepare, mix, note, data.timeout_s)
         else:
             unreadable, source_of = placement.unreadable(dataset), None
             if not isinstance(indices, AllSamples):

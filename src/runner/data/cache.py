@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.signals import STOPPING
-from runner.data.bad_samples import ReplacementSampler
+from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write, writing
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
@@ -210,12 +210,17 @@ def _decoded(
     """All samples in order, in batches; those that cannot be read are added to `missing`, or an error if it is None."""
     count = len(dataset)  # type: ignore[arg-type]
     everything = AllSamples(count)
-    extra: dict[str, Any] = {}
-    if missing is not None:  # their places hold other images, which are never used
-        extra["replacements"] = ReplacementSampler(0, everything)
-        extra["on_skipped"] = lambda found: missing.update(unreadable.sample for unreadable in found)
+    # Places of samples that cannot be read hold other images, which are never used.
+    reader = SeededDataset(dataset, 0, (), ReplacementSampler(0, everything) if missing is not None else None)
+
+    def note(found: Sequence[BadSample]) -> None:
+        if missing is not None:
+            missing.update(unreadable.sample for unreadable in found)
+
     cpu, done = torch.device("cpu"), 0
-    loader = WorkerLoader(dataset, everything, DECODED_AT_ONCE, 0, False, cpu, (), workers, persistent=False, **extra)
+    loader = WorkerLoader(
+        reader, everything, DECODED_AT_ONCE, 0, False, cpu, workers, persistent=False, on_skipped=note
+    )
     with contextlib.closing(loader), _progress(split, count) as advance:
         for batch in loader.batches(0, 0, count):
             if stopped():

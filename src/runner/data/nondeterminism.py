@@ -76,7 +76,7 @@ def find_nondeterminism(loader: Loader, seed: int, epoch: int, indices: Sequence
 
 def _of_sample(seeded: SeededDataset, index: int) -> list[_Step]:
     """Reading a sample, and each transform of its image."""
-    dataset, cut = seeded._dataset, seeded._cut
+    dataset, cut = seeded.dataset, seeded._cut
     if cut is None:
         steps: list[_Step] = [("data.dataset", dataset, lambda _: dataset[index])]
     else:

@@ -6,19 +6,16 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from runner.config.cores import cores
-from runner.data.bad_samples import ReplacementSampler
 from runner.data.sampler import Indices
-from runner.data.samples import SampleTransform, SeededDataset
+from runner.data.samples import SeededDataset
 
 _MOST = 16
 _BUDGET_S = 0.25  # time to spend on measuring
@@ -40,13 +37,11 @@ class WorkerChoice:
 
 def choose_num_workers(
     wanted: int | Literal["auto"],
-    dataset: Dataset[Any],
+    reader: SeededDataset,
     indices: Indices,
-    transforms: Sequence[SampleTransform],
     batch_size: int,
     bytes_ahead: int,
     sample_bytes: int,
-    replacements: ReplacementSampler | None = None,
 ) -> WorkerChoice:
     """Choose how many workers read, by reading a few samples if `wanted` is 'auto'.
 
@@ -69,7 +64,7 @@ def choose_num_workers(
     if allowed == 0:
         free = f"{_SHARED_MEMORY} has {_size(room or 0)} free"
         return WorkerChoice(0, f"auto: {free}, too little for batches of {_size(bytes_ahead)}")
-    per_sample = _seconds_a_sample(SeededDataset(dataset, 0, transforms, replacements), indices, batch_size)
+    per_sample = _seconds_a_sample(reader, indices, batch_size)
     hand_over = _MESSAGE_S + _seconds_to_share(batch_size * sample_bytes)
     return WorkerChoice(*enough(per_sample * batch_size, hand_over, per_sample * len(indices), cores(), allowed))
 

@@ -19,7 +19,7 @@ from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import DECODED_AT_ONCE, Cache
 from runner.data.cache_file import CachedImages, StoredImages
 from runner.data.num_workers import WorkerChoice, choose_num_workers
-from runner.data.samples import SampleTransform, crops_while_decoding
+from runner.data.samples import SampleTransform, SeededDataset, crops_while_decoding
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts
 
@@ -89,10 +89,9 @@ def plan_placement(
     ahead = max(data.samples_a_batch + eval_batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
 
     def choose(dataset: Dataset[Any]) -> WorkerChoice:
-        size, bytes_ahead = data.samples_a_batch, data.prefetch * ahead * example.nbytes
-        return choose_num_workers(
-            data.num_workers, dataset, indices, sample_train, size, bytes_ahead, example.nbytes, replacements
-        )
+        reader, size = SeededDataset(dataset, 0, sample_train, replacements), data.samples_a_batch
+        bytes_ahead = data.prefetch * ahead * example.nbytes
+        return choose_num_workers(data.num_workers, reader, indices, size, bytes_ahead, example.nbytes)
 
     decoding = functools.cache(lambda: choose(train))  # called only if a cache is made
     if data.cache is not None:

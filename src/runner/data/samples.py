@@ -56,7 +56,8 @@ class SeededDataset(Dataset[Any]):
         replacements: ReplacementSampler | None = None,
         split: str = "",
     ) -> None:
-        self._dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
+        self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
+        self.changes_images = bool(transforms)
         self._replacements = replacements
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(dataset, transforms) else None
 
@@ -71,9 +72,9 @@ class SeededDataset(Dataset[Any]):
         def read(source: int) -> tuple[Any, Any]:
             seed_generators(self._seed, epoch, index)
             if self._cut is None:
-                item = self._dataset[source]
+                item = self.dataset[source]
             else:
-                item = self._dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
+                item = self.dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
             return as_pair(item, source, self._split)
 
         replacements, reader = self._replacements, read
@@ -85,7 +86,7 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([place])[0]
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self.dataset)  # type: ignore[arg-type]
 
 
 def read_sample(

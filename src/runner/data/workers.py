@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from runner.config.errors import DataFailed, UserError
 from runner.config.signals import STOPPING
 from runner.data import worker_failures
-from runner.data.bad_samples import BadSample, ReplacementSampler
+from runner.data.bad_samples import BadSample
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
-from runner.data.samples import Read, SampleTransform, SeededDataset, collate
+from runner.data.samples import Read, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
@@ -72,7 +72,7 @@ class WorkerLoader(Loader):
     """Batches read sample by sample by worker processes, or by this one; the other arguments are those of `Loader`.
 
     Args:
-        dataset, transforms, replacements, split: of the `SeededDataset` that is read.
+        reader: reads the samples.
         workers, prefetch, persistent, pin, timeout_s: of the `DataLoader`; without workers, this process reads.
         non_blocking: copies overlap with computing.
         on_skipped: called with samples that could not be read, when their batch is taken.
@@ -85,13 +85,12 @@ class WorkerLoader(Loader):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        reader: SeededDataset,
         indices: Indices,
         batch_size: int,
         seed: int,
         shuffle: bool,
         device: torch.device,
-        transforms: Sequence[SampleTransform] = (),
         workers: int = 0,
         prefetch: int = 2,
         persistent: bool = True,
@@ -99,15 +98,13 @@ class WorkerLoader(Loader):
         non_blocking: bool = True,
         prepare: Prepare | None = None,
         mix_batch: Mix | None = None,
-        replacements: ReplacementSampler | None = None,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
-        split: str = "",
     ) -> None:
         super().__init__(indices, batch_size, seed, shuffle, device, prepare, mix_batch)
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
-        self.could_be_resident = isinstance(dataset, ImageArrays | CachedImages) and not transforms
+        self.could_be_resident = isinstance(reader.dataset, ImageArrays | CachedImages) and not reader.changes_images
         self._pin, self._prefetches = pin, non_blocking
         self._requests = _Requests(0, iter(()))
         self._persistent, self._on_skipped, self._timeout_s = persistent, on_skipped, timeout_s
@@ -115,7 +112,7 @@ class WorkerLoader(Loader):
         _LOADERS.add(self)
         with _starting():
             self._loader: DataLoader[Any] = DataLoader(
-                SeededDataset(dataset, seed, transforms, replacements, split),
+                reader,
                 batch_sampler=self._requests,
                 num_workers=workers,
                 collate_fn=collate,

@@ -296,14 +296,12 @@ class Loop:
 
 @contextlib.contextmanager
 def collecting_between_steps() -> Iterator[None]:
-    """Leave garbage collection to the loop: it never interrupts a step, and never examines objects that exist now."""
+    """Leave garbage collection to the loop: it never interrupts a step, and examines young objects only."""
     was_enabled = gc.isenabled()
-    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
         if was_enabled:
             gc.enable()
 

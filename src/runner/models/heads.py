@@ -28,15 +28,10 @@ class NoHead(nn.Identity):
 
 @dataclass(frozen=True)
 class Head:
-    """The head of a model.
+    """The head of a model."""
 
-    Attributes:
-        path: dotted name of the head's module.
-        last: dotted name of the layer that returns the logits; None if the head was removed.
-    """
-
-    path: str
-    last: str | None
+    path: str  # dotted name of the head's module
+    last: str | None  # dotted name of the layer that returns the logits; None if the head was removed
 
     def covers(self, name: str) -> bool:
         """Whether a dotted name of a tensor or module belongs to the head."""

@@ -20,17 +20,11 @@ KINDS = ("fused", "foreach")
 
 @dataclass(frozen=True)
 class Kernels:
-    """The chosen kernels.
+    """The chosen kernels."""
 
-    Attributes:
-        arguments: of the optimizer; empty if it has no choice.
-        name: for messages; empty if it has no choice.
-        reason: a clause.
-    """
-
-    arguments: dict[str, bool]
-    name: str
-    reason: str
+    arguments: dict[str, bool]  # of the optimizer; empty if it has no choice
+    name: str  # for messages; empty if it has no choice
+    reason: str  # a clause
 
 
 def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse: bool = False) -> Kernels:
@@ -49,8 +43,8 @@ def choose_kernels(node: Mapping[str, Any], parameters: Sequence[Tensor], sparse
     """
     component = Component("optimizer", node)
     target, name = component.target, str(getattr(component.target, "__name__", component.target))
-    trial = _Trial(target, node, set(component.parameters or ()), parameters, sparse)
-    has = [kind for kind in KINDS if kind in trial.arguments]
+    trial = _Trial(component, node, parameters, sparse)
+    has = [kind for kind in KINDS if component.takes(kind)]
     for kind in KINDS:
         if node.get(kind) and kind not in has:
             allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
@@ -112,7 +106,7 @@ def _automatic(trial: _Trial, name: str, has: Sequence[str]) -> tuple[str, str]:
     if "fused" in has:
         against = "optimizer.fused=false" if trial.node.get("fused") is False else trial.obstacle("fused")
         if not against:
-            whose = "its AdamW" if trial.target is Muon else name
+            whose = "its AdamW" if trial.component.target is Muon else name
             return "fused", f"auto: {whose} has one kernel for the whole update on {trial.device}"
     if "foreach" not in has:
         return "", f"auto: {against}"
@@ -129,9 +123,8 @@ def _automatic(trial: _Trial, name: str, has: Sequence[str]) -> tuple[str, str]:
 class _Trial:
     """Tests what an optimizer can do with the parameters by updating a weight of one element."""
 
-    target: Any
+    component: Component
     node: Mapping[str, Any]
-    arguments: set[str]
     parameters: Sequence[Tensor]
     sparse: bool
 
@@ -168,10 +161,10 @@ class _Trial:
         return ""
 
     def _optimizer(self, kind: str, weight: Tensor) -> Optimizer:
-        if self.target is Muon:  # only its AdamW has a choice
+        target = self.component.target
+        if target is Muon:  # only its AdamW has a choice
             return torch.optim.AdamW([weight], fused=kind == "fused", foreach=kind == "foreach")
-        arguments = Component("optimizer", self.node).arguments
-        given = {name: value for name, value in arguments.items() if name not in KINDS}
-        kinds = {name: name == kind for name in KINDS if name in self.arguments}
-        optimizer: Optimizer = self.target([weight], **given, **kinds)
+        given = {name: value for name, value in self.component.arguments.items() if name not in KINDS}
+        kinds = {name: name == kind for name in KINDS if self.component.takes(name)}
+        optimizer: Optimizer = target([weight], **given, **kinds)
         return optimizer

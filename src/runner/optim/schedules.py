@@ -23,15 +23,10 @@ def _same(step: float) -> float:
 
 @dataclass(frozen=True)
 class Clock:
-    """Converts steps in a run whose number of steps per epoch may have changed.
+    """Converts steps in a run whose number of steps per epoch may have changed."""
 
-    Attributes:
-        run: step -> step on the scale of `total_steps`.
-        epochs: step -> step on the scale of `steps_per_epoch`.
-    """
-
-    run: Callable[[float], float] = _same
-    epochs: Callable[[float], float] = _same
+    run: Callable[[float], float] = _same  # step -> step on the scale of `total_steps`
+    epochs: Callable[[float], float] = _same  # step -> step on the scale of `steps_per_epoch`
 
 
 # Of the arguments of all schedules: what holds for a value, and in words.

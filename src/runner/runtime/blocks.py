@@ -32,25 +32,15 @@ _KEY = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What is computed again in backward, and what that saves.
+    """What is computed again in backward, and what that saves."""
 
-    Attributes:
-        names: dotted names of the blocks.
-        kinds: their classes, for people.
-        found: blocks that could be.
-        before: bytes that autograd keeps for each sample with nothing checkpointed.
-        after: the same as it is now.
-        setting: value of the config, for people.
-        warnings: what people should know.
-    """
-
-    names: tuple[str, ...]
-    kinds: str
-    found: int
-    before: int
-    after: int
-    setting: str
-    warnings: list[str] = field(default_factory=list)
+    names: tuple[str, ...]  # dotted names of the blocks
+    kinds: str  # their classes, for people
+    found: int  # blocks that could be
+    before: int  # bytes that autograd keeps for each sample with nothing checkpointed
+    after: int  # the same as it is now
+    setting: str  # value of the config, for people
+    warnings: list[str] = field(default_factory=list)  # what people should know
 
     def row(self, batch_size: int) -> tuple[str, str, str]:
         """Label, value and reason for people."""

@@ -81,23 +81,15 @@ def in_one_line(reason: str) -> str:
 
 @dataclass
 class Compilation:
-    """What is compiled in a run.
+    """What is compiled in a run."""
 
-    Attributes:
-        what: `model` or `step`.
-        options: arguments of `torch.compile`.
-        meter: what it costs.
-        objective: (images, targets) -> loss, for `step`; None for `model`.
-        optimizer: what became of the optimizer's step, a clause.
-        warnings: what people should know.
-    """
-
-    what: Literal["model", "step"]
-    options: Compiler
-    meter: CompileMeter = field(default_factory=CompileMeter)
+    what: Literal["model", "step"]  # `model` or `step`
+    options: Compiler  # arguments of `torch.compile`
+    meter: CompileMeter = field(default_factory=CompileMeter)  # what it costs
+    # (images, targets) -> loss, for `step`; None for `model`
     objective: Callable[[Tensor, Tensor], Tensor] | None = None
-    optimizer: str = ""
-    warnings: list[str] = field(default_factory=list)
+    optimizer: str = ""  # what became of the optimizer's step, a clause
+    warnings: list[str] = field(default_factory=list)  # what people should know
 
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""

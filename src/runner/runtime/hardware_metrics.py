@@ -19,17 +19,12 @@ _SECONDS_BETWEEN_LOOKS = 1.0  # asking the system for the memory of the process 
 
 @dataclass
 class HardwareMetrics:
-    """Peak memory, and how much of what the device could compute went into training.
+    """Peak memory, and how much of what the device could compute went into training."""
 
-    Attributes:
-        device: where training runs.
-        flops_of_sample: floating-point operations that training on one sample needs; None to leave utilisation out.
-        peak_flops: what the device can do at most; None to leave utilisation out.
-    """
-
-    device: torch.device
+    device: torch.device  # where training runs
+    # Floating-point operations that training on one sample needs; None to leave utilisation out
     flops_of_sample: float | None = None
-    peak_flops: PeakFlops | None = None
+    peak_flops: PeakFlops | None = None  # what the device can do at most; None to leave utilisation out
     _peak_mib: float = field(default=0.0, init=False)
     _looked: float = field(default=float("-inf"), init=False)
 

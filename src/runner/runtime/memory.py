@@ -82,14 +82,14 @@ def reset_peak_memory(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def memory_history(path: Path) -> Iterator[None]:
+def memory_history(path: Path) -> Iterator[Path]:
     """Record what CUDA's allocator does in the block, with stacks, into a snapshot for https://pytorch.org/memory_viz.
 
-    The file, a pickle, is written when the block has ended well.
+    The file `path`, a pickle, is written when the block has ended well.
     """
     torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
-        yield
+        yield path
         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

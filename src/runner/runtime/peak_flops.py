@@ -46,19 +46,12 @@ _NO_BF16 = ("V100S", "V100-PCIE", "V100", "T4")
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """The most operations a second.
+    """The most operations a second."""
 
-    Attributes:
-        flops: operations a second.
-        kind: what they compute in.
-        measured: whether it was measured with matrix products here, rather than taken from a data sheet.
-        source: where the figure is from, for people.
-    """
-
-    flops: float
-    kind: Kind
-    measured: bool
-    source: str
+    flops: float  # operations a second
+    kind: Kind  # what they compute in
+    measured: bool  # whether it was measured with matrix products here, rather than taken from a data sheet
+    source: str  # where the figure is from, for people
 
 
 def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:

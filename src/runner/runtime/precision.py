@@ -23,22 +23,15 @@ _MATRIX_UNITS = ("amx_bf16", "bf16", "sve_bf16")
 
 @dataclass
 class Precision:
-    """How forward passes are computed.
-
-    Attributes:
-        dtype: dtype of autocast; None computes in float32.
-        scaler: scales the loss so that fp16 gradients do not vanish; None where that is not needed.
-        name: for people.
-        reason: why it was chosen.
-        warnings: what people should know.
-    """
+    """How forward passes are computed."""
 
     device: torch.device
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # dtype of autocast; None computes in float32
+    # Scales the loss so that fp16 gradients do not vanish; None where that is not needed
     scaler: torch.amp.GradScaler | None
-    name: str
-    reason: str
-    warnings: list[str] = field(default_factory=list)
+    name: str  # for people
+    reason: str  # why it was chosen
+    warnings: list[str] = field(default_factory=list)  # what people should know
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """A context for forward passes and the loss."""

@@ -17,15 +17,11 @@ OTHER = "other"
 
 @dataclass
 class Step:
-    """Seconds of a step by name of the range, each second counted once, in the innermost range.
+    """Seconds of a step by name of the range, each second counted once, in the innermost range."""
 
-    Attributes:
-        host: as the Python thread spent them.
-        device: as the compute stream of a CUDA device spent them, idle time included; empty elsewhere. Work on other
-            streams, as that of the next batch, takes none of this time unless the compute stream waits for it.
-    """
-
-    host: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)  # as the Python thread spent them
+    # As the compute stream of a CUDA device spent them, idle time included; empty elsewhere. Work on other streams, as
+    # that of the next batch, takes none of this time unless the compute stream waits for it.
     device: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -18,17 +18,11 @@ from runner.runtime.precision import Precision
 
 @dataclass
 class Toggled:
-    """What was done to a model, and what people should know about it.
+    """What was done to a model, and what people should know about it."""
 
-    Attributes:
-        recomputed: what is computed again in backward; None for nothing.
-        compilation: what is compiled; None for nothing.
-        warnings: settings that have no effect, or not the wanted one.
-    """
-
-    recomputed: Recomputed | None = None
-    compilation: Compilation | None = None
-    warnings: list[str] = field(default_factory=list)
+    recomputed: Recomputed | None = None  # what is computed again in backward; None for nothing
+    compilation: Compilation | None = None  # what is compiled; None for nothing
+    warnings: list[str] = field(default_factory=list)  # settings that have no effect, or not the wanted one
 
     @property
     def objective(self) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -96,13 +96,7 @@ class Console:
     # Progress
 
     def start(self, total_steps: int, total_epochs: int, first_step: int) -> None:
-        """Start to show progress.
-
-        Args:
-            total_steps: optimizer steps at the end of the run; 0 if unknown.
-            total_epochs: epochs at the end of the run; 0 if unknown.
-            first_step: completed steps, above 0 in a resumed run.
-        """
+        """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already."""
         self._total_steps, self._total_epochs = total_steps, total_epochs
         self._marks.clear()
         self._train = {}
@@ -119,14 +113,7 @@ class Console:
             self._tick(global_step, epoch)
 
     def metrics(self, split: str, values: dict[str, float], global_step: int, epoch: int) -> None:
-        """Show metrics, those of `train` in the bar if there is one, others on a line.
-
-        Args:
-            split: `train`, `val`, `test`, ...
-            values: numbers by name; `lr`, `samples_per_s` and other names ending in `_per_s` are shown with their unit.
-            global_step: completed optimizer steps.
-            epoch: from 1.
-        """
+        """Show metrics after `global_step` optimizer steps, those of `train` in the bar if there is one, others on a line."""
         shown = [metric(name, values[name]) for name in in_order(values)]
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
         line = "  ".join([*self._position(global_step, epoch), *shown])

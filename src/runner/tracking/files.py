@@ -62,7 +62,14 @@ def write_atomically(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _flush_folder(path.parent)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _FOLDER_FLUSH_UNSUPPORTED:
+                raise
+        finally:
+            os.close(descriptor)
 
 
 def write_json(path: Path, obj: Any) -> None:
@@ -85,14 +92,3 @@ def finite(obj: Any) -> Any:
     if isinstance(obj, Sequence) and not isinstance(obj, str | bytes):
         return [finite(value) for value in obj]
     return str(obj) if isinstance(obj, Path) else obj
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _FOLDER_FLUSH_UNSUPPORTED:
-            raise
-    finally:
-        os.close(descriptor)

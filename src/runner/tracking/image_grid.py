@@ -55,10 +55,7 @@ def image_grid(tiles: Sequence[Tile], target: Path, title: str) -> None:
 def filter_grid(filters: Pixels, target: Path, title: str) -> None:
     """Draw the kernels of a layer side by side.
 
-    Args:
-        filters: (N, h, w), drawn on a colour scale around 0; or colours (N, h, w, 3), each kernel scaled to its largest weight.
-        target: file to write.
-        title: shown above.
+    Those of shape (N, h, w) are drawn on a colour scale around 0; (N, h, w, 3) as colours, each scaled to its largest weight.
     """
     count, height, width = filters.shape[:3]
     columns = math.ceil(math.sqrt(count * height / width))

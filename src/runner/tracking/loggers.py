@@ -168,10 +168,7 @@ class TensorBoard:
         self.flush_s, self._warn, self._reported = flush_s, warn, False
         self._directory: Path | None = None
         self._path = Path("tensorboard")
-        self._first_step: int | None = None
-        self._again: list[tuple[str, dict[str, float]]] = []
-        self._events: _Events | None = None
-        self._flushed = 0.0
+        self._file: IO[bytes] | None = None
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
@@ -182,91 +179,85 @@ class TensorBoard:
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
-        with writing(_opened(self._directory)):
-            if self._events is None:
-                self._events = self._begin(_opened(self._directory))
-            elif not is_at(self._path, self._events.file.fileno()):
-                self._begin_again(_opened(self._directory), self._events)
-            self._events.write(global_step, split, metrics)
+        directory = _opened(self._directory)
+        with writing(directory):
+            if self._file is None:
+                self._begin(directory)
+            elif not is_at(self._path, self._file.fileno()):
+                self._begin_again(directory, self._file)
+            self._write(split, metrics, global_step)
             if time.monotonic() - self._flushed >= self.flush_s:
-                self._flush(self._events)
+                self._flush()
 
     def flush(self) -> None:
         """See `Logger.flush`."""
-        if self._events is not None:
-            with writing(_opened(self._directory)):
-                self._flush(self._events)
+        if self._file is not None:
+            with writing(self._path):
+                self._flush()
 
     def close(self) -> None:
         """See `Logger.close`."""
-        if self._events is not None:
-            with writing(_opened(self._directory)):
-                self._events.file.close()
-            self._events = None
+        if self._file is not None:
+            with writing(self._path):
+                self._file.close()
+            self._file = None
 
-    def _flush(self, events: _Events) -> None:
-        events.file.flush()
+    def _flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
         self._flushed = time.monotonic()
 
-    def _begin(self, directory: Path) -> _Events:
+    def _begin(self, directory: Path) -> None:
         try:
-            events = _Events()
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise UserError(
                 "logger", f"tensorboard cannot be used ({error})", "logger=none, or install the package tensorboard"
             ) from error
-        events.begin(self._make(directory), self._first_step)
+        self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
+        self._make(directory, self._first_step)
         for split, metrics in self._again:
-            events.write(self._first_step or 0, split, {name: metrics[name] for name in metrics if name != "epoch"})
+            self._write(split, {name: metrics[name] for name in metrics if name != "epoch"}, self._first_step or 0)
         self._again = []
-        self._flush(events)
-        return events
+        self._flush()
 
-    def _begin_again(self, directory: Path, events: _Events) -> None:
+    def _begin_again(self, directory: Path, old: IO[bytes]) -> None:
         """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""
         with contextlib.suppress(OSError):
-            events.file.flush()
-        records = content(events.file.fileno())
-        made = self._make(directory)  # if it fails, the old file is still open for `flush`
+            old.flush()
+        records = content(old.fileno())
+        made = self._make(directory, 0 if self._first_step is None else self._first_step)
         with contextlib.suppress(OSError):  # `log` has already raised what could not be written
-            events.file.close()
-        events.begin(made, 0 if self._first_step is None else self._first_step)
-        events.file.write(records)
-        self._flush(events)
+            old.close()
+        made.write(records)
+        self._flush()
         if not self._reported:
             self._reported = True
             self._warn(f"{directory} was deleted or replaced during the run; its values were written again")
 
-    def _make(self, directory: Path) -> IO[bytes]:
+    def _make(self, directory: Path, first_step: int | None) -> IO[bytes]:
+        """A file with its version and, in a resumed run, the step from which older files are obsolete."""
         directory.mkdir(exist_ok=True)
         # Time and host, as in the library's names. TensorBoard reads the files of a folder in the order of their names, so
         # this one must come last, even if runs follow each other within a second or the clock was set back.
         stamps = [path.name.split(".")[3] for path in directory.glob("events.out.tfevents.*.*")]
         latest = max((int(stamp) for stamp in stamps if stamp.isdecimal()), default=-1)
         stamp = max(int(time.time()), latest + 1)
-        self._path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        return self._path.open("x+b")
-
-
-class _Events:
-    """TensorBoard records in a file, made with parts of the library."""
-
-    def __init__(self) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self.file: IO[bytes] = io.BytesIO()
-        self._event, self._session, self._summary, self._writer = Event, SessionLog, Summary, RecordWriter
-
-    def begin(self, file: IO[bytes], first_step: int | None) -> None:
-        """Write the file version and, in a resumed run, the step from which older files are obsolete."""
-        self.file, self._records = file, self._writer(file)
+        path = directory / f"events.out.tfevents.{stamp:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        made = path.open("x+b")
+        self._path, self._file, self._records = (
+            path,
+            made,
+            self._writer(made),
+        )  # if it fails, the old file is still open
         self._put(file_version="brain.Event:2")
         if first_step is not None:
             self._put(step=first_step, session_log=self._session(status=self._session.START))
+        return made
 
-    def write(self, step: int, split: str, metrics: dict[str, float]) -> None:
+    def _write(self, split: str, metrics: dict[str, float], step: int) -> None:
         """Add the metrics of a split in one record, because each record takes time."""
         scalars = [self._summary.Value(tag=f"{name}/{split}", simple_value=value) for name, value in metrics.items()]
         self._put(step=step, summary=self._summary(value=scalars))

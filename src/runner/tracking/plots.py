@@ -61,13 +61,7 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
 
 
 def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
-    """Draw a confusion matrix.
-
-    Args:
-        matrix: counts, `matrix[true][predicted]`; square.
-        classes: names in that order; empty for numbers.
-        target: file to write.
-        title: shown above.
+    """Draw counts, `matrix[true][predicted]`, of classes with these names, or numbers if there are none.
 
     Raises:
         ValueError: the matrix is not square, or the number of names does not match.
@@ -126,16 +120,7 @@ def bars(
     target: Path,
     title: str,
 ) -> None:
-    """Draw measurements from top to bottom, each (median, low, high) as a bar with its spread.
-
-    Args:
-        names: of the measurements.
-        values: their medians and spreads.
-        reference: value that a dashed line marks.
-        quantity: label of the values, with their unit.
-        target: file to write.
-        title: shown above.
-    """
+    """Draw measurements from top to bottom, each (median, low, high) as a bar with its spread; a dashed line marks `reference`."""
     import numpy as np
 
     figure = new_figure(8.0, 1.2 + 0.34 * len(names))
@@ -162,16 +147,7 @@ def rate_curve(
     target: Path,
     title: str,
 ) -> None:
-    """Draw the training losses of a learning-rate range test and their running mean over the rate.
-
-    Args:
-        rates: learning rate of each step, above 0.
-        losses: of each step.
-        smoothed: their running mean.
-        marks: rates to mark, by label.
-        target: file to write.
-        title: shown above.
-    """
+    """Draw the losses of a learning-rate range test and their running mean over the rates, and `marks`, rates by label."""
     figure = new_figure(8.0, 4.6)
     axes = figure.subplots()
     axes.plot(rates, losses, color=BLUE, alpha=0.35, linewidth=0.9, label="loss of a step")

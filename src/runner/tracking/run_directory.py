@@ -135,18 +135,10 @@ class RunDirectory:
         text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)
         write_atomically(self.overrides_file, text.encode())
 
-    def write_environment(self, environment: dict[str, Any]) -> None:
-        """Store the result of `runner.tracking.environment.environment`."""
-        write_json(self.environment_file, environment)
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store status and final metrics."""
         error = summary.get("error")
         write_json(self.summary_file, summary | ({"error": mask_text(error)} if error else {}))
-
-    def read_summary(self) -> dict[str, Any] | None:
-        """The stored summary, or None if there is none that can be read."""
-        return read_summary(self.path)
 
     def forget(self) -> None:
         """Remove metrics and log, which a run that starts again here will write again."""

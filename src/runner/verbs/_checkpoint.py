@@ -45,34 +45,21 @@ _TRAINING_ONLY = {
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a checkpoint stores about its data.
+    """What a checkpoint stores about its data."""
 
-    Attributes:
-        classes: their names; empty for regression.
-        channels: colour channels of an image.
-        image_size: height and width.
-    """
-
-    classes: tuple[str, ...]
-    channels: int
-    image_size: tuple[int, int]
+    classes: tuple[str, ...]  # their names; empty for regression
+    channels: int  # colour channels of an image
+    image_size: tuple[int, int]  # height, width
 
 
 @dataclass(frozen=True)
 class ResolvedCheckpoint(Generic[T]):
-    """A checkpoint and the config that it is used with.
-
-    Attributes:
-        found: the checkpoint.
-        config: its config with the command line on top, validated.
-        words: the overrides of the command line.
-        which: the weights to use, the key `weights` of the verb.
-    """
+    """A checkpoint and the config that it is used with."""
 
     found: find.LoadedCheckpoint
-    config: T
-    words: list[str]
-    which: Weights
+    config: T  # its config with the command line on top, validated
+    words: list[str]  # the overrides of the command line
+    which: Weights  # the weights to use, the key `weights` of the verb
 
     @property
     def weights(self) -> tuple[dict[str, Any], str]:

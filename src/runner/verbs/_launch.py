@@ -6,6 +6,7 @@ Imports nothing heavy until a verb runs.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -48,7 +49,7 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     from runner.config.schema import VERBS as SCHEMAS
 
     schema = SCHEMAS[verb.name]
-    outcome = launch(
+    status, sweep = launch(
         job_of(verb.name),
         schema,
         verb.name,
@@ -56,14 +57,14 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
     )
-    if outcome.sweep is None or outcome.status == USAGE or not outcome.sweep.is_dir() or not verb.keeps_runs:
-        return outcome.status
+    if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
+        return status  # of a single run, or no job was started
     from runner.tracking.console import Console
     from runner.tracking.sweep import print_table, summarise
 
-    failed = print_table(summarise(outcome.sweep), Console(None))
-    print(outcome.sweep)
-    return max(outcome.status, int(failed))
+    failed = print_table(summarise(sweep), Console(None))
+    print(sweep)
+    return max(status, int(failed))
 
 
 def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
@@ -90,6 +91,9 @@ class Job:
         for name, value in self.verb.environment.items():
             os.environ.setdefault(name, value)
         run: Callable[[Any], float | None] = importlib.import_module(self.verb.module).run
+        if not gc.get_freeze_count():
+            gc.freeze()  # no collection during the run looks at what was imported
+        gc.enable()
         if self.verb.keeps_runs:
             return run(cfg)
         from runner.config.app import current

@@ -11,30 +11,22 @@ _NOT_PLAIN = frozenset("[](){}'\"")
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb.
+    """One verb."""
 
-    Attributes:
-        name: as it is typed.
-        help: one line.
-        module: has `run(composition)` if the verb takes a config, otherwise `main(argv)`.
-        sweeps: folder below `output_root` that gets the sweeps of a verb that takes a config; `{name}` is the run's name.
-        keeps_runs: whether each job has a run directory, where `run` reports its own errors, and a sweep ends with a table.
-        lists: keys that take one value or a list: `key=a,b` means `key=[a,b]` unless `--multirun` makes it a sweep.
-        only_lists: keys that take nothing but a list: `key=a` means `key=[a]`.
-        aliases: words that stand for others: a flag anywhere, anything else only as the first word.
-        rewrite: expands further shorthand, one word at a time.
-        environment: variables that are set before a job imports torch, unless the user has set them.
-    """
-
-    name: str
+    name: str  # as it is typed
     help: str
-    module: str
+    module: str  # has `run(composition)` if the verb takes a config, otherwise `main(argv)`
+    # Folder below `output_root` that gets the sweeps of a verb that takes a config; `{name}` is the run's name
     sweeps: str = ""
+    # Whether each job has a run directory, where `run` reports its own errors, and a sweep ends with a table
     keeps_runs: bool = False
+    # Keys that take one value or a list: `key=a,b` means `key=[a,b]` unless `--multirun` makes it a sweep
     lists: tuple[str, ...] = ()
-    only_lists: tuple[str, ...] = ()
+    only_lists: tuple[str, ...] = ()  # keys that take nothing but a list: `key=a` means `key=[a]`
+    # Words that stand for others: a flag anywhere, anything else only as the first word
     aliases: Mapping[str, str] = field(default_factory=dict)
-    rewrite: Callable[[str], str] = str
+    rewrite: Callable[[str], str] = str  # expands further shorthand, one word at a time
+    # Variables that are set before a job imports torch, unless the user has set them
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property

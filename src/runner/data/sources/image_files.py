@@ -17,7 +17,7 @@ from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample, ReplacementSampler, one_line
 from runner.data.num_workers import workers_with_room
 from runner.data.sampler import AllSamples
-from runner.data.samples import SampleTransform, as_tensor, crops_while_decoding, transformed
+from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.transforms.augment import Pipeline
@@ -143,7 +143,7 @@ def files_loader(
     room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
     workers = min(few, room) if data.num_workers == "auto" else data.num_workers
     return WorkerLoader(
-        files,
+        SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         everything,
         batch_size,
         0,
@@ -155,7 +155,6 @@ def files_loader(
         pin=device.type == "cuda" and data.pin_memory is not False,
         non_blocking=data.non_blocking,
         prepare=prepare,
-        replacements=BlankReplacement(0, everything, blank, files.path),
         on_skipped=on_unreadable,
         timeout_s=data.timeout_s,
     )

@@ -193,13 +193,9 @@ class CheckContext:
         return found
 
     def read(self, split: str, indices: Sequence[int], epoch: int = 0, again: bool = True) -> Batch:
-        """Samples of a split, prepared as for an evaluation.
+        """Samples of a split by their indices in the data set, prepared as for an evaluation.
 
-        Args:
-            split: name of the split.
-            indices: of the samples in the data set.
-            epoch: number of the epoch; it matters only for random transforms.
-            again: also read images that were kept when the split was measured.
+        The epoch matters only for random transforms. `again` also reads images that were kept when the split was measured.
         """
         data, device = self.splits.eval_split(split), self.splits.example[0].device
         assert data is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -154,13 +152,12 @@ def normalization(context: CheckContext) -> Result:
 
 def _better_permutation(moments: Tensor, others: Tensor) -> tuple[int, ...] | None:
     """A channel order in which `others` (2, C) is much closer to `moments` (2, C) than as it is, or None."""
-    channels = moments.shape[1]
-    if not 2 <= channels <= 4:
-        return None
-    orders = itertools.permutations(range(channels))
-    distance = {order: float((moments - others[:, list(order)]).abs().sum()) for order in orders}
-    same, best = distance[tuple(range(channels))], min(distance, key=distance.__getitem__)
-    return best if same > 0.05 * channels and distance[best] < 0.25 * same else None
+    from scipy.optimize import linear_sum_assignment
+
+    distance = (moments[:, :, None] - others[:, None, :]).abs().sum(0).numpy()
+    rows, order = linear_sum_assignment(distance)
+    same, best = distance.trace(), distance[rows, order].sum()
+    return tuple(order.tolist()) if same > 0.05 * len(rows) and best < 0.25 * same else None
 
 
 def channel_order(context: CheckContext) -> Result:
@@ -180,7 +177,7 @@ def channel_order(context: CheckContext) -> Result:
         if other is not None and (order := _better_permutation(ours, other)) is not None:
             evidence += f" in train and {_numbers(other[0])} in {stats.name}"
             return failed(evidence, f"read the channels of {stats.name} in the order {order}, as in train")
-    return passed(evidence)
+    return passed(f"channel means {_numbers(ours[0])}")
 
 
 def splits_alike(context: CheckContext) -> Result:

@@ -178,14 +178,14 @@ def near_duplicates(context: CheckContext) -> Result:
         total = int(fresh.sum())
         if not total or not bool(shown.any()) or stats.thumbnails.shape[1:] != size:
             continue
-        found = nearest_matches(stats.thumbnails[fresh], train.thumbnails[shown])
-        near = found.same.nonzero().flatten()
+        correlation, place, same = nearest_matches(stats.thumbnails[fresh], train.thumbnails[shown])
+        near = same.nonzero().flatten()
         counts.append(f"{len(near):,} of {total:,} of {stats.name}")
         if len(near) > most:
             most, worst, warn = len(near), stats.name, len(near) > max(2, _NEARLY * total)
-            a = int(train.indices[train.thumbnail_rows[shown][found.place[near[0]]]])
+            a = int(train.indices[train.thumbnail_rows[shown][place[near[0]]]])
             b = int(stats.indices[stats.thumbnail_rows[fresh][near[0]]])
-            example = f"sample {b} of {worst} and {a} of train, correlation {float(found.correlation[near[0]]):.4f}"
+            example = f"sample {b} of {worst} and {a} of train, correlation {float(correlation[near[0]]):.4f}"
     evidence = f"{', '.join(counts) or 'none'} are nearly the same picture as one of train"
     fix = f"keep pictures of the same object in one split; look at {worst}"
     return graded(f"{evidence}, such as {example}" if warn else evidence, fix, warn=warn)

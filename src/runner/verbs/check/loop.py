@@ -62,7 +62,7 @@ def train_on_batch(
     """
     context.restore()
     loss_of, targets = context.training.parts.loss, overfit_samples(context).targets
-    evaluation_with_batch_statistics(context)
+    without_noise(context)
     parameters = [parameter for parameter in context.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     began, curve = time.monotonic(), LearningCurve([], None, rate)
@@ -84,7 +84,7 @@ def train_on_batch(
     return curve
 
 
-def evaluation_with_batch_statistics(context: CheckContext) -> None:
+def without_noise(context: CheckContext) -> None:
     """Evaluation mode, which turns off custom dropout too, but for modules that need training mode."""
     context.training.state.train()
     # BatchNorm takes its statistics from the batch; cuDNN runs recurrent layers backward only in training mode.
@@ -132,17 +132,10 @@ def build_loop(
     held_out: Loader | None = None,
     **options: Any,
 ) -> Loop:
-    """The loop of the run with other batches and limits.
+    """The loop of the run with other batches and limits, and `step` or `parts` instead of those of the run.
 
-    Args:
-        context: the run.
-        source: the batches.
-        plan: how they divide into steps.
-        limits: when to stop and when to evaluate.
-        callbacks: whether to call the callbacks of the run.
-        extra: further callbacks.
-        held_out: where given, the first batch of it is evaluated when `limits` says so.
-        **options: `step` or `parts` instead of those of the run.
+    With `callbacks`, those of the run are called before `extra`. When `limits` says so, the first batch of `held_out` is
+    evaluated.
     """
     training = context.training
     own, roll_back = run_callbacks(context) if callbacks else ([], lambda loop: context.restore())
@@ -154,18 +147,9 @@ def build_loop(
         values = evaluate(*arguments, training.precision.autocast, 1)
         return {f"val/{name}": value for name, value in values.items()}
 
-    return Loop(
-        training.state,
-        source,
-        plan,
-        options.get("parts", training.parts),
-        limits,
-        (lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None,
-        [*own, *extra],
-        training.monitor,
-        step=options.get("step", training.step),
-        roll_back=roll_back,
-    )
+    evaluate_when_due = (lambda: evaluate_both(training, evaluate_once)) if held_out is not None else None
+    how = options.get("parts", training.parts), limits, evaluate_when_due, [*own, *extra], training.monitor
+    return Loop(training.state, source, plan, *how, step=options.get("step", training.step), roll_back=roll_back)
 
 
 def held_out_loader(context: CheckContext) -> Loader:

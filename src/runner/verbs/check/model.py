@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.instrument.observer import Observer
+from runner.verbs._report import amount
 from runner.verbs.check.context import BATCH_NORM, CheckContext
 from runner.verbs.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
 
@@ -124,7 +125,7 @@ def optimizer_parameters(context: CheckContext) -> Result:
     trainable = [(name, p) for name, p in context.model.named_parameters() if p.requires_grad]
     missing = [name for name, parameter in trainable if id(parameter) not in known]
     what, fix = f"of {len(trainable)} are in no parameter group", "pass all parameters on to the optimizer"
-    return none_of(missing, what, fix, f"all {len(trainable)} are in its {len(groups)} groups")
+    return none_of(missing, what, fix, f"all {len(trainable)} are in its {amount(len(groups), 'group')}")
 
 
 def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
@@ -143,7 +144,8 @@ def _without_gradient(context: CheckContext) -> tuple[list[str], list[str]]:
             for name in names:
                 # Large random changes: a small one may hide behind a rectifier.
                 parameters[name].add_(torch.randn_like(parameters[name])).mul_(3)
-            found[not torch.equal(before, model(images))].extend(names)
+            used = not torch.equal(before, model(images))
+            found[used].extend(names)
             for name, values in zip(names, kept, strict=True):
                 parameters[name].copy_(values)
     return found
@@ -194,10 +196,10 @@ def dead_units(context: CheckContext) -> Result:
     return graded(evidence, fix, fail=dead > _DEAD_FAIL * count, warn=dead > _DEAD_WARN * count)
 
 
-def _extremes(signals: Sequence[tuple[str, float]], what: str) -> tuple[float, float, str]:
-    """The smallest and the largest signal, and a sentence about them."""
+def _extremes(signals: Sequence[tuple[str, float]], where: str) -> tuple[float, float, str]:
+    """The smallest and the largest signal, and both in words."""
     (low, least), (high, most) = (pick(signals, key=lambda each: each[1]) for pick in (min, max))
-    return least, most, f"{what} is {most:.3g} of {high}, {least:.3g} of {low}, of {len(signals)}"
+    return least, most, f"{most:.3g} {where} {high}, {least:.3g} {where} {low}, of {len(signals)}"
 
 
 def _not_finite(signals: Sequence[tuple[str, float]]) -> list[str]:
@@ -212,11 +214,12 @@ def activation_scale(context: CheckContext) -> Result:
     fix = "initial weights of variance 2 / fan-in (nn.init.kaiming_normal_), or normalization layers"
     if wrong := _not_finite(scales):
         return failed(f"the output of {wrong[0]} is not finite", fix)
-    _, most, evidence = _extremes(scales, "the deviation between samples")
+    _, most, extremes = _extremes(scales, "after")
+    evidence = f"the deviation between samples is {extremes} layers, and {observed.input_scale:.3g} before the last"
     # A layer in between may output next to nothing: a norm scales it up again, or a shortcut bypasses it.
     share = observed.input_scale / most if most else 0.0
     fail, warn = (share < bound or most > 1 / bound for bound in (_TINY, _SMALL))
-    return graded(f"{evidence} layers, and {observed.input_scale:.3g} before the last", fix, fail=fail, warn=warn)
+    return graded(evidence, fix, fail=fail, warn=warn)
 
 
 def gradient_scale(context: CheckContext) -> Result:
@@ -232,9 +235,9 @@ def gradient_scale(context: CheckContext) -> Result:
         )
         need(not starts_at_zero, "a weight starts at zero, which lets no gradient through before the first step")
         return failed(f"the gradient of {len(zero)} of {len(gradients)} weights is zero: {join_names(zero)}", fix)
-    least, most, evidence = _extremes(gradients, "the root mean square")
+    least, most, evidence = _extremes(gradients, "of")
     fail, warn = (least / most < share or most > bound for share, bound in ((_FAINTEST, 1e6), (_FAINT, 1e4)))
-    return graded(f"{evidence} weights", fix, fail=fail, warn=warn)
+    return graded(f"root mean square {evidence} weights", fix, fail=fail, warn=warn)
 
 
 def _graph_leaves(root: Tensor) -> list[Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,14 +15,6 @@ _SCALES = (1.0, 0.8, 0.9, 1.125, 1.25)
 _QUERIES = 256  # pictures that are compared in every position
 
 
-class Matches(NamedTuple):
-    """The most similar picture for each query."""
-
-    correlation: Tensor  # float32 (Q,)
-    place: Tensor  # position among the known pictures, int64 (Q,)
-    same: Tensor  # whether both are the same picture, bool (Q,)
-
-
 def unit_vectors(images: Tensor) -> Tensor:
     """Images as vectors of length 1 without their mean, so that brightness and contrast do not count: (N, D)."""
     flat = images.flatten(1).double()
@@ -33,8 +23,11 @@ def unit_vectors(images: Tensor) -> Tensor:
     return units.float()
 
 
-def nearest_matches(queries: Tensor, known: Tensor) -> Matches:
+def nearest_matches(queries: Tensor, known: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find thumbnails (Q, C, h, w) among others (N, C, h, w).
+
+    Returns for each the correlation with the most similar picture, the place of that among the others, and whether both are
+    the same picture, (Q,) each.
 
     Unrelated photographs can have a correlation of 0.9, and images of one pattern with noise 0.99, so a correlation alone
     does not decide. The same picture occurs once: other pictures are much less similar to it.
@@ -48,7 +41,7 @@ def nearest_matches(queries: Tensor, known: Tensor) -> Matches:
         newly = (found & ~same[:_QUERIES]).nonzero().flatten()
         correlation[newly], place[newly] = best[newly, 0], places[newly, 0]
         same[newly] = True
-    return Matches(correlation, place, same)
+    return correlation, place, same
 
 
 def _aligned_correlations(queries: Tensor, known: Tensor) -> Tensor:

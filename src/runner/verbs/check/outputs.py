@@ -124,17 +124,11 @@ def _output_bounds(context: CheckContext) -> tuple[float, float]:
 def _lowest_loss(context: CheckContext, targets: Tensor, low: float, high: float) -> float:
     """The lowest loss of outputs between two bounds, with one value for the right class and one for all others."""
     right = F.one_hot(targets, context.training.task.outputs(context.splits.classes)).float()
-    low, high = max(low, -_CERTAIN), min(high, _CERTAIN)
+    low, high, loss = max(low, -_CERTAIN), min(high, _CERTAIN), context.training.parts.loss
+    inward = [share * (high - low) for share in (0.0, 0.25, 0.4, 0.5)]
+    tops, bottoms = [high - each for each in inward], [low + each for each in inward]
     with torch.no_grad():
-        return min(
-            float(
-                context.training.parts.loss(
-                    right * (high + a * (low - high)) + (1 - right) * (low + b * (high - low)), targets
-                )
-            )
-            for a in (0.0, 0.25, 0.4, 0.5)
-            for b in (0.0, 0.25, 0.4, 0.5)
-        )
+        return min(float(loss(right * top + (1 - right) * bottom, targets)) for top in tops for bottom in bottoms)
 
 
 def reachable_targets(context: CheckContext) -> Result:

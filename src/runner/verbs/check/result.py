@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,19 +30,9 @@ def need(condition: object, reason: str) -> None:
         raise NotApplicable(reason)
 
 
-def passed(evidence: str) -> Result:
-    """Nothing is wrong."""
-    return Result("pass", evidence)
-
-
-def warned(evidence: str, fix: str) -> Result:
-    """Something is unusual, or wrong in most cases."""
-    return Result("warn", evidence, fix)
-
-
-def failed(evidence: str, fix: str) -> Result:
-    """Something is wrong."""
-    return Result("fail", evidence, fix)
+passed = functools.partial(Result, "pass")  # with evidence; nothing is wrong
+warned = functools.partial(Result, "warn")  # with evidence and a fix; something is unusual, or wrong in most cases
+failed = functools.partial(Result, "fail")  # with evidence and a fix; something is wrong
 
 
 def graded(evidence: str, fix: str, *, fail: bool = False, warn: bool = False) -> Result:

@@ -126,12 +126,9 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
 
 
 def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Result:
-    """The result of one check. A check that raises has failed; later checks that raise the same are skipped.
+    """The result of one check, after which the context is restored.
 
-    Args:
-        each: the check.
-        context: what it looks at; restored afterwards.
-        errors: by error the first check that raised it; added to.
+    A check that raises has failed. Later checks that raise the same are skipped: `errors` collects the first check of each.
     """
     budget = f"budget_s={context.config.budget_s:g}"
     if context.left <= 0:

@@ -84,12 +84,8 @@ def known_targets(part: tuple[Dataset[Any], Indices]) -> Tensor | None:
 def stratified_order(targets: Tensor | None, samples: int, seed: int) -> Tensor:
     """A random order of all samples in which every prefix is a stratified sample, int64 (N,).
 
-    The first sample of each class comes first. After that each class advances in proportion to its size.
-
-    Args:
-        targets: class numbers, int64 (N,), or None if they are not known without reading.
-        samples: N.
-        seed: of the order.
+    The first sample of each class comes first. After that each class advances in proportion to its size. `targets` are
+    class numbers, int64 (N,), or None if they are not known without reading.
     """
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(samples, generator=generator)
@@ -112,13 +108,8 @@ def compute_split_stats(
 ) -> SplitStats:
     """Measure a split: all of it if it is small and in memory, otherwise a random sample, stratified over the classes.
 
-    Args:
-        name: of the split.
-        part: the data set that it is read from, and which of its samples are in the split.
-        transforms: of one image, as for an evaluation.
-        most: images to read one by one, and to keep thumbnails of.
-        seed: of the sample.
-        in_time: called with the number of images read so far before each image is read from disk; False stops reading.
+    `part` is the data set and which of its samples are in the split. At most `most` images are read one by one, while
+    `in_time` returns True for the number of images read so far, and at most as many thumbnails are made.
     """
     dataset, indices = part
     known = known_targets(part)

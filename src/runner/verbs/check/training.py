@@ -20,11 +20,11 @@ from runner.engine.state import RunningMean
 from runner.verbs.check.context import CheckContext
 from runner.verbs.check.loop import (
     build_loop,
-    evaluation_with_batch_statistics,
     held_out_loader,
     overfit_samples,
     run_callbacks,
     train_on_batch,
+    without_noise,
 )
 from runner.verbs.check.result import Result, failed, graded, need, out_of_time, passed, warned
 
@@ -145,7 +145,7 @@ def training(context: CheckContext) -> Result:
 
 def _loss_now(context: CheckContext, batch: Batch) -> float:
     """The loss of the batch with the weights as they are now; infinite if it is not finite."""
-    evaluation_with_batch_statistics(context)
+    without_noise(context)
     with torch.no_grad():
         value = float(context.training.parts.loss(context.model(batch.images), context.targets(batch)))
     return value if math.isfinite(value) else math.inf
@@ -154,11 +154,7 @@ def _loss_now(context: CheckContext, batch: Batch) -> float:
 def _loss_after(context: CheckContext, batch: Batch, scale: float, without: str = "") -> float:
     """The loss of a batch after a few dozen steps on it from the start; infinite if they diverge.
 
-    Args:
-        context: the run.
-        batch: the batch.
-        scale: what the learning rate is multiplied by.
-        without: `callbacks`, `clipping` or `schedule`, to train without it.
+    The learning rate is multiplied by `scale`; `without` is one of `callbacks`, `clipping` and `schedule`, or nothing.
     """
     run = context.training
     context.restore()

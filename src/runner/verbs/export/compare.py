@@ -17,23 +17,14 @@ _WARM_UP = 2
 
 @dataclass(frozen=True)
 class Comparison:
-    """One format at one batch size.
+    """One format at one batch size."""
 
-    Attributes:
-        format: its name.
-        batch_size: images of the batch.
-        max_abs: largest difference from the model's outputs.
-        max_rel: the same as a share of the model's largest output, or of 1 if that is larger.
-        ms: median time of a call in milliseconds.
-        model_ms: that of the model itself.
-    """
-
-    format: str
-    batch_size: int
-    max_abs: float
-    max_rel: float
-    ms: float
-    model_ms: float
+    format: str  # its name
+    batch_size: int  # images of the batch
+    max_abs: float  # largest difference from the model's outputs
+    max_rel: float  # the same as a share of the model's largest output, or of 1 if that is larger
+    ms: float  # median time of a call in milliseconds
+    model_ms: float  # that of the model itself
 
 
 @torch.inference_mode()

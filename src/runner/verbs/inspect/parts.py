@@ -13,12 +13,11 @@ from runner.build.model import example_input
 from runner.build.run import Run, training_flops
 from runner.config.errors import UserError
 from runner.config.schema.verbs import Inspect
-from runner.data.build import SplitData
 from runner.data.loaders import Batch
 from runner.instrument.flops import Flops
 from runner.tracking.formats import compact, number, percent
 from runner.tracking.plots import confusion_matrix
-from runner.verbs._checkpoint import unique_names
+from runner.verbs._checkpoint import split_of, unique_names
 from runner.verbs._report import mib
 from runner.verbs.inspect import pictures
 from runner.verbs.inspect.errors import mistakes_in
@@ -108,19 +107,6 @@ def _cells(each: Summary) -> list[str]:
     numbers = (each.mean, each.std, each.minimum, each.maximum, each.norm)
     strange = f"{each.not_finite:,}" if each.not_finite else ""
     return [each.name, shape_text(each.shape), *map(number, numbers), percent(each.zeros), strange]
-
-
-def split_of(config: Inspect, training: Run) -> SplitData:
-    """The split that the config names.
-
-    Raises:
-        UserError: if the data has none.
-    """
-    split = training.data.eval_split(config.split)
-    if split is None:
-        there = [name for name in ("train", "val", "test") if training.data.eval_split(name) is not None]
-        raise UserError("split", f"this data has no '{config.split}' split", f"{', '.join(there)}")
-    return split
 
 
 def layers(found: Inspection) -> None:
@@ -237,7 +223,9 @@ def errors(found: Inspection) -> None:
             raise UserError("what", "errors are those of classes, and this task has none", "the other parts")
         found.skipped.append("errors: the task has no classes")
         return
-    mistakes = mistakes_in(training, split_of(config, training), outputs, config.limit.eval_batches, config.samples)
+    mistakes = mistakes_in(
+        training, split_of(training.data, config.split), outputs, config.limit.eval_batches, config.samples
+    )
     found.record["errors"] = {
         "split": config.split,
         "samples": mistakes.samples,

@@ -33,13 +33,14 @@ from runner.verbs._checkpoint import (
     output_folder,
     resolve_checkpoint,
     run_directory_of,
+    split_of,
 )
 from runner.verbs._report import Report
 from runner.verbs.inspect.errors import batches_of
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.inspect.layers import shape_text
 from runner.verbs.inspect.page import Table, page
-from runner.verbs.inspect.parts import PARTS, Inspection, split_of
+from runner.verbs.inspect.parts import PARTS, Inspection
 
 _MOST_ROWS = 60
 
@@ -140,7 +141,7 @@ def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: C
 
 def _written_features(config: Inspect, training: Run, new_folder: Callable[[], Path], report: Report) -> dict[str, Any]:
     """Write features of a split, with the targets and the place of each sample in its data set."""
-    split = split_of(config, training)
+    split = split_of(training.data, config.split)
     features = Extractor(training.model, config.features).rows
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:

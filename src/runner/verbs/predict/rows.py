@@ -16,23 +16,14 @@ SHOWN = 10  # rows, and unreadable images, that are shown
 
 @dataclass
 class RowBuilder:
-    """Makes a row of a model's outputs for an image.
+    """Makes a row of a model's outputs for an image."""
 
-    Attributes:
-        classes: their names, one for each output; empty for regression.
-        top_k: number of classes in a row.
-        probabilities: whether to add the probability of every class.
-        logits: whether to add the outputs themselves.
-        first: the first rows that were made, to be shown.
-        count: the number of all.
-    """
-
-    classes: tuple[str, ...]
-    top_k: int
-    probabilities: bool
-    logits: bool
-    first: list[Row] = field(default_factory=list, init=False)
-    count: int = field(default=0, init=False)
+    classes: tuple[str, ...]  # their names, one for each output; empty for regression
+    top_k: int  # number of classes in a row
+    probabilities: bool  # whether to add the probability of every class
+    logits: bool  # whether to add the outputs themselves
+    first: list[Row] = field(default_factory=list, init=False)  # the first rows that were made, to be shown
+    count: int = field(default=0, init=False)  # the number of all
 
     def __post_init__(self) -> None:
         if not self.classes:

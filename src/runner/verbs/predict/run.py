@@ -50,17 +50,11 @@ _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and al
 
 @dataclass
 class Source:
-    """Images to predict, and what is known of each.
+    """Images to predict, and what is known of each."""
 
-    Attributes:
-        loader: gives them in batches.
-        first_cells: the first cells of an image's row, from its number and its target.
-        unreadable: the images that could not be read so far, by number, with the reason.
-    """
-
-    loader: Loader
-    first_cells: Callable[[int, Any], Row]
-    unreadable: Callable[[], dict[int, str]]
+    loader: Loader  # gives them in batches
+    first_cells: Callable[[int, Any], Row]  # the first cells of an image's row, from its number and its target
+    unreadable: Callable[[], dict[int, str]]  # the images that could not be read so far, by number, with the reason
 
 
 def run(composition: Composition) -> float:
