@@ -13,11 +13,12 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "runner"
 ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking", "instrument")
 MAY_IMPORT = {
-    **{room: {room, "config", "instrument"} for room in ROOMS},
+    **{room: {room, "config", "distributed", "instrument"} for room in ROOMS},
     "instrument": {"instrument", "config"},
+    "distributed": {"distributed", "config"},
     "config": {"config"},
-    "build": {"build", "config", *ROOMS},
-    "train": {"build", "config", *ROOMS},
+    "build": {"build", "config", "distributed", *ROOMS},
+    "train": {"build", "config", "distributed", *ROOMS},
 }
 
 

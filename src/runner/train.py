@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tempfile
+import time
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -20,6 +23,7 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
+from runner.build.ranks import Job, check_same, count_ranks, device_of_rank
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -33,10 +37,15 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.app import current
 from runner.config.durations import seconds
-from runner.config.errors import USAGE
+from runner.config.errors import PREEMPTED, USAGE
 from runner.config.merge import may_write_cache
+from runner.config.reading import read_summary
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
+from runner.distributed.agreement import Agreement
+from runner.distributed.launch import run_ranks
+from runner.distributed.parallel import parallelize
+from runner.distributed.world import joined, world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
 from runner.engine.errors import Interrupted, Preempted
@@ -79,7 +88,8 @@ def run(cfg: DictConfig) -> float | None:
             if setup.finished is not None:
                 return record.leave(setup.finished)
             record.open(setup)
-            value = train(setup, record, signals)
+            ranks = count_ranks(setup.config)
+            value = train_on_ranks(setup, record, ranks) if ranks > 1 else train(setup, record, signals)
         record.summary["status"] = "finished"
     except (Exception, SystemExit) as error:
         record.fail(error)
@@ -87,6 +97,40 @@ def run(cfg: DictConfig) -> float | None:
         record.close()
     record.finish()
     return value
+
+
+def train_on_ranks(setup: Setup, record: RunRecord, ranks: int) -> float | None:
+    """Train with several processes on this machine, and read from the summary that rank 0 wrote how they ended."""
+    directory = record.directory
+    record.begin()
+    job = Job.of(record.composition, setup, directory.path)
+    try:
+        outcome = run_ranks(train_as_rank, job, ranks, directory.path / "logs", setup.config.max_restarts)
+    finally:
+        record.summary |= read_summary(directory.path) or {}
+    if outcome.status == PREEMPTED:
+        raise Preempted(outcome.sentence)
+    return outcome.value
+
+
+def train_as_rank(job: Job) -> float | None:
+    """Train as one of several ranks, from what the launcher decided."""
+    signals = StopSignals(patient=True)
+    with (
+        signals,
+        tempfile.TemporaryDirectory() as scratch,
+        joined(job.config.dist.timeout_s, device_of_rank(job.config)) as ranks,
+        operations_named(lambda text: record.console.warn(text)),
+    ):
+        setup = job.setup()
+        record = RunRecord.of_rank(job.composition, setup, job.directory, ranks.rank, Path(scratch))
+        if job.config.max_time is not None:
+            signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
+        try:
+            return train(setup, record, signals)
+        finally:
+            record.console.stop()
+            record.directory.write_summary(record.summary)
 
 
 def build_run(
@@ -125,6 +169,7 @@ def build_run(
         make_cache=make_cache,
     )
     data.choices.extend(choices)
+    data.train.loader.world = world()
     length = plan_length(config, data, start)
 
     # Task, model and loss; from here on, the config has what comes from the data
@@ -161,6 +206,10 @@ def build_run(
 
     # Step
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
+    step = build_step(config, length.plan.batch_size)
+    if world().size > 1:
+        find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
+        parts, step = parallelize(parts, step, model, world(), find_unused=find_unused, retries=retries)
     return Run(
         config=config,
         hardware=hardware,
@@ -171,7 +220,7 @@ def build_run(
         monitor=monitor,
         state=state,
         parts=parts,
-        step=build_step(config, length.plan.batch_size),
+        step=step,
         toggled=toggled,
         kernels=kernels,
         initial=initial,
@@ -217,12 +266,15 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     ending.callback(data.close)
     warnings = [*run.warnings, *validate_limits(run)]
     fingerprint, sources = data.fingerprint(), source_digests(config)
+    check_same(run, fingerprint, world())
+    agreement = Agreement(world(), signals.asked) if world().size > 1 else None
+    interrupted = agreement.reason if agreement else signals.asked
     if found:
         warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")
     data.bad_samples.open(record.directory.path / "skipped.jsonl", console.warn)
 
     # Logging and checkpoints
-    loggers = build_loggers(config.logger, console.warn)
+    loggers = build_loggers(config.logger if world().first else {}, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = choose_hardware_metrics(
         config.log.utilization,
@@ -240,12 +292,14 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         buffer=buffer,
         fingerprint=fingerprint,
         sources=sources,
+        clock=agreement.clock if agreement else time.monotonic,
     )
 
     # Callbacks are called in the order of the list; saving comes last, when everything else is done
     compilation = run.toggled.compilation
     compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
+        *([agreement] if agreement else []),
         *compile_reports,
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
@@ -265,7 +319,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
         monitor=run.monitor,
-        interrupted=signals.asked,
+        interrupted=interrupted,
         step=run.step,
         roll_back=saving.roll_back,
     )
@@ -311,7 +365,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
             epoch = state.position.epoch + (state.position.batch > 0)
             buffer("test", record.summary["test"], state.position.global_step, epoch)
     except Interrupted:
-        raise Preempted(signals.asked()) from None
+        raise Preempted(interrupted() or signals.asked()) from None
     return best
 
 

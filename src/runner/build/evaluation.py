@@ -16,6 +16,7 @@ from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import part_with, weights_of
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
+from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
 from runner.engine.state import load_weights
@@ -35,6 +36,7 @@ class Evaluator:
     def weights(self, name: str) -> dict[str, float]:
         """Loss and metrics of the weights on a split, as {"val/loss": 0.1, ...}."""
         run, split, size = self._run, self._run.data.eval_split(name), self._run.config.evaluate.batch_size
+        world().copy_first(run.model.buffers())  # BatchNorm's statistics are those of each rank's rows
         assert split is not None, f"there is no split {name}"
         with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(
@@ -57,7 +59,7 @@ class Evaluator:
     def test(self, manager: CheckpointManager) -> dict[str, Any]:
         """Test the best checkpoint, or without one the weights as they are; returns `test`, and which weights were tested."""
         state, summary = self._run.state, dict[str, Any]()
-        if manager.best.is_file() and state.best is not None:
+        if state.best is not None and world().decide(manager.best.is_file):
             kind = load_best(self._run, file.read(manager.best, part_with()))
             if state.averaged is not None or kind != "raw":
                 summary["test_weights"] = kind

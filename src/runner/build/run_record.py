@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import os
 import sys
 import time
@@ -50,7 +51,24 @@ class RunRecord:
     @property
     def continued(self) -> bool:
         """Whether the run continues in the directory of the checkpoint that it resumes from."""
-        return is_inside(self.setup.found, self.directory.path)
+        return is_inside(self.setup.found, self.directory.checkpoints.parent)
+
+    @classmethod
+    def of_rank(cls, composition: Composition, setup: Setup, path: Path, rank: int, scratch: Path) -> RunRecord:
+        """The record on a rank of a run whose launcher has opened the directory.
+
+        Rank 0 writes into it. Any other writes what nobody needs into `scratch`, and its messages into its own log.
+        """
+        record = cls(composition)
+        record.setup = setup
+        directory = RunDirectory(path if rank == 0 else scratch)
+        directory.checkpoints = path / "checkpoints"
+        log = directory.log_file if rank == 0 else path / "logs" / f"rank_{rank}.log"
+        progress = setup.config.log.progress
+        nowhere = None if rank == 0 else io.StringIO()
+        record.console = Console(log, None if progress == "auto" else progress, nowhere)
+        record._directory = directory
+        return record
 
     def reserve(self) -> None:
         """Open the directory of a job of a sweep, before anything can go wrong in the job."""

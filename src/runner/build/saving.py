@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from runner.checkpoint.manager import CheckpointManager, require_space, scarce, 
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
+from runner.distributed.world import world
 from runner.engine.callbacks import Checkpointing
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
@@ -40,6 +42,7 @@ class Saving:
         buffer: metrics on their way there.
         fingerprint: identifies the data, see `runner.data.dataset_fingerprint`.
         sources: see `runner.build.data_check.source_digests`.
+        clock: see `runner.engine.callbacks.Checkpointing`.
     """
 
     def __init__(
@@ -52,9 +55,10 @@ class Saving:
         buffer: MetricsBuffer,
         fingerprint: dict[str, Any],
         sources: dict[str, str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = run.config.checkpoint
-        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep)
+        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, writes=world().first)
         self.callback = Checkpointing(  # decides when to save
             every_steps=settings.every_steps,
             every_epochs=settings.every_epochs,
@@ -62,6 +66,7 @@ class Saving:
             copy=lambda loop: resume.copied(self._contents(loop)),
             min_seconds=settings.min_seconds,
             check=self._check,
+            clock=clock,
         )
         self._run, self._record, self._callbacks = run, record, callbacks
         self._loggers, self._buffer = loggers, buffer
@@ -91,15 +96,16 @@ class Saving:
         tensors = 1 + _MOMENTS + (state.averaged is not None)
         if warning := scarce(folder, weights * tensors, self.manager.keep):
             self._record.console.warn(warning)
-        if self._run.config.on_nonfinite == "rollback" and not self.manager.last.is_file():
+        if self._run.config.on_nonfinite == "rollback" and not world().decide(self.manager.last.is_file):
             self._save(loop, False)  # something to go back to
 
     def end(self, loop: Loop) -> None:
         """Wait until everything is written, and write a checkpoint if there is none yet."""
         self._background.wait()
-        if not self.manager.last.is_file():
+        if not world().decide(self.manager.last.is_file):
             self._save(loop, False)
             self._background.wait()
+        world().wait_for_all()  # so that all see the same best checkpoint
 
     def resume(self, found: LoadedCheckpoint, continued: bool) -> list[str]:
         """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.
@@ -115,7 +121,7 @@ class Saving:
                 f"the best evaluation was by {best.metric} ({best.mode}); from now on it is decided by {now}"
             )
             state.best = None
-        elif best is not None and not resume.carry_best(path, self.manager, best.global_step):
+        elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
             warnings.append("the checkpoint of the best evaluation is gone: the best one is decided again")
             state.best = None
         if continued:
@@ -131,6 +137,9 @@ class Saving:
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
+        if not self.manager.writes:
+            self._record.update(loop.state, self._run.monitor.metric)
+            return
         if not self._run.config.checkpoint.async_:
             self._write(contents, is_best, earlier_best, self._record.update(loop.state, self._run.monitor.metric))
             return
@@ -174,12 +183,13 @@ class Saving:
 
     def _write_best(self, contents: dict[str, Any]) -> None:
         """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
-        if not not_finite(contents, self._by_design):
+        if self.manager.writes and not not_finite(contents, self._by_design):
             self.manager.save(contents, contents["position"]["global_step"], is_best=True)
 
     def roll_back(self, loop: Loop) -> None:
         """Put the run back to its last checkpoint, and take back what was logged since."""
         self._background.wait()
+        world().wait_for_all()
         self._buffer.empty()
         found = LoadedCheckpoint(self.manager.last, file.read(self.manager.last), [])
         resume.restore(found, loop.state, self._callbacks)

@@ -69,12 +69,13 @@ class CheckpointManager:
     Args:
         folder: where checkpoints go.
         keep: how many of the newest to keep, apart from the best.
+        writes: whether this process writes them; the other ranks of a run only read.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, writes: bool = True) -> None:
+        self.folder, self.keep, self.writes = folder, keep, writes
         self.last, self.best = folder / f"last{SUFFIXES[0]}", folder / f"best{SUFFIXES[0]}"
-        for leftover in folder.glob(".*.tmp"):
+        for leftover in folder.glob(".*.tmp") if writes else ():
             leftover.unlink()
 
     def save(self, contents: dict[str, Any], global_step: int, is_best: bool) -> Path:
@@ -104,11 +105,13 @@ class CheckpointManager:
         Raises:
             UserError: if it cannot be written.
         """
-        _name(path, self.last)
+        if self.writes:
+            _name(path, self.last)
 
     def make_best(self, path: Path) -> None:
         """Make a checkpoint the best one, as `make_last` does."""
-        _name(path, self.best)
+        if self.writes:
+            _name(path, self.best)
 
 
 def _name(path: Path, name: Path) -> None:

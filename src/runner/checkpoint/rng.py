@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from runner.config.errors import UserError
+from runner.distributed.world import world
 
 
 def seed_everything(seed: int) -> None:
@@ -32,21 +34,32 @@ def capture() -> dict[str, Any]:
         "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
+    ranks = world()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda"] = torch.cuda.get_rng_state_all() if ranks.size == 1 else [torch.cuda.get_rng_state()]
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    if ranks.size > 1:
+        states = ranks.gather(state)
+        if len({pickle.dumps(one) for one in states}) > 1:  # a model or a transform drew different numbers on them
+            state["ranks"] = states
     return state
 
 
 def restore(state: dict[str, Any]) -> None:
     """Restore what `capture` returned; states of missing devices are skipped."""
+    ranks = world()
+    if len(state.get("ranks", ())) == ranks.size:
+        state = state["ranks"][ranks.rank]
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
+        if ranks.size > 1:
+            torch.cuda.set_rng_state(state["cuda"][0])
+            return
         for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(device_state, index)
     if "mps" in state and torch.backends.mps.is_available():

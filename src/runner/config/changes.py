@@ -40,11 +40,12 @@ _OF = {
         ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
     """,
     Change.ALLOWED: """
+        devices strategy max_restarts dist.timeout_s dist.find_unused_parameters
         name output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
         watch.shapes watch.finite data.name data.root data.download data.placement data.cache data.cache_dir
         data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
-        checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
+        devices strategy max_restarts dist.timeout_s dist.find_unused_parameters checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }
 CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from runner.data.cache_file import StoredImages
 from runner.data.sampler import EpochOrder, Indices
+from runner.distributed.share import gathered_rows, rows
+from runner.distributed.world import World
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).
 _CHUNK_BYTES = {"cpu": 2**21}
@@ -80,15 +82,19 @@ class Loader:
         self._prepare, self._mix = prepare, mix_batch
         self._chunk = 1  # batches that are made together
         self._prefetches = True
+        self.world = World()  # of which each rank gets its rows of every batch
 
     def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Images, targets and numbers of `samples` on the device, in the same pieces."""
         raise NotImplementedError
 
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        """Batches `start` to `stop` - 1 of an epoch."""
+    def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
+        """Batches `start` to `stop` - 1 of an epoch, or every `step`-th of them; of each batch the rows of this rank."""
         order, size = EpochOrder(self.samples, self._seed, epoch, self._shuffle), self.batch_size
-        pieces = order.pieces(self._chunk * size, start * size, stop * size)
+        if self.world.size == step == 1:
+            pieces = order.pieces(self._chunk * size, start * size, stop * size)
+        else:
+            pieces = self._own_pieces(order, range(start, stop, step))
         copied = self._copied((self._indices[positions] for positions in pieces), epoch)
         # Only what uses no stateful generator may run before it is requested.
         early = self._prepare is None or self._prepare.per_sample
@@ -98,10 +104,41 @@ class Loader:
         if self._prefetches and early:
             batches = prefetch_to_cuda(batches, self._device)
         mix = self._mix
+        if mix is not None and self.world.size > 1:
+            return self._mixed(mix, batches, epoch, range(start, stop, step))
         return batches if mix is None else (Batch(*mix(*batch, epoch), batch.indices) for batch in batches)
 
+    def _own_pieces(self, order: EpochOrder, numbers: range) -> Iterator[Tensor]:
+        """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
+        size, whole = self.batch_size, self.samples // self.batch_size
+        at_once = self._chunk if numbers.step == 1 else 1
+        for first in range(numbers.start, numbers.stop, at_once * numbers.step):
+            last = min(first + at_once, numbers.stop)
+            if first < whole:
+                last = min(last, whole)
+                positions = order.slice(first * size, last * size).view(last - first, size)
+                yield positions[:, self._rows(size)].reshape(-1)
+            for partial in range(max(first, whole), min(first + at_once, numbers.stop)):
+                positions = order.slice(partial * size, (partial + 1) * size)
+                yield positions[self._rows(len(positions))]
+
+    def _rows(self, samples: int) -> slice:
+        """This rank's rows of a batch; the first row where it has none, as every rank has to take every step."""
+        found = rows(samples, self.world.rank, self.world.size)
+        return found if found.start < found.stop else slice(0, 1)
+
+    def _mixed(self, mix: Mix, batches: Iterator[Batch], epoch: int, numbers: range) -> Iterator[Batch]:
+        """Blend each batch as a whole, with the rows of the other ranks, and keep the own ones."""
+        for number, batch in zip(numbers, batches, strict=True):
+            samples = min(self.batch_size, self.samples - number * self.batch_size)
+            whole = [gathered_rows(tensor, samples, self.world) for tensor in batch]
+            images, targets = mix(whole[0], whole[1], whole[2], epoch)
+            own = self._rows(samples)
+            yield Batch(images[own], targets[own], batch.indices)
+
     def _prepared(self, copied: Iterator[tuple[Tensor, Tensor, Tensor]], epoch: int) -> Iterator[Batch]:
-        size = self.batch_size
+        own = self._rows(self.batch_size)
+        size = own.stop - own.start
         for images, targets, places in copied:
             if self._prepare is not None:
                 images = self._prepare(images, places, epoch)

@@ -207,6 +207,7 @@ class Checkpointing:
         copy: called with the loop; returns a copy of the state that later steps do not change.
         min_seconds: shortest time between saves that may be delayed; 0 never delays.
         check: called at every boundary; raises the error of a save in the background.
+        clock: gives the time in seconds; that of rank 0, where several ranks have to agree.
     """
 
     def __init__(
@@ -217,17 +218,18 @@ class Checkpointing:
         copy: Callable[[Loop], Any] = lambda loop: None,
         min_seconds: float = 0.0,
         check: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.every_steps, self.every_epochs, self.min_seconds = every_steps, every_epochs, min_seconds
-        self._save, self._copy, self._check = save, copy, check
+        self._save, self._copy, self._check, self._clock = save, copy, check, clock
         self._best: Any = None
         self._delayed = False
         self._pause = min_seconds
-        self._since = time.monotonic()
+        self._since = self._clock()
 
     def on_start(self, loop: Loop) -> None:
         """Start the clock."""
-        self._since = time.monotonic()
+        self._since = self._clock()
 
     def on_boundary(self, loop: Loop) -> None:
         """Save if it is time."""
@@ -240,7 +242,7 @@ class Checkpointing:
             self._delayed = True
         if not self._delayed:
             return
-        if time.monotonic() - self._since >= self._pause:
+        if self._clock() - self._since >= self._pause:
             self._write(loop)
         elif loop.improved:
             self._best = self._copy(loop)
@@ -256,7 +258,7 @@ class Checkpointing:
 
     def _write(self, loop: Loop) -> None:
         best, self._best, self._delayed = self._best, None, False
-        began = time.monotonic()
+        began = self._clock()
         self._save(loop, loop.improved, None if loop.improved else best)
-        self._since = time.monotonic()
+        self._since = self._clock()
         self._pause = max(self.min_seconds, _PAUSE_FACTOR * (self._since - began)) if self.min_seconds else 0.0

@@ -35,3 +35,9 @@ class Preempted(Exception):
 
 class Interrupted(Exception):
     """The run was asked to stop during an evaluation."""
+
+
+class RankMismatch(Exception):
+    """The ranks of a run disagree about what they compute."""
+
+    exit_code = 2

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.engine.errors import Interrupted
+from runner.distributed.world import World, world
+from runner.engine.errors import Interrupted, RankMismatch
 from runner.engine.protocols import Batch, Metric, Source
+from runner.instrument.nested import tensors_moved
 from runner.instrument.no_trace import evaluating
 
 
@@ -41,27 +46,110 @@ def evaluate(
     """
     batches = math.ceil(source.samples / source.batch_size)
     batches = batches if limit is None else min(batches, limit)
-    total: Tensor | None = None
-    samples = 0
+    ranks = world()
+    parts = _Parts(metrics, ranks)
     with evaluating(model, loss):
         batch: Batch
-        for batch in source.batches(0, 0, batches):
+        every: Any = source.batches  # loaders can leave out those of other ranks
+        own = source.batches(0, 0, batches) if ranks.size == 1 else every(0, ranks.rank, batches, ranks.size)
+        for number, batch in enumerate(own):
             if interrupted():
-                raise Interrupted
+                if ranks.size == 1:
+                    raise Interrupted
+                parts.interrupted = True  # the others have to hear of it
+                break
             targets = targets_of(batch.targets)
             with autocast():
                 logits = model(batch.images)
                 value = loss(logits, targets)
-            size = len(targets)
-            wide = value.double() if value.device.type != "mps" else value.float()
-            total = wide * size if total is None else total + wide * size
-            samples += size
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            for metric in metrics.values():
+            parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
+        return parts.values(next(model.parameters()).device)
+
+
+class _Parts:
+    """What the batches of an evaluation add to its loss and metrics.
+
+    One process adds them up as they come. Several ranks keep those of each batch, exchange them once at the end, and add them
+    up in the order of the batches: every rank gets the numbers of a single process, to the last bit. Of a metric whose states
+    are sums, extremes or lists the states are exchanged, of any other the outputs and targets.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], ranks: World) -> None:
+        self._metrics, self._ranks = metrics, ranks
+        self._total: Tensor | None = None
+        self._samples = 0
+        self._kept: list[tuple[int, int, Tensor, dict[str, Any], Any]] = []
+        self._merges = {name: merges(metric) for name, metric in metrics.items()} if ranks.size > 1 else {}
+        self.interrupted = False
+
+    def add(self, number: int, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        """Add batch `number`, with its mean loss."""
+        size = len(targets)
+        wide = (loss.double() if loss.device.type != "mps" else loss.float()) * size
+        if self._ranks.size == 1:
+            self._add(wide, size)
+            for metric in self._metrics.values():
                 metric.update(outputs, targets)
-        values = {name: metric.compute() for name, metric in metrics.items()}
-    if total is None:
-        raise ValueError("there is no sample to evaluate")
-    scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
-    return {"loss": float(total) / samples, **scalars}
+            return
+        states = {}
+        for name, ways in self._merges.items():
+            if ways is not None:
+                metric: Any = self._metrics[name]
+                metric.reset()
+                metric.update(outputs, targets)
+                states[name] = {state: getattr(metric, state) for state in ways}
+        whole = (outputs, targets) if None in self._merges.values() else None
+        self._kept.append((number, size, wide, states, whole))
+
+    def _add(self, loss: Tensor, samples: int) -> None:
+        self._total = loss if self._total is None else self._total + loss
+        self._samples += samples
+
+    def values(self, device: torch.device) -> dict[str, float]:
+        """`loss` and the metrics with a scalar value."""
+        if self._ranks.size > 1:
+            self._exchange(device)
+        values = {name: metric.compute() for name, metric in self._metrics.items()}
+        if self._total is None:
+            raise ValueError("there is no sample to evaluate")
+        scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
+        return {"loss": float(self._total) / self._samples, **scalars}
+
+    def _exchange(self, device: torch.device) -> None:
+        found = self._ranks.gather((self.interrupted, list(self._metrics), tensors_moved(self._kept, "cpu")))
+        if any(interrupted for interrupted, _, _ in found):
+            raise Interrupted
+        names = [metrics for _, metrics, _ in found]
+        if wrong := [rank for rank, own in enumerate(names) if own != names[0]]:
+            raise RankMismatch(f"rank {wrong[0]} has the metrics {names[wrong[0]]}, and rank 0 has {names[0]}")
+        everything = sorted((part for _, _, parts in found for part in parts), key=lambda part: part[0])
+        everything = tensors_moved(everything, device)
+        for _, size, loss, _, _ in everything:
+            self._add(loss, size)
+        for name, ways in self._merges.items():
+            metric: Any = self._metrics[name]
+            metric.reset()
+            metric.distributed_available_fn = lambda: False  # or it would exchange its states once more
+            if ways is None:
+                for *_, (outputs, targets) in everything:
+                    metric.update(outputs, targets)
+                continue
+            for state, merged in ways.items():
+                setattr(metric, state, functools.reduce(merged, (part[3][name][state] for part in everything)))
+            metric._update_count = len(everything)
+
+
+def merges(metric: Metric) -> dict[str, Callable[[Any, Any], Any]] | None:
+    """How each state of a torchmetrics metric is joined with that of later batches; None if that is not known."""
+    from torchmetrics.utilities import data
+
+    known: Any = {data.dim_zero_sum: operator.add, data.dim_zero_max: torch.max, data.dim_zero_min: torch.min}
+    found = {}
+    for name, reduction in getattr(metric, "_reductions", {None: None}).items():
+        is_list = isinstance(getattr(metric, "_defaults", {}).get(name), list)
+        if not is_list and reduction not in known:
+            return None
+        found[name] = operator.add if is_list else known[reduction]
+    return found

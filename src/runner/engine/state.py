@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.distributed.world import world
 from runner.engine.freezing import Freezing
 from runner.engine.position import Best, Position
 from runner.engine.protocols import Schedule
@@ -20,6 +21,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "squar
 
 class RunningMean:
     """Mean of a loss over samples, summed on the device and read only on request.
+
+    Where several ranks train, the mean is over the samples of all, and all have to read, save and load it together.
 
     Args:
         device: of the loss.
@@ -43,7 +46,8 @@ class RunningMean:
 
     def read(self) -> float:
         """The mean since `reset`, 0 over no samples; waits for the device."""
-        return float(self._sum) / max(1, self._count())
+        total, samples = self._totals()
+        return float(total) / max(1, samples)
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -59,14 +63,24 @@ class RunningMean:
             self._skipped.zero_()
         return self._samples
 
+    def _totals(self) -> tuple[torch.Tensor, int]:
+        """Sum and samples of all ranks."""
+        ranks, samples = world(), self._count()
+        if ranks.size == 1:
+            return self._sum.clone(), samples
+        return ranks.total(self._sum), sum(ranks.gather(samples))
+
     def state_dict(self) -> dict[str, Any]:
         """Sum and count; the sum is copied."""
-        return {"sum": self._sum.clone(), "samples": self._count()}
+        total, samples = self._totals()
+        return {"sum": total, "samples": samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        self._sum.copy_(state["sum"])
-        self._samples = state["samples"]
+        self.reset()
+        if world().first:
+            self._sum.copy_(state["sum"])
+            self._samples = state["samples"]
 
 
 @dataclass

@@ -28,6 +28,9 @@ class StepConfig:
     compiled_loss: Callable[[Tensor, Tensor], Tensor] | None = None  # (images, targets) -> loss, replaces both
     guard: NonFiniteGuard | None = None  # prevents steps with gradients that are not finite; None allows them
     optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
+    # around batches that do not end an accumulation window: their gradients are not yet averaged over the ranks
+    no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    average_gradients: Callable[[], None] | None = None  # over the ranks, where backward has not done it
 
 
 StepFunction = Callable[[TrainState, StepConfig, Any, float, int, bool], None]
@@ -46,10 +49,12 @@ def train_step(state: TrainState, parts: StepConfig, batch: Batch, weight: float
         batch: samples on the device.
         weight, samples, update: see `EpochPlan.parts`.
     """
-    loss = forward(state, parts, batch, samples)
-    backward(state, loss, weight)
-    if update:
-        update_weights(state, parts)
+    if not update:
+        with parts.no_sync():
+            backward(state, forward(state, parts, batch, samples), weight)
+        return
+    backward(state, forward(state, parts, batch, samples), weight)
+    update_weights(state, parts)
 
 
 def forward(state: TrainState, parts: StepConfig, batch: Batch, samples: int) -> Tensor:
@@ -81,6 +86,8 @@ def backward(state: TrainState, loss: Tensor, weight: float) -> None:
 def update_weights(state: TrainState, parts: StepConfig) -> None:
     """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
     model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
+    if parts.average_gradients is not None:
+        parts.average_gradients()
     if guard is None or guard.allows_step():
         if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
             if scaler is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -30,6 +31,11 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(dict(leaf), place)
         elif isinstance(leaf, list | tuple):
             yield from named_tensors([*leaf], place)
+
+
+def tensors_moved(value: Any, device: torch.device | str) -> Any:
+    """Nested containers with every tensor on a device."""
+    return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -23,10 +23,14 @@ class StopSignals:
     """While entered, the signals of `STOPPING` set `received`; a second one ends the process at once.
 
     A repeated SIGHUP or SIGXCPU does not. Outside the main thread, where Python allows no handlers, nothing is done.
+
+    Args:
+        patient: no signal ends the process at once, as a rank gets them from its launcher and from the scheduler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool = False) -> None:
         self.received = ""
+        self._patient = patient
         self._insists = False  # whether the next signal ends the process
         self._before: dict[int, Any] = {}
         self._end, self._limit = float("inf"), ""
@@ -58,7 +62,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self.received = self.received or name
-        if name in _REPEATED:
+        if name in _REPEATED or self._patient:
             return
         if self._insists:
             with contextlib.suppress(Exception):  # workers that outlive this process would print what they then miss

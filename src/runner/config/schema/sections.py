@@ -193,3 +193,11 @@ class Watch(Section):
 
     shapes: bool = False
     finite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dist(Section):
+    """How the processes of a run work together."""
+
+    timeout_s: Annotated[float, Gt(0)] = 600.0
+    find_unused_parameters: bool = False

@@ -15,6 +15,7 @@ from runner.config.schema.sections import (
     Compiler,
     Count,
     Data,
+    Dist,
     Evaluate,
     Init,
     Limit,
@@ -46,6 +47,9 @@ class Train(Section):
     unfreeze_at: Annotated[int, Ge(1)] | str | None = None
     output_root: str = "outputs"
     device: str = "auto"
+    devices: Literal["auto"] | Count | list[NonNegative] = 1
+    strategy: Literal["auto", "single", "ddp"] = "auto"
+    max_restarts: NonNegative = 0
     threads: Count | None = None
     amp: bool | Literal["auto", "bf16", "fp16"] = False
     channels_last: bool = False
@@ -78,6 +82,7 @@ class Train(Section):
     log: Log = field(default_factory=Log)
     limit: Limit = field(default_factory=Limit)
     watch: Watch = field(default_factory=Watch)
+    dist: Dist = field(default_factory=Dist)
     data: Data
     model: Node
     transform: Transform = field(default_factory=Transform)

@@ -1,0 +1,104 @@
+"""A run on several processes: what the first one decides for all, and what is checked to be the same on each."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.build.run import Run
+from runner.build.setup import Setup
+from runner.checkpoint import file, find
+from runner.checkpoint.weights import weights_sha256
+from runner.config import stored
+from runner.config.composition import Composition
+from runner.config.errors import UserError
+from runner.config.schema.train import Train
+from runner.distributed.world import World
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank gets: nothing is composed or looked for again."""
+
+    composition: Composition
+    config: Train
+    directory: Path  # of the run
+    checkpoint: Path | None  # to resume from
+    differences: list[tuple[str, str, str]]
+    warnings: list[str]
+    started: Any  # the start time in the summary
+
+    @classmethod
+    def of(cls, composition: Composition, setup: Setup, directory: Path) -> Job:
+        """The job of a run whose directory is open."""
+        found = setup.found
+        warnings = [*(found.warnings if found else ()), *setup.warnings]
+        checkpoint = found.path if found else None
+        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings, None)
+
+    def setup(self) -> Setup:
+        """The setup on a rank, which reads the checkpoint itself."""
+        found = None
+        if self.checkpoint is not None:
+            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint), [])
+        return Setup(self.config, found, self.differences, warnings=self.warnings)
+
+
+def count_ranks(config: Train) -> int:
+    """How many processes `devices` asks for on this machine.
+
+    Raises:
+        UserError: if there are not so many GPUs, or the strategy is for another number.
+    """
+    gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
+    devices = config.devices
+    if devices == "auto":
+        return max(1, gpus)
+    numbers = devices if isinstance(devices, list) else list(range(devices))
+    if len(set(numbers)) < len(numbers) or not numbers:
+        raise UserError(
+            "devices", f"names a device twice, or none: {numbers}", "a number, auto, or a list such as [0, 1]"
+        )
+    if gpus and len(numbers) > 1 and max(numbers) >= gpus:
+        raise UserError(
+            "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"
+        )
+    return len(numbers)
+
+
+def device_of_rank(config: Train) -> torch.device:
+    """The device of this rank."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if config.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = config.devices[local] if isinstance(config.devices, list) else local
+    return torch.device("cuda", number % torch.cuda.device_count())
+
+
+def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
+    """Check that all ranks have the same config, data and initial weights.
+
+    Raises:
+        UserError: naming the first rank that differs from rank 0.
+    """
+    if world.size == 1:
+        return
+    own = {
+        "config": _digest(stored.dump(run.config)),
+        "data": _digest(repr(fingerprint)),
+        "initial weights": weights_sha256(run.model.state_dict()),
+        "version of torch": torch.__version__,
+    }
+    for rank, other in enumerate(ranks := world.gather(own)):
+        if wrong := [name for name in own if other[name] != ranks[0][name]]:
+            problem = f"rank {rank} of {world.size} has another {' and another '.join(wrong)} than rank 0"
+            raise UserError("devices", problem, "the same files, packages and environment for every rank")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,74 @@
+"""What the ranks of a run decide together at every step: whether to stop, and what time it is."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.distributed.world import World
+
+_LIMIT = 1000.0  # stands for a reason that is no signal
+
+
+class Agreement:
+    """Lets all ranks stop at the same step, and delay checkpoints by the clock of rank 0.
+
+    A callback: after each step every rank sends what it knows, and reads what was sent after the step before, so that nobody
+    waits. Once a rank is asked to stop, all ranks learn of it one or two steps later.
+
+    Args:
+        world: the ranks.
+        asked: what asks this rank to stop, or an empty string, see `runner.runtime.signals.StopSignals`.
+    """
+
+    def __init__(self, world: World, asked: Callable[[], str]) -> None:
+        self._world, self._asked = world, asked
+        self._group = dist.new_group(backend="gloo")  # its messages do not queue behind gradients
+        self._sent: tuple[Any, torch.Tensor] | None = None
+        self._reason, self._time = "", time.monotonic()
+
+    def on_step(self, loop: Any) -> None:
+        """Exchange what this rank knows."""
+        self._receive()
+        self._send()
+
+    def on_end(self, loop: Any) -> None:
+        """Wait for the last message."""
+        self._receive()
+
+    def confirm(self) -> None:
+        """Exchange at once, after all ranks have left an evaluation."""
+        self._receive()
+        self._send()
+        self._receive()
+
+    def reason(self) -> str:
+        """What all ranks stop for, or an empty string."""
+        return self._reason
+
+    def clock(self) -> float:
+        """Seconds on the clock of rank 0, the same number on every rank at a step."""
+        return self._time
+
+    def _send(self) -> None:
+        reason = self._asked()
+        number = (
+            float(getattr(signal.Signals, reason)) if reason in signal.Signals.__members__ else _LIMIT * bool(reason)
+        )
+        message = torch.tensor([number, time.monotonic() if self._world.first else 0.0], dtype=torch.float64)
+        self._sent = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True), message
+
+    def _receive(self) -> None:
+        if self._sent is None:
+            return
+        work, message = self._sent
+        work.wait()
+        self._sent = None
+        number, self._time = message.tolist()
+        if number and not self._reason:
+            self._reason = "a time limit" if number == _LIMIT else signal.Signals(int(number)).name

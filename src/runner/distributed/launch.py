@@ -1,0 +1,163 @@
+"""Starts the ranks of a run on this machine, with torch's elastic agent, and finds out why they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.config.errors import FAILED, PREEMPTED, explain
+
+_FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
+_PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
+_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended."""
+
+    rank: int
+    status: int  # exit status
+    value: float | None = None  # what it returned
+    sentence: str = ""  # why it failed
+    text: str = ""  # the same for people, maybe with a traceback
+    lost: bool = False  # whether it failed because another rank was gone
+    ended: float = 0.0  # Unix time
+
+
+class RankFailed(Exception):
+    """A rank ended early; the error is that of the first one."""
+
+    prefix = ""
+
+    def __init__(self, outcome: Outcome, size: int) -> None:
+        where = f"rank {outcome.rank} of {size}: "
+        super().__init__(where + outcome.sentence)
+        self.exit_code = outcome.status
+        self.hint = "\n" + outcome.text if "\n" in outcome.text else ""
+
+
+def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: Path, max_restarts: int = 0) -> Outcome:
+    """Run `entry(job)` in `size` processes, which see torch's environment variables, and wait for all of them.
+
+    Args:
+        entry: a function that can be imported by name.
+        job: its argument, pickled.
+        size: how many.
+        logs: folder for what ranks other than the first write to standard output and error.
+        max_restarts: how often all ranks are started again after one of them has died.
+
+    Returns:
+        The outcome of the first rank.
+
+    Raises:
+        RankFailed: with the reason of the rank that failed first.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logs.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_PATIENCE_S)
+    multiprocessing.set_forkserver_preload([entry.__module__])
+    failures: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch, _quiet():
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=size,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            start_method="forkserver",
+            signals_to_handle=_FORWARDED,
+        )
+        try:
+            elastic_launch(config, _rank)(entry, job, scratch, str(logs))
+        except SignalException:
+            pass  # the ranks have saved, and say so
+        except ChildFailedError as error:
+            failures = error.failures
+        outcomes = _outcomes(Path(scratch), failures)
+    failed = [outcome for outcome in outcomes if outcome.status not in (0, PREEMPTED)]
+    if failed:
+        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)), size)
+    return outcomes[0] if outcomes else Outcome(0, PREEMPTED, sentence="a signal, before the ranks had started")
+
+
+def _outcomes(scratch: Path, failures: dict[int, Any]) -> list[Outcome]:
+    """What the ranks wrote, and what killed those that could not."""
+    found = {}
+    for path in scratch.glob("rank_*.json"):
+        outcome = Outcome(**json.loads(path.read_text()))
+        found[outcome.rank] = outcome
+    for rank, failure in failures.items():
+        code = failure.exitcode
+        if rank not in found or (code < 0 and found[rank].status == 0):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            found[rank] = Outcome(rank, FAILED, sentence=how, ended=float(failure.timestamp))
+    return [found[rank] for rank in sorted(found)]
+
+
+def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: str) -> None:
+    """What each process runs."""
+    rank = int(os.environ["RANK"])
+    with contextlib.suppress(OSError):
+        os.setsid()  # a terminal's signals come through the launcher, once
+    _end_with_parent()
+    if rank:
+        log = os.open(Path(logs) / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+    try:
+        outcome = Outcome(rank, 0, entry(job))
+    except (Exception, SystemExit) as error:
+        outcome = outcome_of(rank, error)
+    path = Path(scratch) / f"rank_{rank}.json"
+    path.with_suffix(".tmp").write_text(json.dumps(asdict(outcome)))
+    path.with_suffix(".tmp").replace(path)
+    if outcome.status not in (0, PREEMPTED):
+        raise SystemExit(outcome.status)
+
+
+def outcome_of(rank: int, error: BaseException) -> Outcome:
+    """The outcome of a rank that an exception ended."""
+    status, sentence, text = explain(error)
+    lost = any(said in str(error) for said in _LOST_PEER)
+    return Outcome(rank, status, sentence=sentence, text=text, lost=lost, ended=time.time())
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM when the parent dies, so that a killed launcher leaves no rank behind; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the agent's own messages, which say again what `RankFailed` says."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before, logger.disabled = logger.level, True
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.disabled = False
+        logger.setLevel(before)

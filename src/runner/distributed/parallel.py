@@ -1,0 +1,101 @@
+"""The step of several ranks: each computes its rows of the batch, and DistributedDataParallel averages the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runner.distributed.dropout import SharedMasks
+from runner.distributed.share import rows
+from runner.distributed.world import World
+
+_Objective = Callable[[Tensor, Tensor], Tensor]
+
+
+class ParallelStep:
+    """A training step on this rank's rows of a batch, whose gradients are those of the whole batch.
+
+    DistributedDataParallel averages the gradients of the ranks while the backward pass still computes. Each rank weights its
+    mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `retries`, a step may
+    compute the same rows several times (`on_oom=split`), so the gradients are averaged once, after the last of them.
+
+    Args:
+        model: what is trained.
+        objective: (images, targets) -> mean loss of the rows.
+        step: computes a step, see `runner.engine.step.train_step`.
+        world: the ranks.
+        find_unused: whether parameters may have no gradient in some steps.
+        retries: see above.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: _Objective, step: Any, world: World, find_unused: bool, retries: bool
+    ) -> None:
+        self._model, self._objective, self._step, self._world = model, objective, step, world
+        self._find_unused, self._retries = find_unused, retries
+        self._masks = SharedMasks()
+        self._parallel: DistributedDataParallel | None = None
+        self._trained: tuple[bool, ...] = ()
+
+    def objective(self, images: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's rows; its backward pass averages the gradients."""
+        if self._retries:
+            return self._objective(images, targets)
+        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        if self._parallel is None or trained != self._trained:  # weights are frozen and unfrozen as training goes on
+            self._trained = trained
+            self._parallel = DistributedDataParallel(
+                _Learner(self._model, self._objective),
+                find_unused_parameters=self._find_unused,
+                gradient_as_bucket_view=True,
+            )
+        loss: Tensor = self._parallel(images, targets)
+        return loss
+
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
+        """Around batches whose gradients are added up before they are averaged."""
+        return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
+
+    def average_gradients(self) -> None:
+        """Average the gradients of a step with retries."""
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self._world.total(gradient) / self._world.size
+
+    def __call__(self, state: Any, parts: Any, batch: Any, weight: float, samples: int, update: bool) -> None:
+        """Train on this rank's rows of a batch of `samples`, see `runner.engine.step.train_step`."""
+        own = rows(samples, self._world.rank, self._world.size)
+        count = own.stop - own.start
+        self._masks.samples, self._masks.own = samples, own if count else slice(0, 1)
+        with self._masks:
+            self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
+
+
+class _Learner(nn.Module):
+    """Model and loss as one module, so that what both compute is averaged."""
+
+    def __init__(self, model: nn.Module, objective: _Objective) -> None:
+        super().__init__()
+        self.model, self._objective = model, objective
+
+    def forward(self, images: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss."""
+        return self._objective(images, targets)
+
+
+def parallelize(parts: Any, step: Any, model: nn.Module, world: World, *, find_unused: bool, retries: bool) -> Any:
+    """The parts of a step, and the step itself, for one of several ranks."""
+    objective = parts.compiled_loss or (lambda images, targets: parts.loss(model(images), targets))
+    parallel = ParallelStep(model, objective, step, world, find_unused, retries)
+    average = parallel.average_gradients if retries else None
+    changed = dataclasses.replace(
+        parts, compiled_loss=parallel.objective, no_sync=parallel.no_sync, average_gradients=average
+    )
+    return changed, parallel

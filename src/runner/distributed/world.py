@@ -1,0 +1,117 @@
+"""The processes that train together, called ranks, and what they tell each other.
+
+A process that trains alone is a world of one, in which nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """Which of the ranks this process is."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the ranks of this machine
+    local_size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes files and talks to people."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order; all have to call this."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=_control())
+        return values
+
+    def decide(self, question: Callable[[], T]) -> T:
+        """The answer of rank 0, which alone is asked; an exception there is raised everywhere."""
+        if self.size == 1:
+            return question()
+        answer: list[Any] = [None, None]
+        if self.first:
+            try:
+                answer[0] = question()
+            except Exception as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer, src=0, group=_control())
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]  # type: ignore[no-any-return]
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, on the same device."""
+        if self.size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors the values that they have on rank 0."""
+        for tensor in tensors if self.size > 1 else ():
+            dist.broadcast(tensor, src=0)
+
+    def wait_for_all(self) -> None:
+        """Return once every rank has called this."""
+        self.gather(None)
+
+
+_WORLD = World()
+
+
+def world() -> World:
+    """The world of this process."""
+    return _WORLD
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun or SLURM started this process as one of several ranks; SLURM's variables become torch's."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
+        slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        os.environ.update({name: os.environ[other] for name, other in slurm.items()})
+        tasks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+        os.environ["LOCAL_WORLD_SIZE"] = tasks.split("(")[0].split(",")[0]
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextlib.contextmanager
+def joined(timeout_s: float, device: torch.device) -> Iterator[World]:
+    """Be one of the ranks that the environment describes, with this device; gloo connects CPUs, NCCL GPUs."""
+    global _WORLD
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, size, local_rank, local_size = (int(os.environ.get(name, "1" if "SIZE" in name else "0")) for name in names)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    _WORLD = World(rank, size, local_rank, local_size)
+    try:
+        yield _WORLD
+    finally:
+        _WORLD = World()
+        with contextlib.suppress(Exception):  # another rank may be gone
+            dist.destroy_process_group()
+
+
+def _control() -> Any:
+    """The group for objects, which travel through the CPU."""
+    return dist.group.WORLD
