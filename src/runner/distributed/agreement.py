@@ -28,7 +28,7 @@ class Agreement:
 
     def __init__(self, world: World, asked: Callable[[], str]) -> None:
         self._world, self._asked = world, asked
-        self._group = dist.new_group(backend="gloo")  # its messages do not queue behind gradients
+        self._group: Any = dist.new_group(backend="gloo")  # its messages do not queue behind gradients
         self._sent: tuple[Any, torch.Tensor] | None = None
         self._reason, self._time = "", time.monotonic()
 

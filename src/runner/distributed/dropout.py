@@ -57,7 +57,7 @@ class SharedMasks(TorchFunctionMode):
         training = kwargs.pop("train", training)  # torch.dropout's name
         if not training or not 0 < p < 1 or not self._is_batch(input) or input.ndim < _BY_CHANNEL.get(func, 1):
             with torch._C.DisableTorchFunction():
-                return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)  # type: ignore[no-any-return]
+                return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
         with torch._C.DisableTorchFunction():
             by_channel = input[(slice(None),) * 2 + (slice(0, 1),) * (input.ndim - 2)] if func in _BY_CHANNEL else input
             mask = self._drawn(by_channel, 1 - p).div_(1 - p)

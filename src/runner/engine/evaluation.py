@@ -96,10 +96,10 @@ class _Parts:
         states = {}
         for name, ways in self._merges.items():
             if ways is not None:
-                metric: Any = self._metrics[name]
-                metric.reset()
-                metric.update(outputs, targets)
-                states[name] = {state: getattr(metric, state) for state in ways}
+                part: Any = self._metrics[name]
+                part.reset()
+                part.update(outputs, targets)
+                states[name] = {state: getattr(part, state) for state in ways}
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 

@@ -338,7 +338,6 @@ class _ShortBatches(Loader):
     def __init__(self, loader: Loader, most: int) -> None:
         self._loader, self.samples, self.batch_size = loader, loader.samples, most
 
-    def batches(self, epoch: int, start: int, stop: int) -> Iterator[Batch]:
-        return (
-            Batch(*(part[: self.batch_size] for part in batch)) for batch in self._loader.batches(epoch, start, stop)
-        )
+    def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
+        found = self._loader.batches(epoch, start, stop, step)
+        return (Batch(*(part[: self.batch_size] for part in batch)) for batch in found)
