@@ -23,7 +23,7 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import Job, check_same, count_ranks, device_of_rank
+from runner.build.ranks import Job, check_same, count_ranks, device_of_rank, synchronize_norms
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -167,6 +167,7 @@ def build_run(
         eval_batch_size=config.evaluate.batch_size,
         channels_last=config.channels_last,
         make_cache=make_cache,
+        dtype=precision.weights,
     )
     data.choices.extend(choices)
     data.train.loader.world = world()
@@ -177,7 +178,8 @@ def build_run(
     fresh = fresh and start is None
     task, model, loss = build_task_model_loss(config, data, fetch_weights=fresh)
     config = with_facts(config, task, data)
-    place(model, loss, device, config.channels_last)
+    place(model, loss, device, config.channels_last, precision.weights)
+    unsynchronized = synchronize_norms(config, model)
     single_values = probe(task, model, loss, data)
     monitor = choose_monitor(config, task)
 
@@ -185,7 +187,7 @@ def build_run(
     image = example_input(data)
     initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
-    check_batches_of_one(model, single_values, length.plan)
+    check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
@@ -198,7 +200,7 @@ def build_run(
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=precision.scaler,
-        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip"),
+        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip", dtype=precision.weights),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, optimizer, length),
     )
@@ -230,6 +232,7 @@ def build_run(
             *initial.warnings,
             *toggled.warnings,
             *data.warnings,
+            *unsynchronized,
         ],
     )
 
@@ -277,7 +280,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     loggers = build_loggers(config.logger if world().first else {}, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = choose_hardware_metrics(
-        config.log.utilization,
+        config.log.utilization if config.dtype == "float32" else False,
         run.device,
         kind=kind_of(run.precision.dtype, run.device),
         count=lambda: training_flops(run),

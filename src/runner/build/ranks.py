@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from runner.build.run import Run
 from runner.build.setup import Setup
@@ -18,7 +19,8 @@ from runner.config import stored
 from runner.config.composition import Composition
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.distributed.world import World
+from runner.distributed.batchnorm import synchronize
+from runner.distributed.world import World, world
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ def device_of_rank(config: Train) -> torch.device:
         return torch.device("cpu")
     number = config.devices[local] if isinstance(config.devices, list) else local
     return torch.device("cuda", number % torch.cuda.device_count())
+
+
+def synchronize_norms(config: Train, model: nn.Module) -> list[str]:
+    """Do what `sync_batchnorm` asks for; returns a warning if it has no effect."""
+    if not config.sync_batchnorm:
+        return []
+    if world().size == 1:
+        return ["sync_batchnorm=true has no effect: one process trains, and has the whole batch"]
+    return [] if synchronize(model) else ["sync_batchnorm=true has no effect: the model has no BatchNorm"]
 
 
 def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:

@@ -27,10 +27,13 @@ class RunningMean:
     Args:
         device: of the loss.
         finite_only: skip losses that are not finite.
+        dtype: of the sum.
     """
 
-    def __init__(self, device: torch.device, finite_only: bool = False) -> None:
-        self._sum = torch.zeros((), device=device)
+    def __init__(
+        self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
 
