@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.config.errors import UserError
@@ -15,11 +15,25 @@ from runner.distributed.world import world
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-class GlobalBatchNorm(nn.SyncBatchNorm):
+class _Total(torch.autograd.Function):
+    """The sum of a tensor over all ranks. A rank's loss depends on the tensors of all, so its gradients are summed too.
+
+    torch.distributed.nn.functional.all_reduce does the same, but its import makes a folder for temporary files.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return world().total(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return world().total(gradients[0])
+
+
+class GlobalBatchNorm(_BatchNorm):
     """BatchNorm over the rows of all ranks, with the weights and buffers of BatchNorm.
 
-    torch's own layer needs a GPU, and counts the row that a rank without rows computes in their place. It is used where
-    both do not matter. Outside of a step of several ranks, the layer is BatchNorm.
+    Outside of a step of several ranks, it is BatchNorm.
 
     The attribute `rows` is None, or in a step the number of rows of this rank and of all ranks.
     """
@@ -35,11 +49,11 @@ class GlobalBatchNorm(nn.SyncBatchNorm):
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if self.rows is None or not by_batch:
             return _BatchNorm.forward(self, input)
-        if input.is_cuda and self.rows[1] >= world().size:
-            return super().forward(input)
         return self._over_all(input, *self.rows)
 
-    @torch.compiler.disable
+    def _check_input_dim(self, input: Tensor) -> None:
+        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
+
     def _over_all(self, input: Tensor, own: int, samples: int) -> Tensor:
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         others, shape = [0, *range(2, input.ndim)], (1, -1, *(1,) * (input.ndim - 2))
@@ -47,9 +61,9 @@ class GlobalBatchNorm(nn.SyncBatchNorm):
         if count < 2:
             raise ValueError(f"Expected more than 1 value per channel when training, got {count} on all ranks together")
         kept = slice(None if own else 0)
-        mean = all_reduce(wide[kept].sum(others)) / count
+        mean = _Total.apply(wide[kept].sum(others)) / count
         centred = wide - mean.view(shape)
-        variance = all_reduce(centred[kept].square().sum(others)) / count
+        variance = _Total.apply(centred[kept].square().sum(others)) / count
         if self.training and self.track_running_stats:
             self._track(mean.detach(), variance.detach() * (count / (count - 1)))
         normalised = centred * (variance + self.eps).rsqrt().view(shape)
@@ -68,6 +82,15 @@ class GlobalBatchNorm(nn.SyncBatchNorm):
             running.mul_(1 - (share or 0.0)).add_(found, alpha=share or 0.0)
 
 
+class GlobalBatchNormOnGPU(GlobalBatchNorm, nn.SyncBatchNorm):
+    """The same by torch's own layer, except where a rank has no rows: torch counts the row that it computes instead."""
+
+    def _over_all(self, input: Tensor, own: int, samples: int) -> Tensor:
+        if samples < world().size:
+            return super()._over_all(input, own, samples)
+        return nn.SyncBatchNorm.forward(self, input)
+
+
 def synchronize(model: nn.Module) -> int:
     """Make every BatchNorm of a model a `GlobalBatchNorm`, in place; returns how many there are.
 
@@ -80,7 +103,9 @@ def synchronize(model: nn.Module) -> int:
             problem = f"cannot be used with the layer '{name}', as {type(norm).__name__} is not torch's BatchNorm"
             raise UserError("sync_batchnorm", problem, "false, or a model with torch's own layers")
     for norm in norms.values():
-        norm.__class__, norm.process_group = GlobalBatchNorm, None  # type: ignore[assignment]
+        on_gpu = any(tensor.is_cuda for tensor in (*norm.parameters(), *norm.buffers()))
+        norm.__class__ = GlobalBatchNormOnGPU if on_gpu else GlobalBatchNorm
+        norm.process_group = None  # torch's own layer reads it: all ranks
     return len(norms)
 
 
