@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-import time
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -109,7 +108,7 @@ def train_on_ranks(setup: Setup, record: RunRecord, ranks: int) -> float | None:
     finally:
         record.summary |= read_summary(directory.path) or {}
     if outcome.status == PREEMPTED:
-        raise Preempted(outcome.sentence)
+        raise Preempted(outcome.sentence.removeprefix(Preempted.prefix))
     return outcome.value
 
 
@@ -292,7 +291,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         buffer=buffer,
         fingerprint=fingerprint,
         sources=sources,
-        clock=agreement.clock if agreement else time.monotonic,
+        clock=agreement.clock if agreement else None,
     )
 
     # Callbacks are called in the order of the list; saving comes last, when everything else is done

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from runner.config.errors import FAILED, PREEMPTED, explain
 
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
+_COLLECTED_S = 1.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -133,7 +135,12 @@ def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: st
     path = Path(scratch) / f"rank_{rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps(asdict(outcome)))
     path.with_suffix(".tmp").replace(path)
-    if outcome.status not in (0, PREEMPTED):
+    if outcome.status == PREEMPTED:
+        # The agent, which a signal has ended too, may not collect what this returns, and torch would wait for it.
+        leave = threading.Timer(_COLLECTED_S, os._exit, (0,))
+        leave.daemon = True
+        leave.start()
+    elif outcome.status:
         raise SystemExit(outcome.status)
 
 
