@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import DataFailed
 from runner.data.sampler import AllSamples
@@ -75,7 +76,11 @@ def gone(pids: list[int]) -> bool:
     ],
 )
 @pytest.mark.filterwarnings("ignore:ERROR. Unexpected")
-def test_a_worker_that_dies_is_named_with_its_signal(wrong: str, words: str, persistent: bool) -> None:
+def test_a_worker_that_dies_is_named_with_its_signal(
+    wrong: str, words: str, persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Torch checks every 5 s whether the workers are alive, where no signal told it before.
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
     made = loader(wrong, persistent=persistent)
     batches = made.batches(0, 0, 10)
     with contextlib.closing(made):
