@@ -1,4 +1,4 @@
-.PHONY: install test test-fast lint format types check torture benchmark clean
+.PHONY: install test test-fast coverage lint format types check torture benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -9,6 +9,9 @@ test:  ## the whole test suite
 
 test-fast:  ## the tests of single parts, in less than a minute
 	pytest -m "not slow and not program" $(addprefix tests/,checkpoint config data engine instrument models optim test_rooms.py)
+
+coverage:  ## the whole test suite, and which lines it runs; tracing makes it half as slow again
+	pytest --cov --cov-report=term --cov-fail-under=90
 
 lint:  ## linter, format, spelling and plain English
 	ruff check .

@@ -149,7 +149,8 @@ def test_a_second_signal_ends_the_process_at_once(start: Any, here: Path) -> Non
     assert process.poll() is None, "the first one waits for the step to end"
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=5)
-    assert process.returncode == 128 + signal.SIGINT
+    # On a busy machine Python sees both together, and handles the one with the smaller number first.
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @pytest.mark.slow
