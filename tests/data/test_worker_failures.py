@@ -28,6 +28,12 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch checks every 5 s whether the workers are alive, where no signal told it before."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
+
+
 class Numbered(Dataset[Any]):
     """Images that tell which they are; what is to go wrong happens at sample 40, and in a worker alone."""
 
@@ -76,11 +82,7 @@ def gone(pids: list[int]) -> bool:
     ],
 )
 @pytest.mark.filterwarnings("ignore:ERROR. Unexpected")
-def test_a_worker_that_dies_is_named_with_its_signal(
-    wrong: str, words: str, persistent: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Torch checks every 5 s whether the workers are alive, where no signal told it before.
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
+def test_a_worker_that_dies_is_named_with_its_signal(wrong: str, words: str, persistent: bool) -> None:
     made = loader(wrong, persistent=persistent)
     batches = made.batches(0, 0, 10)
     with contextlib.closing(made):
