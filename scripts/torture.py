@@ -64,7 +64,7 @@ def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) ->
     """Run sections one after the other; each has random numbers of its own, so that any can be repeated alone."""
     import importlib
 
-    import runner.train  # noqa: F401  # before anything forks, so that no child pays for it
+    import runner.verbs.train  # noqa: F401  # before anything forks, so that no child pays for it
     from faults.jobs import directory, whole
     from faults.lives import preload
 

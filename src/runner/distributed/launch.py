@@ -46,9 +46,8 @@ class RankFailed(Exception):
 
     prefix = ""
 
-    def __init__(self, outcome: Outcome, size: int) -> None:
-        where = f"rank {outcome.rank} of {size}: "
-        super().__init__(where + outcome.sentence)
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"rank {outcome.rank}: {outcome.sentence}")
         self.exit_code = outcome.status
         self.hint = "\n" + outcome.text if "\n" in outcome.text else ""
 
@@ -100,7 +99,7 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
         outcomes = _outcomes(Path(scratch), failures)
     failed = [outcome for outcome in outcomes if outcome.status not in (0, PREEMPTED)]
     if failed:
-        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)), size)
+        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
     return outcomes[0] if outcomes else Outcome(0, PREEMPTED, sentence="a signal, before the ranks had started")
 
 
