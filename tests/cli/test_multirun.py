@@ -16,7 +16,7 @@ import torch
 import yaml
 from forked import ForkedProgram
 
-from runner import train
+from runner.verbs import train
 from runner.tracking import run_directory
 from runner.verbs._launch import job_of
 
