@@ -13,13 +13,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from runner.distributed.world import meeting
+
 _PATIENCE = datetime.timedelta(days=1)  # for the next job; a launcher ends all ranks when one fails
 _jobs = 0
 
 
 @functools.cache
 def _store() -> Any:
-    return next(dist.rendezvous("env://", rank(), int(os.environ["WORLD_SIZE"]), timeout=_PATIENCE))[0]
+    return meeting(_PATIENCE)
 
 
 def lead(job: Any) -> Any:

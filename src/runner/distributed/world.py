@@ -102,6 +102,14 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def meeting(timeout: datetime.timedelta) -> Any:
+    """The store where the ranks that the environment describes find each other, without what an earlier start left there."""
+    store, _, _ = next(
+        dist.rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
+    )
+    return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 @contextlib.contextmanager
 def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterator[World]:
     """Be one of the ranks that the environment describes, with this device; gloo connects CPUs, NCCL GPUs.
@@ -114,9 +122,8 @@ def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterato
     global _WORLD
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ.get(name, "1" if "SIZE" in name else "0")) for name in names)
-    group: dict[str, Any] = {"timeout": datetime.timedelta(seconds=timeout_s)}
-    if store is not None:
-        group |= {"store": store, "rank": rank, "world_size": size}
+    timeout = datetime.timedelta(seconds=timeout_s)
+    group = {"store": store or meeting(timeout), "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **group)
