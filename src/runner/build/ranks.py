@@ -20,7 +20,7 @@ from runner.config.composition import Composition
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.distributed.batchnorm import synchronize
-from runner.distributed.world import World, world
+from runner.distributed.world import World, restarted, world
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class Job:
     checkpoint: Path | None  # to resume from
     differences: list[tuple[str, str, str]]
     warnings: list[str]
-    started: Any  # the start time in the summary
 
     @classmethod
     def of(cls, composition: Composition, setup: Setup, directory: Path) -> Job:
@@ -41,12 +40,14 @@ class Job:
         found = setup.found
         warnings = [*(found.warnings if found else ()), *setup.warnings]
         checkpoint = found.path if found else None
-        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings, None)
+        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings)
 
     def setup(self) -> Setup:
-        """The setup on a rank, which reads the checkpoint itself."""
+        """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
         found = None
-        if self.checkpoint is not None:
+        if restarted() and find.named(self.directory / "checkpoints", "last"):
+            found = find.load(str(self.directory), self.directory.parent, prefer="last")
+        elif self.checkpoint is not None:
             found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint), [])
         return Setup(self.config, found, self.differences, warnings=self.warnings)
 

@@ -65,7 +65,7 @@ def evaluate(
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
             parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
-        return parts.values(next(model.parameters()).device)
+        return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
 
 
 class _Parts:
