@@ -23,7 +23,7 @@ from runner.distributed.world import world
 
 _PATIENCE_S = 20  # for other ranks, once one has failed
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["runner.train", "torchmetrics.classification"])
+_CONTEXT.set_forkserver_preload(["runner.verbs.train", "torchmetrics.classification"])
 
 
 class RankPool:
@@ -65,7 +65,7 @@ class RankPool:
                     outcomes[rank] = Outcome(rank, FAILED, sentence="died", ended=time.time())
         if failed := [outcome for outcome in outcomes.values() if outcome.status not in (0, PREEMPTED)]:
             self.close()
-            raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)), size)
+            raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
         return outcomes[0]
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class RankPool:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Within, a run with `devices=2` in this process uses these ranks."""
-        with mock.patch("runner.train.run_ranks", self):
+        with mock.patch("runner.verbs.train.run_ranks", self):
             yield
 
 
