@@ -33,7 +33,7 @@ from runner.config.errors import PREEMPTED
 BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # largest relative difference of a loss
 
 # 277 training samples: 13 batches, and the last one has a single sample.
-_COMMON = (
+COMMON = (
     "data=synthetic",
     "data.dataset.samples=308",
     "data.image_size=8",
@@ -132,7 +132,7 @@ def equality(options: argparse.Namespace) -> int:
         for dtype in ("float64", "float32"):
             bound = BOUNDS[dtype]
             for name, case in cases.items():
-                words = (*_COMMON, *case, f"dtype={dtype}", f"max_steps={options.steps}")
+                words = (*COMMON, *case, f"dtype={dtype}", f"max_steps={options.steps}")
                 one = runs.train(words)
                 for what, found in _variants(runs, words, options):
                     difference = found.difference(one)

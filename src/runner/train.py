@@ -18,7 +18,7 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import check_same, synchronize_norms
+from runner.build.ranks import check_same, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -100,7 +100,7 @@ def build_run(
     task, model, loss = build_task_model_loss(config, data, fetch_weights=fresh)
     config = with_facts(config, task, data)
     place(model, loss, device, config.channels_last, precision.weights)
-    unsynchronized = synchronize_norms(config, model)
+    warnings = synchronize_norms(config, model)
     single_values = probe(task, model, loss, data)
     monitor = choose_monitor(config, task)
 
@@ -132,6 +132,7 @@ def build_run(
     step = build_step(config, length.plan.batch_size)
     if world().size > 1:
         find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
+        warnings += uneven_loss(loss, task, data)
         parts, step = parallelize(parts, step, model, world(), find_unused=find_unused, retries=retries)
     return Run(
         config=config,
@@ -153,7 +154,7 @@ def build_run(
             *initial.warnings,
             *toggled.warnings,
             *data.warnings,
-            *unsynchronized,
+            *warnings,
         ],
     )
 
