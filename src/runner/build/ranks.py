@@ -62,17 +62,13 @@ def count_ranks(config: Train) -> int:
     """How many processes `devices` asks for on this machine.
 
     Raises:
-        UserError: if there are not so many GPUs, or the strategy is for another number.
+        UserError: if there are not so many GPUs.
     """
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     devices = config.devices
     if devices == "auto":
         return max(1, gpus)
     numbers = devices if isinstance(devices, list) else list(range(devices))
-    if len(set(numbers)) < len(numbers) or not numbers:
-        raise UserError(
-            "devices", f"names a device twice, or none: {numbers}", "a number, auto, or a list such as [0, 1]"
-        )
     if gpus and len(numbers) > 1 and max(numbers) >= gpus:
         raise UserError(
             "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"

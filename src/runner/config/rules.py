@@ -24,7 +24,17 @@ _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 
 def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
-    rules = (_of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_verbs)
+    rules = (
+        _of_length,
+        _of_repeating,
+        _of_speed,
+        _of_weights,
+        _of_averaging,
+        _of_data,
+        _of_evaluations,
+        _of_ranks,
+        _of_verbs,
+    )
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
 
@@ -188,6 +198,31 @@ def _of_evaluations(config: Train) -> Broken:
             yield f"callbacks.{name}", f"waits for evaluations, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1"
     if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
         yield "scheduler", f"follows a metric, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1, or another schedule"
+
+
+def _of_ranks(config: Train) -> Broken:
+    """What several processes cannot do together."""
+    if (
+        type(config) is not Train
+        or config.devices in (1, "auto")
+        or (isinstance(config.devices, list) and len(config.devices) == 1)
+    ):
+        return
+    devices = f"devices={config.devices}".replace(" ", "")
+    if isinstance(config.devices, list) and len(set(config.devices)) != len(config.devices):
+        yield "devices", f"names a device twice: {config.devices}", "each device once, such as [0, 1]"
+    if config.strategy == "single":
+        yield (
+            "strategy",
+            f"is single, which is one process, and {devices} asks for several",
+            "auto or ddp, or devices=1",
+        )
+    if config.lr == "auto":
+        yield "lr", f"is auto, which searches with one process, and {devices}", "what find-lr suggests, or devices=1"
+    if config.data.batch_size == "auto":
+        yield "data.batch_size", f"is auto, which searches with one process, and {devices}", "a number, or devices=1"
+    if config.post_mortem:
+        yield "post_mortem", f"needs a terminal, which several processes do not share: {devices}", "false, or devices=1"
 
 
 def _of_verbs(config: Train) -> Broken:

@@ -20,7 +20,7 @@ _BY_CHANNEL = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}  # dimensions of 
 class SharedMasks(TorchFunctionMode):
     """While entered, dropout and random rows are those of the whole batch of `samples`, of which this rank has `own`.
 
-    Fused kernels draw numbers of their own: on CUDA a mask is another one than that of a single process, but the same for any
+    Fused kernels draw other numbers: on CUDA a mask is another one than that of a single process, but the same for any
     number of ranks. Compiled models draw inside their kernels, where this has no effect.
     """
 

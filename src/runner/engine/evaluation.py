@@ -50,7 +50,7 @@ def evaluate(
     parts = _Parts(metrics, ranks)
     with evaluating(model, loss):
         batch: Batch
-        every: Any = source.batches  # loaders can leave out those of other ranks
+        every: Any = source.batches  # loaders can skip those of other ranks
         own = source.batches(0, 0, batches) if ranks.size == 1 else every(0, ranks.rank, batches, ranks.size)
         for number, batch in enumerate(own):
             if interrupted():
