@@ -58,12 +58,12 @@ CASES = {
     "MLP, dropout": (*_MLP, "transform=mix"),
     "MLP, dropout, accumulate=3": (*_MLP, "transform=mix", "accumulate=3"),
     "MLP, class weights": (*_MLP, "transform=standard", "loss.class_weights=balanced", "accumulate=3"),
-    "MLP, focal loss, label of two classes": (*_MLP, "transform=mix", "loss=focal", "loss.class_weights=balanced"),
+    "MLP, focal loss, class weights": (*_MLP, "transform=mix", "loss=focal", "loss.class_weights=balanced"),
     "MLP, regression": (*_MLP, *_NUMBERS, "transform=mix"),
     "ViT, dropout, drop_path": (*_VIT, "transform=mix"),
     "CNN, sync_batchnorm, dropout": (*_CNN, "transform=mix"),
     "CNN, sync_batchnorm, accumulate=3": (*_CNN, "transform=mix", "accumulate=3"),
-    "ResNet, sync_batchnorm, drop_path": ("model=resnet18_cifar", "model.width=4", "model.drop_path=0.2", *_CNN[2:]),
+    "ResNet, sync_batchnorm, drop_path, drop_last": ("model=resnet18_cifar", "model.width=4", "model.drop_path=0.2", "sync_batchnorm=true", "data.drop_last=true"),
 }
 
 
@@ -129,7 +129,7 @@ def equality(options: argparse.Namespace) -> int:
     broken, lines = 0, list[str]()
     cases = dict(list(CASES.items())[:: 3 if options.short else 1])
     with _scratch() as folder, contextlib.closing(Runs(folder)) as runs:
-        for dtype in ("float64", "float32"):
+        for dtype in options.dtypes:
             bound = BOUNDS[dtype]
             for name, case in cases.items():
                 words = (*COMMON, *case, f"dtype={dtype}", f"max_steps={options.steps}")
@@ -183,6 +183,7 @@ def main(words: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("equality", help="the same losses on any number of processes")
     command.add_argument("--strategy", default="ddp", help="of several processes")
+    command.add_argument("--dtypes", nargs="+", default=list(BOUNDS), choices=list(BOUNDS))
     command.add_argument("--steps", type=int, default=100)
     command.add_argument("--short", action="store_true", help="a third of the cases")
     command.set_defaults(run=equality)
