@@ -1,7 +1,7 @@
 """Measure what training with several processes promises.
 
-    python scripts/scale.py equality            # the same losses on 1, 2 and 3 processes, some minutes on two cores
-    python scripts/scale.py equality --short    # a few of the rows
+python scripts/scale.py equality            # the same losses on 1, 2 and 3 processes, some minutes on two cores
+python scripts/scale.py equality --short    # a few of the rows
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
 import torch
-from rank_pool import RankPool, sample_ids
 
+from rank_pool import RankPool, sample_ids
 from runner.cli import main as program
 from runner.config.errors import PREEMPTED
 
@@ -63,7 +62,13 @@ CASES = {
     "ViT, dropout, drop_path": (*_VIT, "transform=mix"),
     "CNN, sync_batchnorm, dropout": (*_CNN, "transform=mix"),
     "CNN, sync_batchnorm, accumulate=3": (*_CNN, "transform=mix", "accumulate=3"),
-    "ResNet, sync_batchnorm, drop_path, drop_last": ("model=resnet18_cifar", "model.width=4", "model.drop_path=0.2", "sync_batchnorm=true", "data.drop_last=true"),
+    "ResNet, sync_batchnorm, drop_path, drop_last": (
+        "model=resnet18_cifar",
+        "model.width=4",
+        "model.drop_path=0.2",
+        "sync_batchnorm=true",
+        "data.drop_last=true",
+    ),
 }
 
 
@@ -88,11 +93,17 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._pool, self._folder, self._count = RankPool(), folder, 0
 
-    def train(self, words: Sequence[str], segments: Sequence[tuple[int | None, Sequence[str]]] = ((None, ()),)) -> Curve:
+    def train(
+        self, words: Sequence[str], segments: Sequence[tuple[int | None, Sequence[str]]] = ((None, ()),)
+    ) -> Curve:
         """Train once, and again from the checkpoint for each further segment: the step to stop after, and more words."""
         folder = self._folder / str(self._count)
         self._count += 1
-        recorder = ["+callbacks.ids._target_=rank_pool.Recorder", f"+callbacks.ids.folder={folder / 'ids'}", "trust=[rank_pool]"]
+        recorder = [
+            "+callbacks.ids._target_=rank_pool.Recorder",
+            f"+callbacks.ids.folder={folder / 'ids'}",
+            "trust=[rank_pool]",
+        ]
         for number, (stop_at, more) in enumerate(segments):
             begin = [f"hydra.run.dir={folder}", *([f"ckpt_path={folder}"] if number else [])]
             stop = [f"+callbacks.ids.stop_at={'null' if stop_at is None else stop_at}"]
@@ -142,9 +153,13 @@ def equality(options: argparse.Namespace) -> int:
                     lines.append(f"| {' | '.join(cells)} |")
                     print(lines[-1], file=sys.stderr, flush=True)
     print(f"{options.steps} steps, torch {torch.__version__}, Python {platform.python_version()}, gloo on the CPU\n")
-    print("| model and settings | dtype | processes | largest relative difference | same samples | same initial weights |")
+    print(
+        "| model and settings | dtype | processes | largest relative difference | same samples | same initial weights |"
+    )
     print("|---|---|---|---|---|---|", *lines, sep="\n")
-    print(f"\n{broken} of {len(lines)} rows are beyond {BOUNDS['float64']:g} in float64 or {BOUNDS['float32']:g} in float32.")
+    print(
+        f"\n{broken} of {len(lines)} rows are beyond {BOUNDS['float64']:g} in float64 or {BOUNDS['float32']:g} in float32."
+    )
     return int(broken > 0)
 
 

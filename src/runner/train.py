@@ -234,7 +234,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         saving.callback,
     ]
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None)
+    evaluator = Evaluator(
+        run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
+    )
     loop = Loop(
         state,
         source=data.train.loader,

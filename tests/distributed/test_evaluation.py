@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from pathlib import Path
 
 import pytest
 import split_sizes
+
 from rank_pool import RankPool
 
 
@@ -21,7 +24,10 @@ def test_splits_of_every_size_give_the_same_numbers_on_any_number_of_ranks(pool:
         found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
         for one, parts in zip(expected, zip(*found, strict=True), strict=True):
             for kind in ("classes", "numbers"):
-                assert sorted(sum((part[kind]["ids"] for part in parts), [])) == one[kind]["ids"]
+                assert (
+                    sorted(functools.reduce(operator.iadd, (part[kind]["ids"] for part in parts), []))
+                    == one[kind]["ids"]
+                )
                 assert all(part[kind]["values"] == one[kind]["values"] for part in parts)
     sizes = [size for size in split_sizes.SIZES for _ in split_sizes.BATCHES]
     for size, one in zip(sizes, expected, strict=True):

@@ -43,7 +43,9 @@ def test_images_targets_outputs_loss_and_averages_are_float64(words: tuple[str, 
         assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float64}
         assert run.hardware.precision.name == "float64"
         run.step(run.state, run.parts, batch, 1.0, len(batch.images), True)
-        moments = [value for state in run.state.optimizer.state.values() for name, value in state.items() if name != "step"]
+        moments = [
+            value for state in run.state.optimizer.state.values() for name, value in state.items() if name != "step"
+        ]
         assert {moment.dtype for moment in moments} == {torch.float64}
         assert float(run.state.meter.read()) != float(torch.tensor(run.state.meter.read()))
 

@@ -13,7 +13,13 @@ from runner.distributed.batchnorm import set_rows, synchronize
 from runner.distributed.share import rows
 from runner.distributed.world import joined, world
 
-SHAPES = [(7, 3), (6, 3, 5), (5, 3, 2, 4), (1, 3, 4, 4), (2, 3, 2, 2)]  # the last ones have fewer rows than there are ranks
+SHAPES = [
+    (7, 3),
+    (6, 3, 5),
+    (5, 3, 2, 4),
+    (1, 3, 4, 4),
+    (2, 3, 2, 2),
+]  # the last ones have fewer rows than there are ranks
 
 
 def on_a_rank(folder: Path) -> None:
@@ -46,10 +52,12 @@ def _compare(shape: tuple[int, ...], momentum: float | None) -> dict[str, Any]:
     set_rows(list(shared), None)  # type: ignore[arg-type]
     errors = {"outputs": _error(seen[:count], outputs[own]), "inputs": 0.0}
     if count:
-        assert given.grad is not None and expected.grad is not None
+        assert given.grad is not None
+        assert expected.grad is not None
         errors["inputs"] = _error(given.grad, expected.grad[own])
     for (name, parameter), reference in zip(shared.named_parameters(), plain.parameters(), strict=True):
-        assert parameter.grad is not None and reference.grad is not None
+        assert parameter.grad is not None
+        assert reference.grad is not None
         errors[name] = _error(world().total(parameter.grad), reference.grad)
     for (name, buffer), reference in zip(shared.named_buffers(), plain.buffers(), strict=True):
         errors[name] = _error(buffer, reference)

@@ -30,9 +30,7 @@ class RunningMean:
         dtype: of the sum.
     """
 
-    def __init__(
-        self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
         self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
