@@ -87,8 +87,7 @@ class RankPool:
 
 def _serve(connection: Connection) -> None:
     """Do jobs until the other side is gone."""
-    devnull = open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout = sys.stderr = devnull
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     with contextlib.suppress(EOFError):
         while True:
             entry, job, rank, size, port, folder, path = connection.recv()

@@ -73,7 +73,8 @@ class GlobalBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        assert self.running_mean is not None and self.running_var is not None, "statistics are tracked"
+        assert self.running_mean is not None, "statistics are tracked"
+        assert self.running_var is not None, "statistics are tracked"
         share = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
