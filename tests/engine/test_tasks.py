@@ -29,7 +29,7 @@ def test_targets_come_in_the_form_of_the_loss() -> None:
     assert Classification(3).targets(torch.tensor([1.0, 2.0])).dtype == torch.int64
     out = Regression().targets(torch.tensor([1.0, 2.0], dtype=torch.float64))
     assert (out.dtype, out.shape) == (torch.float64, (2, 1)), "as dtype=float64 mixes them"
-        assert Regression().targets(torch.tensor([1, 2])).dtype == torch.float32
+    assert Regression().targets(torch.tensor([1, 2])).dtype == torch.float32
 
 
 def test_a_regression_trains_and_is_judged_by_its_error(train: Callable[..., Any]) -> None:

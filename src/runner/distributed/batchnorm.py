@@ -69,7 +69,8 @@ class GlobalBatchNorm(_BatchNorm):
         normalised = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
-        return normalised.to(input.dtype)
+        made: Tensor = normalised.to(input.dtype)
+        return made
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
@@ -106,7 +107,7 @@ def synchronize(model: nn.Module) -> int:
     for norm in norms.values():
         on_gpu = any(tensor.is_cuda for tensor in (*norm.parameters(), *norm.buffers()))
         norm.__class__ = GlobalBatchNormOnGPU if on_gpu else GlobalBatchNorm
-        norm.process_group = None  # torch's own layer reads it: all ranks
+        vars(norm)["process_group"] = None  # torch's own layer reads it: all ranks
     return len(norms)
 
 

@@ -44,7 +44,7 @@ class SharedMasks(TorchFunctionMode):
 
     def _drawn(self, like: Tensor, p: float = 0.5, generator: Any = None) -> Tensor:
         """Zeros and ones for this rank's rows, drawn in the memory layout that the whole batch would have."""
-        layout = sorted(range(like.ndim), key=lambda dim: -like.stride(dim))
+        layout = sorted(range(like.ndim), key=like.stride().__getitem__, reverse=True)
         whole = torch.empty_permuted((self.samples, *like.shape[1:]), layout, dtype=like.dtype, device=like.device)
         return whole.bernoulli_(p, generator=generator)[self.own]
 
