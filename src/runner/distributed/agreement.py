@@ -30,7 +30,7 @@ class Agreement:
         self._world, self._asked = world, asked
         self._group: Any = dist.new_group(backend="gloo")  # its messages do not queue behind gradients
         self._sent: tuple[Any, torch.Tensor] | None = None
-        self._reason, self._time = "", time.monotonic()
+        self._reason, self._time = "", world.decide(time.monotonic)
 
     def on_step(self, loop: Any) -> None:
         """Exchange what this rank knows."""
