@@ -27,10 +27,19 @@ _LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
 
 
 class Evaluator:
-    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`."""
+    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`.
 
-    def __init__(self, run: Run, warn: Callable[[str], None], interrupted: Callable[[], bool]) -> None:
-        self._run, self._warn, self._interrupted = run, warn, interrupted
+    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        warn: Callable[[str], None],
+        interrupted: Callable[[], bool],
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._warn, self._interrupted, self._agree = run, warn, interrupted, agree
         self._metrics = fresh_metrics(run.config, run.task, run.device)
 
     def weights(self, name: str) -> dict[str, float]:
@@ -54,10 +63,21 @@ class Evaluator:
 
     def weights_and_average(self, name: str) -> dict[str, float]:
         """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
-        return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
+        try:
+            return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
+        except Interrupted:
+            self._agree()
+            raise
 
     def test(self, manager: CheckpointManager) -> dict[str, Any]:
         """Test the best checkpoint, or without one the weights as they are; returns `test`, and which weights were tested."""
+        try:
+            return self._tested(manager)
+        except Interrupted:
+            self._agree()
+            raise
+
+    def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
         state, summary = self._run.state, dict[str, Any]()
         if state.best is not None and world().decide(manager.best.is_file):
             kind = load_best(self._run, file.read(manager.best, part_with()))
@@ -65,7 +85,7 @@ class Evaluator:
                 summary["test_weights"] = kind
             results = self.weights("test")
         else:
-            results = self.weights_and_average("test")
+            results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
         return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
 
 
@@ -112,15 +132,18 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     if batches > 1 and loader.samples % size == 1:
         batches -= 1  # a single sample has no variance
     of_evaluations, loader.batch_size = loader.batch_size, size
+    stopped = False
     try:
         with preserved_rng(), torch.no_grad():
             for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
-                if interrupted():
-                    raise Interrupted
+                if stopped := interrupted():
+                    break
                 with run.precision.autocast():
                     run.model(batch.images)
     finally:
         loader.batch_size = of_evaluations
+    if any(world().gather(stopped)):
+        raise Interrupted
 
 
 def load_best(run: Run, contents: dict[str, Any]) -> str:

@@ -74,6 +74,14 @@ def _of_repeating(config: Train) -> Broken:
 def _of_speed(config: Train) -> Broken:
     """Settings of speed and memory that cannot be combined."""
     mode, blocks = config.compiler.mode, config.activation_checkpointing
+    if config.dtype == "float64" and config.amp is not False:
+        amp = str(config.amp).lower()
+        yield "dtype", f"is float64, but amp={amp} computes in 16 bits", "amp=false, or dtype=float32"
+    if config.dtype == "float64" and config.log.utilization is True:
+        yield "log.utilization", "is true, but the peak of a device in float64 is not known", "auto or false"
+    if config.sync_batchnorm and config.on_oom == "split":
+        message = "is split, but with sync_batchnorm=true all processes have to compute the same batches"
+        yield "on_oom", message, "on_oom=raise, or sync_batchnorm=false"
     if config.tf32 and config.matmul_precision == "highest":
         message = "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
         yield "matmul_precision", message, "matmul_precision=null, or tf32=false"

@@ -111,9 +111,9 @@ class _Parts:
         """`loss` and the metrics with a scalar value."""
         if self._ranks.size > 1:
             self._exchange(device)
-        values = {name: metric.compute() for name, metric in self._metrics.items()}
         if self._total is None:
             raise ValueError("there is no sample to evaluate")
+        values = {name: metric.compute() for name, metric in self._metrics.items()}
         scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
         return {"loss": float(self._total) / self._samples, **scalars}
 
@@ -128,7 +128,7 @@ class _Parts:
         everything = tensors_moved(everything, device)
         for _, size, loss, _, _ in everything:
             self._add(loss, size)
-        for name, ways in self._merges.items():
+        for name, ways in self._merges.items() if everything else ():
             metric: Any = self._metrics[name]
             metric.reset()
             metric.distributed_available_fn = lambda: False  # or it would exchange its states once more
