@@ -23,7 +23,7 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import Job, check_same, count_ranks, device_of_rank
+from runner.build.ranks import Job, ReportShare, check_same, count_ranks, device_of_rank, shard_model
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -45,6 +45,7 @@ from runner.data.build import DataModule, build_data
 from runner.distributed.agreement import Agreement
 from runner.distributed.launch import run_ranks
 from runner.distributed.parallel import parallelize
+from runner.distributed.sharding import is_sharded
 from runner.distributed.world import joined, world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
@@ -190,6 +191,10 @@ def build_run(
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
 
+    # The weights of a sharded model are divided among the ranks, and those of the optimizer with them
+    if config.strategy == "fsdp" and world().size > 1:
+        freezing.follow_parameters(shard_model(config, model, hardware))
+
     # Optimizer, schedule, average of the weights
     optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
@@ -300,6 +305,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
         *([agreement] if agreement else []),
+        *([ReportShare(console.line)] if is_sharded(run.model) else []),
         *compile_reports,
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),

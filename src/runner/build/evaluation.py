@@ -16,6 +16,7 @@ from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import part_with, weights_of
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
+from runner.distributed.sharding import reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
@@ -115,10 +116,11 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     try:
         with preserved_rng(), torch.no_grad():
             for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
-                if interrupted():
+                if any(world().gather(interrupted())):  # ranks stop together
                     raise Interrupted
                 with run.precision.autocast():
                     run.model(batch.images)
+        reshard(run.model)
     finally:
         loader.batch_size = of_evaluations
 
