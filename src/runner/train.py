@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
-import time
-from pathlib import Path
-
-from omegaconf import DictConfig
 
 from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
@@ -23,11 +18,11 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import Job, ReportShare, check_same, count_ranks, device_of_rank, shard_model
+from runner.build.ranks import ReportShare, check_same, shard_model
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
-from runner.build.setup import Setup, resolve, why_occupied
+from runner.build.setup import Setup
 from runner.build.step import build_parts, build_step, slow_guard
 from runner.build.validate import validate_limits
 from runner.build.weight_average import build_averaged
@@ -35,18 +30,13 @@ from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
-from runner.config.app import current
-from runner.config.durations import seconds
-from runner.config.errors import PREEMPTED, USAGE
 from runner.config.merge import may_write_cache
-from runner.config.reading import read_summary
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.distributed.agreement import Agreement
-from runner.distributed.launch import run_ranks
 from runner.distributed.parallel import parallelize
 from runner.distributed.sharding import is_sharded
-from runner.distributed.world import joined, world
+from runner.distributed.world import world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
 from runner.engine.errors import Interrupted, Preempted
@@ -55,7 +45,6 @@ from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
 from runner.engine.state import RunningMean, TrainState
 from runner.runtime.compilation import CompileReport, forget_compiled
-from runner.runtime.determinism import operations_named
 from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
@@ -64,74 +53,6 @@ from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.skipped_steps import SkippedSteps
-
-
-def run(cfg: DictConfig) -> float | None:
-    """Run one job: the entry point that Hydra calls.
-
-    Returns:
-        The best value of the monitored metric, for sweepers; None if there is none.
-
-    Raises:
-        SystemExit: with the exit code, unless the job finished or is one of a sweep.
-    """
-    composition = current(cfg)
-    record, signals, value = RunRecord(composition), StopSignals(), None
-    if mistake := why_occupied(composition):
-        record.complain(str(mistake))
-        raise SystemExit(USAGE)
-    try:
-        with signals, operations_named(lambda text: record.console.warn(text)):
-            record.reserve()
-            setup = resolve(composition)
-            if setup.config.max_time is not None:
-                signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
-            if setup.finished is not None:
-                return record.leave(setup.finished)
-            record.open(setup)
-            ranks = count_ranks(setup.config)
-            value = train_on_ranks(setup, record, ranks) if ranks > 1 else train(setup, record, signals)
-        record.summary["status"] = "finished"
-    except (Exception, SystemExit) as error:
-        record.fail(error)
-    finally:
-        record.close()
-    record.finish()
-    return value
-
-
-def train_on_ranks(setup: Setup, record: RunRecord, ranks: int) -> float | None:
-    """Train with several processes on this machine, and read from the summary that rank 0 wrote how they ended."""
-    directory = record.directory
-    record.begin()
-    job = Job.of(record.composition, setup, directory.path)
-    try:
-        outcome = run_ranks(train_as_rank, job, ranks, directory.path / "logs", setup.config.max_restarts)
-    finally:
-        record.summary |= read_summary(directory.path) or {}
-    if outcome.status == PREEMPTED:
-        raise Preempted(outcome.sentence)
-    return outcome.value
-
-
-def train_as_rank(job: Job) -> float | None:
-    """Train as one of several ranks, from what the launcher decided."""
-    signals = StopSignals(patient=True)
-    with (
-        signals,
-        tempfile.TemporaryDirectory() as scratch,
-        joined(job.config.dist.timeout_s, device_of_rank(job.config)) as ranks,
-        operations_named(lambda text: record.console.warn(text)),
-    ):
-        setup = job.setup()
-        record = RunRecord.of_rank(job.composition, setup, job.directory, ranks.rank, Path(scratch))
-        if job.config.max_time is not None:
-            signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        try:
-            return train(setup, record, signals)
-        finally:
-            record.console.stop()
-            record.directory.write_summary(record.summary)
 
 
 def build_run(
@@ -297,7 +218,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         buffer=buffer,
         fingerprint=fingerprint,
         sources=sources,
-        clock=agreement.clock if agreement else time.monotonic,
+        clock=agreement.clock if agreement else None,
     )
 
     # Callbacks are called in the order of the list; saving comes last, when everything else is done

@@ -22,7 +22,7 @@ from runner.config.composition import Composition
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.distributed.sharding import is_sharded, local, shard
-from runner.distributed.world import World, world
+from runner.distributed.world import World, restarted, world
 from runner.runtime.blocks import named_blocks, repeated_blocks
 from runner.runtime.memory import readable
 
@@ -37,7 +37,6 @@ class Job:
     checkpoint: Path | None  # to resume from
     differences: list[tuple[str, str, str]]
     warnings: list[str]
-    started: Any  # the start time in the summary
 
     @classmethod
     def of(cls, composition: Composition, setup: Setup, directory: Path) -> Job:
@@ -45,12 +44,14 @@ class Job:
         found = setup.found
         warnings = [*(found.warnings if found else ()), *setup.warnings]
         checkpoint = found.path if found else None
-        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings, None)
+        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings)
 
     def setup(self) -> Setup:
-        """The setup on a rank, which reads the checkpoint itself."""
+        """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
         found = None
-        if self.checkpoint is not None:
+        if restarted() and find.named(self.directory / "checkpoints", "last"):
+            found = find.load(str(self.directory), self.directory.parent, prefer="last")
+        elif self.checkpoint is not None:
             found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint), [])
         return Setup(self.config, found, self.differences, warnings=self.warnings)
 

@@ -74,7 +74,7 @@ def evaluate(
             if number < own_batches:
                 parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
         reshard(model)
-        return parts.values(next(model.parameters()).device)
+        return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
 
 
 class _Parts:
