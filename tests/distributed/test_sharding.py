@@ -11,8 +11,6 @@ import pytest
 import torch
 from sharded_runs import Left, make_job, train_jobs, train_on_ranks
 
-from runner.config.errors import Problem
-
 # 41 samples to train on: five batches, of which the last has one.
 SMALL = (
     "data=synthetic", "data.dataset.samples=46", "data.image_size=8", "data.batch_size=10", "data.normalize.mean=[0.5,0.5,0.5]",
@@ -57,7 +55,9 @@ def assert_same(some: Left, other: Left, rel: float = 1e-5) -> None:
     for place, tensor in theirs.items():
         if tensor.is_floating_point():
             largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-            torch.testing.assert_close(ours[place], tensor, rtol=rel, atol=rel * largest, msg=lambda m, p=place: f"{name} {p}: {m}")
+            torch.testing.assert_close(
+                ours[place], tensor, rtol=rel, atol=rel * largest, msg=lambda m, p=place: f"{name} {p}: {m}"
+            )
 
 
 @pytest.mark.slow

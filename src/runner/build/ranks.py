@@ -167,5 +167,7 @@ class ReportShare:
 
 def _share(values: Iterable[Any]) -> str:
     tensors = [value for value in values if isinstance(value, Tensor)]
-    own, all_ = (sum(tensor.numel() * tensor.element_size() for tensor in some) for some in (map(local, tensors), tensors))
+    own, all_ = (
+        sum(tensor.numel() * tensor.element_size() for tensor in some) for some in (map(local, tensors), tensors)
+    )
     return f"{readable(own)} of {readable(all_)}"

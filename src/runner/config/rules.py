@@ -195,7 +195,9 @@ def _of_sharding(config: Train) -> Broken:
     if config.compile is not False:
         yield "compile", "cannot compile a model whose weights strategy=fsdp divides", f"compile=false, {another}"
     if config.on_oom == "split":
-        message = "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
+        message = (
+            "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
+        )
         yield "on_oom", message, f"on_oom=raise, {another}"
     if config.data.batch_size == "auto":
         message = "is auto, which measures memory on one process, but strategy=fsdp divides weights among several"

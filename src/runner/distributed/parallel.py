@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.dropout import SharedMasks
-from runner.distributed.share import rows
 from runner.distributed.sharding import is_sharded
+from runner.distributed.share import rows
 from runner.distributed.world import World
 
 _Objective = Callable[[Tensor, Tensor], Tensor]
