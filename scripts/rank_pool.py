@@ -54,7 +54,9 @@ class RankPool:
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < size:
             wrong = any(outcome.status not in (0, PREEMPTED) for outcome in outcomes.values())
-            ready: Any = wait([each for rank, each in enumerate(used) if rank not in outcomes], _PATIENCE_S if wrong else None)
+            ready: Any = wait(
+                [each for rank, each in enumerate(used) if rank not in outcomes], _PATIENCE_S if wrong else None
+            )
             if not ready:
                 break
             for connection in ready:

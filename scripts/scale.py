@@ -1,7 +1,7 @@
 """Measure what training with several processes promises.
 
-    python scripts/scale.py equality            # the same losses on 1, 2 and 3 processes, some minutes on two cores
-    python scripts/scale.py equality --short    # a few of the rows
+python scripts/scale.py equality            # the same losses on 1, 2 and 3 processes, some minutes on two cores
+python scripts/scale.py equality --short    # a few of the rows
 """
 
 from __future__ import annotations
@@ -88,11 +88,17 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._pool, self._folder, self._count = RankPool(), folder, 0
 
-    def train(self, words: Sequence[str], segments: Sequence[tuple[int | None, Sequence[str]]] = ((None, ()),)) -> Curve:
+    def train(
+        self, words: Sequence[str], segments: Sequence[tuple[int | None, Sequence[str]]] = ((None, ()),)
+    ) -> Curve:
         """Train once, and again from the checkpoint for each further segment: the step to stop after, and more words."""
         folder = self._folder / str(self._count)
         self._count += 1
-        recorder = ["+callbacks.ids._target_=rank_pool.Recorder", f"+callbacks.ids.folder={folder / 'ids'}", "trust=[rank_pool]"]
+        recorder = [
+            "+callbacks.ids._target_=rank_pool.Recorder",
+            f"+callbacks.ids.folder={folder / 'ids'}",
+            "trust=[rank_pool]",
+        ]
         for number, (stop_at, more) in enumerate(segments):
             begin = [f"hydra.run.dir={folder}", *([f"ckpt_path={folder}"] if number else [])]
             stop = [f"+callbacks.ids.stop_at={'null' if stop_at is None else stop_at}"]
@@ -142,9 +148,13 @@ def equality(options: argparse.Namespace) -> int:
                     lines.append(f"| {' | '.join(cells)} |")
                     print(lines[-1], file=sys.stderr, flush=True)
     print(f"{options.steps} steps, torch {torch.__version__}, Python {platform.python_version()}, gloo on the CPU\n")
-    print("| model and settings | dtype | processes | largest relative difference | same samples | same initial weights |")
+    print(
+        "| model and settings | dtype | processes | largest relative difference | same samples | same initial weights |"
+    )
     print("|---|---|---|---|---|---|", *lines, sep="\n")
-    print(f"\n{broken} of {len(lines)} rows are beyond {BOUNDS['float64']:g} in float64 or {BOUNDS['float32']:g} in float32.")
+    print(
+        f"\n{broken} of {len(lines)} rows are beyond {BOUNDS['float64']:g} in float64 or {BOUNDS['float32']:g} in float32."
+    )
     return int(broken > 0)
 
 

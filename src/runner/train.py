@@ -18,7 +18,7 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import check_same, synchronize_norms, uneven_loss
+from runner.build.ranks import ReportShare, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -35,6 +35,7 @@ from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.distributed.agreement import Agreement
 from runner.distributed.parallel import parallelize
+from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
@@ -112,6 +113,10 @@ def build_run(
 
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
+
+    # The weights of a sharded model are divided among the ranks, and those of the optimizer with them
+    if config.strategy == "fsdp" and world().size > 1:
+        freezing.follow_parameters(shard_model(config, model, hardware))
 
     # Optimizer, schedule, average of the weights
     optimizer, kernels = build_optimizer(config, model)
@@ -225,6 +230,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
         *([agreement] if agreement else []),
+        *([ReportShare(console.line)] if is_sharded(run.model) else []),
         *compile_reports,
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
@@ -234,7 +240,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         saving.callback,
     ]
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None)
+    evaluator = Evaluator(
+        run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
+    )
     loop = Loop(
         state,
         source=data.train.loader,

@@ -13,7 +13,13 @@ from runner.distributed.batchnorm import set_rows, synchronize
 from runner.distributed.share import rows
 from runner.distributed.world import joined, world
 
-SHAPES = [(7, 3), (6, 3, 5), (5, 3, 2, 4), (1, 3, 4, 4), (2, 3, 2, 2)]  # the last ones have fewer rows than there are ranks
+SHAPES = [
+    (7, 3),
+    (6, 3, 5),
+    (5, 3, 2, 4),
+    (1, 3, 4, 4),
+    (2, 3, 2, 2),
+]  # the last ones have fewer rows than there are ranks
 
 
 def on_a_rank(folder: Path) -> None:

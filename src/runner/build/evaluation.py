@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import part_with, weights_of
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
+from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
@@ -64,7 +66,16 @@ class Evaluator:
     def weights_and_average(self, name: str) -> dict[str, float]:
         """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
         try:
+            with self._confirming():
             return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
+
+    @contextlib.contextmanager
+    def _confirming(self) -> Iterator[None]:
+        try:
+            yield
+        except Interrupted:
+            self._confirm()
+            raise
         except Interrupted:
             self._agree()
             raise
@@ -83,7 +94,8 @@ class Evaluator:
             kind = load_best(self._run, file.read(manager.best, part_with()))
             if state.averaged is not None or kind != "raw":
                 summary["test_weights"] = kind
-            results = self.weights("test")
+            with self._confirming():
+                results = self.weights("test")
         else:
             results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
         return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
@@ -132,14 +144,15 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     if batches > 1 and loader.samples % size == 1:
         batches -= 1  # a single sample has no variance
     of_evaluations, loader.batch_size = loader.batch_size, size
-    stopped = False
+    stopped, sharded = False, is_sharded(run.model)
     try:
         with preserved_rng(), torch.no_grad():
             for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
-                if stopped := interrupted():
+                if stopped := any(world().gather(interrupted())) if sharded else interrupted():
                     break
                 with run.precision.autocast():
                     run.model(batch.images)
+        reshard(run.model)
     finally:
         loader.batch_size = of_evaluations
     if any(world().gather(stopped)):

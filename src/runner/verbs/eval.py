@@ -60,7 +60,9 @@ def run(composition: Composition) -> float:
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None
         if config.tta:
-            views = with_tta(model, task, resolved.blank_input(splits).to(precision.weights), config.tta, config.tta_mean)
+            views = with_tta(
+                model, task, resolved.blank_input(splits).to(precision.weights), config.tta, config.tta_mean
+            )
             fresh = build_metrics(config, task, device)
             averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
             if config.tta_mean == "probabilities" and not _is_of_softmax(loss, task, device):

@@ -123,7 +123,7 @@ class Mixing:
                 allowed = "transform.mix=null, or a data set that names its classes and gives one for each sample"
                 raise UserError("transform.mix", f"blends classes as probabilities, but {what}", allowed)
             # Not one_hot, which reads the targets on the host to check them.
-            targets = (targets[:, None] == torch.arange(self.num_classes, device=targets.device))
+            targets = targets[:, None] == torch.arange(self.num_classes, device=targets.device)
         return self.mix(images, targets.to(images.dtype), SampleRNG(self.seed, epoch, indices, _STREAM))
 
 
