@@ -14,9 +14,11 @@ from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
 from runner.build.data_check import compare_data, source_digests
 from runner.build.describe import show_run
+from runner.build.dry_run import dry_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
+from runner.build.held import Held
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
@@ -37,7 +39,7 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.app import current
 from runner.config.durations import seconds
-from runner.config.errors import PREEMPTED, USAGE
+from runner.config.errors import PREEMPTED, USAGE, UserError
 from runner.config.merge import may_write_cache
 from runner.config.reading import read_summary
 from runner.config.schema.train import Train
@@ -85,11 +87,15 @@ def run(cfg: DictConfig) -> float | None:
             setup = resolve(composition)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
-            if setup.finished is not None:
+            if setup.config.dry_run:
+                build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
+                value = dry_run(setup.config, build, record.console)
+            elif setup.finished is not None:
                 return record.leave(setup.finished)
-            record.open(setup)
-            ranks = count_ranks(setup.config)
-            value = train_on_ranks(setup, record, ranks) if ranks > 1 else train(setup, record, signals)
+            else:
+                record.open(setup)
+                ranks = count_ranks(setup.config)
+                value = train_on_ranks(setup, record, ranks) if ranks > 1 else train(setup, record, signals)
         record.summary["status"] = "finished"
     except (Exception, SystemExit) as error:
         record.fail(error)
@@ -208,6 +214,8 @@ def build_run(
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
     step = build_step(config, length.plan.batch_size)
     if world().size > 1:
+        if config.strategy == "fsdp":
+            raise UserError("strategy", "is fsdp, which only dry_run=true can do", "ddp")
         find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
         parts, step = parallelize(parts, step, model, world(), find_unused=find_unused, retries=retries)
     return Run(
@@ -309,12 +317,13 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         saving.callback,
     ]
+    held = Held(run)
     evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()))
     loop = Loop(
         state,
         source=data.train.loader,
         plan=run.plan,
-        parts=run.parts,
+        parts=held.parts(),
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
@@ -356,6 +365,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
         record.update(state, run.monitor.metric)
+        if world().size > 1:
+            record.summary["memory"] = held.by_rank()
         record.summary["weights_sha256"] = weights_sha256(run.model.state_dict())
         best = state.best.value if state.best else None
 

@@ -41,6 +41,7 @@ _OF = {
     """,
     Change.ALLOWED: """
         devices strategy max_restarts dist.timeout_s dist.find_unused_parameters
+        dry_run dist.link_gb_s
         name output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
         watch.shapes watch.finite data.name data.root data.download data.placement data.cache data.cache_dir
         data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s

@@ -48,7 +48,8 @@ class Train(Section):
     output_root: str = "outputs"
     device: str = "auto"
     devices: Literal["auto"] | Count | list[NonNegative] = 1
-    strategy: Literal["auto", "single", "ddp"] = "auto"
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    dry_run: bool = False
     max_restarts: NonNegative = 0
     threads: Count | None = None
     amp: bool | Literal["auto", "bf16", "fp16"] = False
