@@ -159,13 +159,18 @@ COMMANDS = {"memory": (memory, memory_options)}
 """Subcommand -> (what it does, what adds its options)."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand."""
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (does, add_options) in COMMANDS.items():
         add_options(commands.add_parser(name, help=does.__doc__))
-    asked = parser.parse_args(argv)
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Run a subcommand."""
+    asked = options()
     return COMMANDS[asked.command][0](asked)
 
 
