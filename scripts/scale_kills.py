@@ -158,3 +158,11 @@ def kills(options: argparse.Namespace) -> int:
             broken += options.count - right
             print(f"| {kind} | {options.count} | {right} |", flush=True)
     return int(broken > 0)
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    command = commands.add_parser("kills", help="killed at random moments, resumed")
+    command.add_argument("--count", type=int, default=20, help="of each kind")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=kills)

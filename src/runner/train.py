@@ -12,6 +12,7 @@ from runner.build.describe import show_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
+from runner.build.held import Held
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
@@ -240,6 +241,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         saving.callback,
     ]
+    held = Held(run)
     evaluator = Evaluator(
         run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
     )
@@ -247,7 +249,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         state,
         source=data.train.loader,
         plan=run.plan,
-        parts=run.parts,
+        parts=held.parts(),
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
@@ -289,6 +291,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
         record.update(state, run.monitor.metric)
+        if world().size > 1:
+            record.summary["memory"] = held.by_rank()
         record.summary["weights_sha256"] = weights_sha256(run.model.state_dict())
         best = state.best.value if state.best else None
 

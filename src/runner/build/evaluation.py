@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,16 +65,7 @@ class Evaluator:
     def weights_and_average(self, name: str) -> dict[str, float]:
         """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
         try:
-            with self._confirming():
             return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
-
-    @contextlib.contextmanager
-    def _confirming(self) -> Iterator[None]:
-        try:
-            yield
-        except Interrupted:
-            self._confirm()
-            raise
         except Interrupted:
             self._agree()
             raise
@@ -94,8 +84,7 @@ class Evaluator:
             kind = load_best(self._run, file.read(manager.best, part_with()))
             if state.averaged is not None or kind != "raw":
                 summary["test_weights"] = kind
-            with self._confirming():
-                results = self.weights("test")
+            results = self.weights("test")
         else:
             results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
         return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}

@@ -37,6 +37,8 @@ def _of_length(config: Train) -> Broken:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     if config.lr == "auto" and type(config) is not Train:
         yield "lr", "is auto, which is for train: it searches, and trains with what it finds", "a number, or null"
+    if config.dry_run and type(config) is not Train:
+        yield "dry_run", "is true, which is for train: it predicts what a run would cost", "false, or the verb train"
     if config.max_time is not None:
         try:
             seconds(config.max_time)

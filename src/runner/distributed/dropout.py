@@ -57,7 +57,7 @@ class SharedMasks(TorchFunctionMode):
                 return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
         with torch._C.DisableTorchFunction():
             by_channel = input[(slice(None),) * 2 + (slice(0, 1),) * (input.ndim - 2)] if func in _BY_CHANNEL else input
-            mask = self._drawn(by_channel, 1 - p).div_(1 - p)
+            mask = self._drawn(by_channel, 1 - p).div(1 - p)  # a copy: a view would keep the rows of all ranks
             return input.mul_(mask) if inplace else input * mask
 
     def _attention(

@@ -50,6 +50,7 @@ class Train(Section):
     device: str = "auto"
     devices: Literal["auto"] | Count | list[NonNegative] = 1
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    dry_run: bool = False
     max_restarts: NonNegative = 0
     threads: Count | None = None
     dtype: Literal["float32", "float64"] = "float32"
