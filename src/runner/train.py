@@ -12,13 +12,14 @@ from runner.build.describe import show_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
+from runner.build.held import Held
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import check_same, synchronize_norms, uneven_loss
+from runner.build.ranks import ReportShare, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -35,6 +36,7 @@ from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.distributed.agreement import Agreement
 from runner.distributed.parallel import parallelize
+from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
@@ -113,6 +115,10 @@ def build_run(
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
 
+    # The weights of a sharded model are divided among the ranks, and those of the optimizer with them
+    if config.strategy == "fsdp" and world().size > 1:
+        freezing.follow_parameters(shard_model(config, model, hardware))
+
     # Optimizer, schedule, average of the weights
     optimizer, kernels = build_optimizer(config, model)
     toggled.compile_step_of(optimizer)
@@ -167,7 +173,8 @@ def train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None
     """
     with contextlib.ExitStack() as ending:
         best = _train(setup, record, signals, ending)
-    record.draw_curves(setup.config.log.curves)
+    if world().first:
+        record.draw_curves(setup.config.log.curves)
     return best
 
 
@@ -192,7 +199,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     warnings = [*run.warnings, *validate_limits(run)]
     fingerprint, sources = data.fingerprint(), source_digests(config)
     check_same(run, fingerprint, world())
-    agreement = Agreement(world(), signals.asked) if world().size > 1 else None
+    agreement = Agreement(world(), signals.asked, config.dist.timeout_s) if world().size > 1 else None
     interrupted = agreement.reason if agreement else signals.asked
     if found:
         warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")
@@ -225,6 +232,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
         *([agreement] if agreement else []),
+        *([ReportShare(console.line)] if is_sharded(run.model) else []),
         *compile_reports,
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
@@ -234,6 +242,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         saving.callback,
     ]
+    held = Held(run)
     evaluator = Evaluator(
         run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
     )
@@ -241,7 +250,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         state,
         source=data.train.loader,
         plan=run.plan,
-        parts=run.parts,
+        parts=held.parts(),
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
@@ -283,6 +292,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
         record.update(state, run.monitor.metric)
+        if world().size > 1:
+            record.summary["memory"] = held.by_rank()
         record.summary["weights_sha256"] = weights_sha256(run.model.state_dict())
         best = state.best.value if state.best else None
 

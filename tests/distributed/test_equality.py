@@ -17,7 +17,7 @@ from runner.optim.losses import CrossEntropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from scale import CASES, COMMON, Runs
+from scale_equality import CASES, COMMON, Runs
 
 # Epochs of 5 batches; the last one has a single sample, so ranks have to do without.
 QUICK = (*COMMON, "data.dataset.samples=103", "max_steps=12", "evaluate.every_epochs=1", "evaluate.test=false")

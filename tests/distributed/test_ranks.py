@@ -47,6 +47,7 @@ class Slow:
 def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (workdir / "mine.py").write_text(MINE, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "mine")
     monkeypatch.syspath_prepend(str(workdir))
     return workdir
 
@@ -71,10 +72,10 @@ def alive(folder: Path) -> list[int]:
 
 def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., Any]) -> None:
     one, two, three = (train(*WORDS, f"devices={ranks}", f"hydra.run.dir=of_{ranks}") for ranks in (1, 2, 3))
-    assert len(losses(one.path)) == 25, "22 steps, 2 evaluations and the test"
+    assert len(losses(one.directory)) == 25, "22 steps, 2 evaluations and the test"
     for other in (two, three):
-        assert losses(other.path) == pytest.approx(losses(one.path), rel=1e-4)
-        assert (other.path / "logs/rank_1.log").is_file()
+        assert losses(other.directory) == pytest.approx(losses(one.directory), rel=1e-4)
+        assert (other.directory / "logs/rank_1.log").is_file()
         assert other.summary["status"] == "finished"
     assert two.summary["weights_sha256"] == train(*WORDS, "devices=2", "hydra.run.dir=again").summary["weights_sha256"]
 
@@ -109,7 +110,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
     whole = train(*WORDS, "devices=2", "hydra.run.dir=whole")
     again = train(*WORDS, "devices=2", *fault, "max_restarts=1", "hydra.run.dir=again")
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    assert losses(again.path) == losses(whole.path)
+    assert losses(again.directory) == losses(whole.directory)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -16,6 +16,7 @@ from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import part_with, weights_of
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
+from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
@@ -132,14 +133,15 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     if batches > 1 and loader.samples % size == 1:
         batches -= 1  # a single sample has no variance
     of_evaluations, loader.batch_size = loader.batch_size, size
-    stopped = False
+    stopped, sharded = False, is_sharded(run.model)
     try:
         with preserved_rng(), torch.no_grad():
             for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
-                if stopped := interrupted():
+                if stopped := any(world().gather(interrupted())) if sharded else interrupted():
                     break
                 with run.precision.autocast():
                     run.model(batch.images)
+        reshard(run.model)
     finally:
         loader.batch_size = of_evaluations
     if any(world().gather(stopped)):

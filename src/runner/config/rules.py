@@ -25,16 +25,9 @@ _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
     rules = (
-        _of_length,
-        _of_repeating,
-        _of_speed,
-        _of_weights,
-        _of_averaging,
-        _of_data,
-        _of_evaluations,
-        _of_ranks,
+        _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_ranks, _of_sharding,
         _of_verbs,
-    )
+    )  # fmt: skip
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
 
@@ -44,6 +37,8 @@ def _of_length(config: Train) -> Broken:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     if config.lr == "auto" and type(config) is not Train:
         yield "lr", "is auto, which is for train: it searches, and trains with what it finds", "a number, or null"
+    if config.dry_run and type(config) is not Train:
+        yield "dry_run", "is true, which is for train: it predicts what a run would cost", "false, or the verb train"
     if config.max_time is not None:
         try:
             seconds(config.max_time)
@@ -223,6 +218,36 @@ def _of_ranks(config: Train) -> Broken:
         yield "data.batch_size", f"is auto, which searches with one process, and {devices}", "a number, or devices=1"
     if config.post_mortem:
         yield "post_mortem", f"needs a terminal, which several processes do not share: {devices}", "false, or devices=1"
+
+
+def _of_sharding(config: Train) -> Broken:
+    """What cannot be combined with weights that are divided among processes, and what has no effect without."""
+    if config.strategy != "fsdp":
+        for key in (field.name for field in dataclasses.fields(config.fsdp)):
+            if getattr(config.fsdp, key) != getattr(type(config.fsdp)(), key):
+                yield f"fsdp.{key}", f"has no effect with strategy={config.strategy}", "strategy=fsdp"
+        return
+    another = "or strategy=ddp"
+    if config.compile is not False:
+        yield "compile", "cannot compile a model whose weights strategy=fsdp divides", f"compile=false, {another}"
+    if config.on_oom == "split":
+        message = (
+            "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
+        )
+        yield "on_oom", message, f"on_oom=raise, {another}"
+    if config.data.batch_size == "auto":
+        message = "is auto, which measures memory on one process, but strategy=fsdp divides weights among several"
+        yield "data.batch_size", message, f"a number, {another}"
+    if config.amp == "fp16":
+        yield "amp", "is fp16, whose scaled loss strategy=fsdp does not support", f"bf16 or false, {another}"
+    if config.dist.find_unused_parameters:
+        message = "is for strategy=ddp: with fsdp the same weights must have gradients on all processes"
+        yield "dist.find_unused_parameters", message, f"dist.find_unused_parameters=false, {another}"
+    if str(config.optimizer.get("_target_", "")).endswith("Adafactor"):
+        message = "has moments of another shape than the weights, which strategy=fsdp cannot divide"
+        yield "optimizer", message, f"another optimizer, {another}"
+    if config.fsdp.cpu_offload and config.device == "cpu":
+        yield "fsdp.cpu_offload", "has no effect on the CPU", "false, or device=cuda"
 
 
 def _of_verbs(config: Train) -> Broken:

@@ -43,9 +43,9 @@ class SharedMasks(TorchFunctionMode):
         return tensor.ndim > 0 and len(tensor) == self.own.stop - self.own.start
 
     def _drawn(self, like: Tensor, p: float = 0.5, generator: Any = None) -> Tensor:
-        """Zeros and ones for this rank's rows, drawn in the memory layout that the whole batch would have."""
-        layout = sorted(range(like.ndim), key=like.stride().__getitem__, reverse=True)
-        whole = torch.empty_permuted((self.samples, *like.shape[1:]), layout, dtype=like.dtype, device=like.device)
+        """Zeros and ones for this rank's rows, drawn in the order of the memory of `like`."""
+        order = sorted(range(like.ndim), key=like.stride, reverse=True)
+        whole = torch.empty_permuted((self.samples, *like.shape[1:]), order, dtype=like.dtype, device=like.device)
         return whole.bernoulli_(p, generator=generator)[self.own]
 
     def _dropout(
@@ -57,7 +57,7 @@ class SharedMasks(TorchFunctionMode):
                 return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
         with torch._C.DisableTorchFunction():
             by_channel = input[(slice(None),) * 2 + (slice(0, 1),) * (input.ndim - 2)] if func in _BY_CHANNEL else input
-            mask = self._drawn(by_channel, 1 - p).div_(1 - p)
+            mask = self._drawn(by_channel, 1 - p).div(1 - p)  # a copy: a view would keep the rows of all ranks
             return input.mul_(mask) if inplace else input * mask
 
     def _attention(

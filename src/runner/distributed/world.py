@@ -63,6 +63,11 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def highest(self, tensor: Tensor) -> None:
+        """Give a tensor the highest values that it has on any rank, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors the values that they have on rank 0."""
         for tensor in tensors if self.size > 1 else ():

@@ -17,6 +17,7 @@ from runner.config.schema.sections import (
     Data,
     Dist,
     Evaluate,
+    Fsdp,
     Init,
     Limit,
     Log,
@@ -48,7 +49,8 @@ class Train(Section):
     output_root: str = "outputs"
     device: str = "auto"
     devices: Literal["auto"] | Count | list[NonNegative] = 1
-    strategy: Literal["auto", "single", "ddp"] = "auto"
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    dry_run: bool = False
     max_restarts: NonNegative = 0
     threads: Count | None = None
     dtype: Literal["float32", "float64"] = "float32"
@@ -85,6 +87,7 @@ class Train(Section):
     limit: Limit = field(default_factory=Limit)
     watch: Watch = field(default_factory=Watch)
     dist: Dist = field(default_factory=Dist)
+    fsdp: Fsdp = field(default_factory=Fsdp)
     data: Data
     model: Node
     transform: Transform = field(default_factory=Transform)
