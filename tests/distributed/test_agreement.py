@@ -7,6 +7,7 @@ from pathlib import Path
 
 import agreement_ranks
 import pytest
+
 from rank_pool import RankPool
 
 

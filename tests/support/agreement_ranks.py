@@ -16,7 +16,7 @@ def on_a_rank(folder: Path) -> None:
     """Write the times of the common clock, and the reason to stop, to `RANK.json`."""
     with joined(60, torch.device("cpu")) as world:
         times = (100.0 * world.rank + step for step in range(5, 99))
-        with mock.patch("runner.distributed.agreement.time.monotonic", lambda: next(times)):
+        with mock.patch("runner.distributed.agreement.time.monotonic", side_effect=times):
             agreement = Agreement(world, lambda: "SIGTERM" if world.rank == 1 else "", 60.0)
             found = [agreement.clock(), agreement.reason()]
             agreement.confirm()
