@@ -72,6 +72,7 @@ class Left:
         self.directory = directory
         self.summary = json.loads((directory / "summary.json").read_text())
         rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        self.log = (directory / "run.log").read_text()
         self.losses = [row["loss"] for row in rows if row["split"] == "train"]
         self.val = [{name: row[name] for name in row if "loss" in name} for row in rows if row["split"] == "val"]
 
