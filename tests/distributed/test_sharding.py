@@ -39,7 +39,7 @@ RUNS = {
         "epochs=2",
     ),
     "adamw": (*MLP, "optimizer=adamw", "optimizer.eps=0.001", "on_nonfinite=skip", NAN),
-    "still": (*MLP, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "max_steps=1"),
+    "still": (*MLP, "optimizer.lr=1e-60", "optimizer.weight_decay=0", "max_steps=1"),
 }
 KEYS = {"parts": ("fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false")}
 
