@@ -39,6 +39,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=60, help="turns that count in each process")
     parser.add_argument("--epochs", type=int, help="epochs of a turn; 8 for digits, else 1")
     parser.add_argument("--samples", type=int, help="training samples (not for digits)")
+    parser.add_argument("--device", default="cpu", help="where to train")
     parser.add_argument("--fashion-root", type=Path, help="folder that holds FashionMNIST/; it is copied")
     parser.add_argument("--further", nargs="+", default=[], metavar="WORD", help="words added to runner's command")
     return parser.parse_args()
@@ -74,6 +75,7 @@ def measure(case: str, threads: int, asked: argparse.Namespace, root: Path | Non
             seed=0,
             fashion_root=str(root) if root else None,
             further=tuple(asked.further),
+            device=asked.device,
             folder=name,
             result=str(folder / "result.json"),
         )

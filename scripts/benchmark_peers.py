@@ -46,6 +46,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, help="passes over the samples, the first of them not timed; at least 2")
     parser.add_argument("--samples", type=int, help="training samples (not for digits)")
+    parser.add_argument("--device", default="cpu", help="where to train")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     parser.add_argument("--seeds", type=int, default=0, help="seeds of the loss curves of performance=fast; 0 for none")
     parser.add_argument(
@@ -137,6 +138,7 @@ def job_of(asked: argparse.Namespace, name: str, threads: int, root: Path | None
         seed=asked.seed,
         fashion_root=str(root) if root else None,
         further=tuple(asked.further),
+        device=asked.device,
     )
 
 

@@ -55,7 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not PROGRAM.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("program")
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing and not _has_gpu():
+        for item in needing:
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True, scope="session")

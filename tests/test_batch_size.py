@@ -96,7 +96,7 @@ def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tm
     assert free_memory(cpu) > 4_000_000
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to fill")
+@pytest.mark.gpu
 def test_on_cuda_the_batch_is_tried(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     fits = batch_size._fits

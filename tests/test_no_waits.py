@@ -116,7 +116,7 @@ def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
     assert [count - start for count in after] == [2 * ((step - 1) // EVERY) for step in range(1, 25)], reads.found
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device to wait for")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "data", [("data.placement=device",), ("data.placement=disk", "data.num_workers=1")], ids=" ".join
 )

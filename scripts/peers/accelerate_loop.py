@@ -12,7 +12,7 @@ from peers.work import Work
 
 def train(work: Work, clock: Clock) -> nn.Module:
     """Train as Accelerate's documentation does."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=work.job.device == "cpu")
     criterion = nn.CrossEntropyLoss()
     plain = work.model()
     sgd = work.sgd(plain)

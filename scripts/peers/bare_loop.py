@@ -34,9 +34,9 @@ def epochs(work: Work, model: nn.Module) -> Iterator[None]:
     group, rates = optimizer.param_groups[0], work.rates()
     images = work.normalised(padded(work.train.images, work.shift))
     targets, size, width = work.train.targets, work.case.batch_size, work.train.images.shape[-1]
-    total, step, log = torch.zeros(()), 0, []
+    total, step, log = torch.zeros((), device=images.device), 0, []
     for _ in range(work.job.epochs):
-        order = torch.randperm(len(images))
+        order = torch.randperm(len(images), device=images.device)
         if work.shift:
             batches = augmented(images, targets, order.split(size), width, work.case.flip)
         else:
@@ -66,7 +66,7 @@ def augmented(images: Tensor, targets: Tensor, parts: tuple[Tensor, ...], width:
     # (N, y, x, C, side, side): all crops as views, of which a batch picks one for each sample.
     crops = images.unfold(2, width, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5)
     for part in parts:
-        down, right = torch.randint(places, (2, len(part))).unbind()
+        down, right = torch.randint(places, (2, len(part)), device=images.device).unbind()
         chosen = crops[part, down, right]
-        mirrored = (torch.rand(len(part)) < flip)[:, None, None, None]
+        mirrored = (torch.rand(len(part), device=images.device) < flip)[:, None, None, None]
         yield torch.where(mirrored, chosen.flip(-1), chosen), targets[part]

@@ -148,6 +148,7 @@ class Job:
         further: words added to the command of `runner`.
         folder: scratch folder to work in.
         result: file to write the result to.
+        device: where to train.
     """
 
     case: str
@@ -160,6 +161,7 @@ class Job:
     further: tuple[str, ...] = ()
     folder: str = ""
     result: str = ""
+    device: str = "cpu"
 
     @classmethod
     def read(cls, path: str) -> Job:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from peers.cases import Job
@@ -25,7 +26,7 @@ class Clock:
 
     def epoch_ended(self) -> None:
         """Note the time."""
-        self._ends.append(time.perf_counter())
+        self._ends.append(now())
 
     def write(self, work: Work, model: nn.Module, **further: Any) -> None:
         """Write times, score and what else there is to the file that the job names."""
@@ -40,6 +41,13 @@ class Clock:
             **further,
         }
         Path(work.job.result).write_text(json.dumps(result))
+
+
+def now() -> float:
+    """Seconds on a clock, once a GPU has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Callback:

@@ -34,6 +34,7 @@ def epochs(work: Work, model: nn.Module) -> Iterator[None]:
         model.train()
         running_loss = 0.0
         for images, targets in loader:
+            images, targets = images.to(work.job.device), targets.to(work.job.device)
             optimizer.zero_grad()
             loss = criterion(model(images), targets)
             loss.backward()
@@ -61,7 +62,7 @@ def loader_of(work: Work) -> DataLoader[Any]:
 def dataset_of(work: Work) -> Dataset[Any]:
     """Normalised tensors, or torchvision's data set with a transform for each image."""
     if not work.shift:
-        return TensorDataset(work.normalised(work.train.images), work.train.targets)
+        return TensorDataset(work.normalised(work.train.images).cpu(), work.train.targets.cpu())
     normalise = [transforms.ToTensor(), transforms.Normalize((work.case.mean,), (work.case.std,))]
     return pictures_of(work, transforms.Compose([*augmentations_of(work), *normalise]))
 

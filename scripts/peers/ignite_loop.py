@@ -15,7 +15,7 @@ def train(work: Work, clock: Clock) -> nn.Module:
     model = work.model()
     optimizer = work.sgd(model)
     scheduler = work.cosine(optimizer)
-    trainer = create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss())
+    trainer = create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss(), device=work.job.device)
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
     trainer.add_event_handler(Events.EPOCH_COMPLETED, clock.epoch_ended)
     trainer.run(loader_of(work), max_epochs=work.job.epochs)

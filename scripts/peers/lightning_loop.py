@@ -17,7 +17,11 @@ def train(work: Work, clock: Clock) -> nn.Module:
     module = Module(work, clock)
     settings: dict[str, Any] = {"barebones": True} if work.job.contender == "lightning-bare" else {}
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=work.job.epochs, default_root_dir=work.job.folder, **settings
+        accelerator="cpu" if work.job.device == "cpu" else "gpu",
+        devices=1,
+        max_epochs=work.job.epochs,
+        default_root_dir=work.job.folder,
+        **settings,
     )
     trainer.fit(module, loader_of(work))
     return module.model

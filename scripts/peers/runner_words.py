@@ -38,6 +38,7 @@ def words(job: Job, job_file: Path) -> list[str]:
         f"epochs={job.epochs}",
         f"seed={job.seed}",
         f"threads={job.threads}",
+        f"device={job.device}",
         f"output_root={job.folder}",
         "callbacks.clock._target_=peers.clock.Callback",
         f"callbacks.clock.job={job_file}",

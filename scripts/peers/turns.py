@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from peers.cases import Job
+from peers.clock import now
 from peers.work import work_of
 
 
@@ -39,25 +39,25 @@ class Turns:
 
     def on_start(self, loop: Any) -> None:
         """Start the clock."""
-        self._since = time.perf_counter()
+        self._since = now()
 
     def on_step(self, loop: Any) -> None:
         """After the last epoch of a turn, let the others have theirs."""
         if not loop.epoch_ended or loop.state.position.epoch % self._epochs:
             return
-        turn = {"runner": time.perf_counter() - self._since}
+        turn = {"runner": now() - self._since}
         gc.enable()  # as it is for everybody but `runner`, which collects by itself
         # Who goes first after `runner` changes, as a turn finds the processor as the turn before left it.
         names = list(self._others)
         shift = len(self._turns) % len(names)
         for name in names[shift:] + names[:shift]:
-            since = time.perf_counter()
+            since = now()
             for _ in range(self._epochs):
                 next(self._others[name])
-            turn[name] = time.perf_counter() - since
+            turn[name] = now() - since
         gc.disable()
         self._turns.append({name: seconds / self._steps for name, seconds in turn.items()})
-        self._since = time.perf_counter()
+        self._since = now()
 
     def on_end(self, loop: Any) -> None:
         """Write the seconds of a step in every turn that counts."""

@@ -66,7 +66,7 @@ class Work:
     def model(self) -> nn.Module:
         """The model, its weights drawn from the seed, in training mode."""
         torch.manual_seed(self.job.seed)
-        return _MODELS[self.case.model]().train()
+        return _MODELS[self.case.model]().train().to(self.job.device)
 
     def sgd(self, model: nn.Module, **further: Any) -> torch.optim.SGD:
         """The optimizer, as torch makes it unless told otherwise."""
@@ -95,7 +95,7 @@ class Work:
     @torch.inference_mode()
     def score(self, model: nn.Module) -> dict[str, float]:
         """Mean loss over the training samples as they are, without augmentation, and accuracy on the test samples."""
-        model.eval()
+        model.to(self.job.device).eval()
         logits = {
             name: torch.cat([model(self.normalised(part)).float() for part in samples.images.split(512)])
             for name, samples in (("train", self.train), ("test", self.test))
@@ -123,6 +123,7 @@ def work_of(job: Job) -> Work:
     else:
         assert job.samples is not None
         train, test = _both(synthetic(samples=job.samples, image_size=32, noise=NOISE))
+    train, test = (Samples(*(tensor.to(job.device) for tensor in samples)) for samples in (train, test))
     return Work(CASES[job.case], job, train, test)
 
 

@@ -12,13 +12,14 @@ from runner.build.describe import show_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
+from runner.build.held import Held
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import ReportShare, check_same, shard_model
+from runner.build.ranks import ReportShare, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -89,6 +90,7 @@ def build_run(
         eval_batch_size=config.evaluate.batch_size,
         channels_last=config.channels_last,
         make_cache=make_cache,
+        dtype=precision.weights,
     )
     data.choices.extend(choices)
     data.train.loader.world = world()
@@ -99,7 +101,8 @@ def build_run(
     fresh = fresh and start is None
     task, model, loss = build_task_model_loss(config, data, fetch_weights=fresh)
     config = with_facts(config, task, data)
-    place(model, loss, device, config.channels_last)
+    place(model, loss, device, config.channels_last, precision.weights)
+    warnings = synchronize_norms(config, model)
     single_values = probe(task, model, loss, data)
     monitor = choose_monitor(config, task)
 
@@ -107,7 +110,7 @@ def build_run(
     image = example_input(data)
     initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
-    check_batches_of_one(model, single_values, length.plan)
+    check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
@@ -124,7 +127,7 @@ def build_run(
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=precision.scaler,
-        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip"),
+        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip", dtype=precision.weights),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, optimizer, length),
     )
@@ -135,6 +138,7 @@ def build_run(
     step = build_step(config, length.plan.batch_size)
     if world().size > 1:
         find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
+        warnings += uneven_loss(loss, task, data)
         parts, step = parallelize(parts, step, model, world(), find_unused=find_unused, retries=retries)
     return Run(
         config=config,
@@ -156,6 +160,7 @@ def build_run(
             *initial.warnings,
             *toggled.warnings,
             *data.warnings,
+            *warnings,
         ],
     )
 
@@ -203,7 +208,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     loggers = build_loggers(config.logger if world().first else {}, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = choose_hardware_metrics(
-        config.log.utilization,
+        config.log.utilization if config.dtype == "float32" else False,
         run.device,
         kind=kind_of(run.precision.dtype, run.device),
         count=lambda: training_flops(run),
@@ -236,12 +241,15 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         saving.callback,
     ]
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()))
+    held = Held(run)
+    evaluator = Evaluator(
+        run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
+    )
     loop = Loop(
         state,
         source=data.train.loader,
         plan=run.plan,
-        parts=run.parts,
+        parts=held.parts(),
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
@@ -283,6 +291,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
         record.update(state, run.monitor.metric)
+        if world().size > 1:
+            record.summary["memory"] = held.by_rank()
         record.summary["weights_sha256"] = weights_sha256(run.model.state_dict())
         best = state.best.value if state.best else None
 

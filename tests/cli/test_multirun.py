@@ -16,8 +16,8 @@ import torch
 import yaml
 from forked import ForkedProgram
 
-from runner.verbs import train
 from runner.tracking import run_directory
+from runner.verbs import train
 from runner.verbs._launch import job_of
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,16 @@ from runner.config import stored
 from runner.config.composition import Composition
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
+from runner.data.build import DataModule
+from runner.distributed.batchnorm import synchronize
 from runner.distributed.sharding import is_sharded, local, shard
 from runner.distributed.world import World, restarted, world
+from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
 from runner.runtime.blocks import named_blocks, repeated_blocks
 from runner.runtime.memory import readable
+
+_TRIED = 32  # targets
 
 
 @dataclass(frozen=True)
@@ -60,17 +67,13 @@ def count_ranks(config: Train) -> int:
     """How many processes `devices` asks for on this machine.
 
     Raises:
-        UserError: if there are not so many GPUs, or the strategy is for another number.
+        UserError: if there are not so many GPUs.
     """
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     devices = config.devices
     if devices == "auto":
         return max(1, gpus)
     numbers = devices if isinstance(devices, list) else list(range(devices))
-    if len(set(numbers)) < len(numbers) or not numbers:
-        raise UserError(
-            "devices", f"names a device twice, or none: {numbers}", "a number, auto, or a list such as [0, 1]"
-        )
     if gpus and len(numbers) > 1 and max(numbers) >= gpus:
         raise UserError(
             "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"
@@ -85,6 +88,37 @@ def device_of_rank(config: Train) -> torch.device:
         return torch.device("cpu")
     number = config.devices[local] if isinstance(config.devices, list) else local
     return torch.device("cuda", number % torch.cuda.device_count())
+
+
+def synchronize_norms(config: Train, model: nn.Module) -> list[str]:
+    """Do what `sync_batchnorm` asks for; returns a warning if it has no effect."""
+    if not config.sync_batchnorm:
+        return []
+    if world().size == 1:
+        return ["sync_batchnorm=true has no effect: one process trains, and has the whole batch"]
+    return [] if synchronize(model) else ["sync_batchnorm=true has no effect: the model has no BatchNorm"]
+
+
+def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
+    """A warning if the loss of a batch is not the mean of its samples' losses, found out on some targets; or nothing."""
+    targets = torch.stack([target for _, target in data.examples.values()])
+    if "train" in data.targets:
+        targets = data.targets["train"][data.parts["train"][1][:_TRIED]]
+    targets = task.targets(targets.to(data.example[0].device))
+    size = (len(targets), task.outputs(data.classes))
+    logits = torch.arange(size[0] * size[1], device=targets.device).view(size).sin()
+    with evaluating(loss):
+        try:
+            each = [float(loss(logits[row : row + 1], targets[row : row + 1])) for row in range(len(logits))]
+            whole = float(loss(logits, targets))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return []  # some losses take only larger batches
+    if math.isclose(whole, sum(each) / len(each), rel_tol=1e-3, abs_tol=1e-6):
+        return []
+    return [
+        "the loss of a batch is not the mean over its samples: the processes average what each computes of its own rows, "
+        "so their number changes the result, as accumulate does"
+    ]
 
 
 def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:

@@ -25,7 +25,8 @@ _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
     rules = (
-        _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_sharding, _of_verbs,
+        _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_ranks, _of_sharding,
+        _of_verbs,
     )  # fmt: skip
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
@@ -36,6 +37,8 @@ def _of_length(config: Train) -> Broken:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     if config.lr == "auto" and type(config) is not Train:
         yield "lr", "is auto, which is for train: it searches, and trains with what it finds", "a number, or null"
+    if config.dry_run and type(config) is not Train:
+        yield "dry_run", "is true, which is for train: it predicts what a run would cost", "false, or the verb train"
     if config.max_time is not None:
         try:
             seconds(config.max_time)
@@ -66,6 +69,14 @@ def _of_repeating(config: Train) -> Broken:
 def _of_speed(config: Train) -> Broken:
     """Settings of speed and memory that cannot be combined."""
     mode, blocks = config.compiler.mode, config.activation_checkpointing
+    if config.dtype == "float64" and config.amp is not False:
+        amp = str(config.amp).lower()
+        yield "dtype", f"is float64, but amp={amp} computes in 16 bits", "amp=false, or dtype=float32"
+    if config.dtype == "float64" and config.log.utilization is True:
+        yield "log.utilization", "is true, but the peak of a device in float64 is not known", "auto or false"
+    if config.sync_batchnorm and config.on_oom == "split":
+        message = "is split, but with sync_batchnorm=true all processes have to compute the same batches"
+        yield "on_oom", message, "on_oom=raise, or sync_batchnorm=false"
     if config.tf32 and config.matmul_precision == "highest":
         message = "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
         yield "matmul_precision", message, "matmul_precision=null, or tf32=false"
@@ -182,6 +193,31 @@ def _of_evaluations(config: Train) -> Broken:
             yield f"callbacks.{name}", f"waits for evaluations, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1"
     if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
         yield "scheduler", f"follows a metric, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1, or another schedule"
+
+
+def _of_ranks(config: Train) -> Broken:
+    """What several processes cannot do together."""
+    if (
+        type(config) is not Train
+        or config.devices in (1, "auto")
+        or (isinstance(config.devices, list) and len(config.devices) == 1)
+    ):
+        return
+    devices = f"devices={config.devices}".replace(" ", "")
+    if isinstance(config.devices, list) and len(set(config.devices)) != len(config.devices):
+        yield "devices", f"names a device twice: {config.devices}", "each device once, such as [0, 1]"
+    if config.strategy == "single":
+        yield (
+            "strategy",
+            f"is single, which is one process, and {devices} asks for several",
+            "auto or ddp, or devices=1",
+        )
+    if config.lr == "auto":
+        yield "lr", f"is auto, which searches with one process, and {devices}", "what find-lr suggests, or devices=1"
+    if config.data.batch_size == "auto":
+        yield "data.batch_size", f"is auto, which searches with one process, and {devices}", "a number, or devices=1"
+    if config.post_mortem:
+        yield "post_mortem", f"needs a terminal, which several processes do not share: {devices}", "false, or devices=1"
 
 
 def _of_sharding(config: Train) -> Broken:

@@ -22,7 +22,7 @@ _BY_CHANNEL = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}  # dimensions of 
 class SharedMasks(TorchFunctionMode):
     """While entered, dropout and random rows are those of the whole batch of `samples`, of which this rank has `own`.
 
-    Fused kernels draw numbers of their own: on CUDA a mask is another one than that of a single process, but the same for any
+    Fused kernels draw other numbers: on CUDA a mask is another one than that of a single process, but the same for any
     number of ranks. Compiled models draw inside their kernels, where this has no effect.
     """
 
@@ -68,7 +68,7 @@ class SharedMasks(TorchFunctionMode):
                 return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
         with torch._C.DisableTorchFunction():
             by_channel = input[(slice(None),) * 2 + (slice(0, 1),) * (input.ndim - 2)] if func in _BY_CHANNEL else input
-            mask = self._drawn(by_channel, 1 - p).div_(1 - p)
+            mask = self._drawn(by_channel, 1 - p).div(1 - p)  # a copy: a view would keep the rows of all ranks
             return input.mul_(mask) if inplace else input * mask
 
     def _attention(

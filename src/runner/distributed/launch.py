@@ -92,7 +92,7 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
             signals_to_handle=_FORWARDED,
         )
         try:
-            elastic_launch(config, _rank)(entry, job, scratch, str(logs))
+            elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ))
         except SignalException:
             pass  # the ranks have saved, and say so
         except ChildFailedError as error:
@@ -125,9 +125,11 @@ def _outcomes(scratch: Path, failures: dict[int, Any], size: int) -> list[Outcom
     return [found[rank] for rank in sorted(found)]
 
 
-def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: str) -> None:
+def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: str, environment: dict[str, str]) -> None:
     """What each process runs."""
     rank = int(os.environ["RANK"])
+    for name, value in environment.items():  # the fork server may be older than what is set now
+        os.environ.setdefault(name, value)
     with contextlib.suppress(OSError):
         os.setsid()  # a terminal's signals come through the launcher, once
     _end_with_parent()

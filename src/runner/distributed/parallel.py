@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
 from runner.distributed.dropout import SharedMasks
 from runner.distributed.sharding import is_sharded
 from runner.distributed.share import rows
@@ -43,6 +44,7 @@ class ParallelStep:
         self._model, self._objective, self._step, self._world = model, objective, step, world
         self._find_unused, self._retries, self._sharded = find_unused, retries, is_sharded(model)
         self._masks = SharedMasks()
+        self._norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
         self._parallel: DistributedDataParallel | None = None
         self._trained: tuple[bool, ...] = ()
 
@@ -79,8 +81,12 @@ class ParallelStep:
         own = rows(samples, self._world.rank, self._world.size)
         count = own.stop - own.start
         self._masks.samples, self._masks.own = samples, own if count else slice(0, 1)
-        with self._masks:
-            self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
+        set_rows(self._norms, (count, samples))
+        try:
+            with self._masks:
+                self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
+        finally:
+            set_rows(self._norms, None)
 
 
 @contextlib.contextmanager

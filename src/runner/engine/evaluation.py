@@ -55,7 +55,7 @@ def evaluate(
     parts, own_batches = _Parts(metrics, ranks), len(range(ranks.rank, batches, ranks.size))
     with evaluating(model, loss, inference=not sharded):  # gathered weights would be tensors of inference mode
         batch: Batch
-        every: Any = source.batches  # loaders can leave out those of other ranks
+        every: Any = source.batches  # loaders can skip those of other ranks
         own = source.batches(0, 0, batches) if ranks.size == 1 else every(0, ranks.rank, batches, ranks.size)
         if sharded and own_batches < math.ceil(batches / ranks.size):
             own = itertools.chain(own, source.batches(0, 0, 1))
@@ -120,9 +120,9 @@ class _Parts:
         """`loss` and the metrics with a scalar value."""
         if self._ranks.size > 1:
             self._exchange(device)
-        values = {name: metric.compute() for name, metric in self._metrics.items()}
         if self._total is None:
             raise ValueError("there is no sample to evaluate")
+        values = {name: metric.compute() for name, metric in self._metrics.items()}
         scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
         return {"loss": float(self._total) / self._samples, **scalars}
 
@@ -137,7 +137,7 @@ class _Parts:
         everything = tensors_moved(everything, device)
         for _, size, loss, _, _ in everything:
             self._add(loss, size)
-        for name, ways in self._merges.items():
+        for name, ways in self._merges.items() if everything else ():
             metric: Any = self._metrics[name]
             metric.reset()
             metric.distributed_available_fn = lambda: False  # or it would exchange its states once more

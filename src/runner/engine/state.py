@@ -28,10 +28,11 @@ class RunningMean:
     Args:
         device: of the loss.
         finite_only: skip losses that are not finite.
+        dtype: of the sum.
     """
 
-    def __init__(self, device: torch.device, finite_only: bool = False) -> None:
-        self._sum = torch.zeros((), device=device)
+    def __init__(self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
 
@@ -66,10 +67,13 @@ class RunningMean:
 
     def _totals(self) -> tuple[torch.Tensor, int]:
         """Sum and samples of all ranks."""
-        ranks, samples = world(), self._count()
-        if ranks.size == 1:
+        samples = self._count()
+        if world().size == 1:
             return self._sum.clone(), samples
-        return ranks.total(self._sum), sum(ranks.gather(samples))
+        both = self._sum.new_tensor([0.0, samples], dtype=torch.float64)
+        both[0] = self._sum
+        both = world().total(both)
+        return both[0].to(self._sum.dtype), int(both[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Sum and count; the sum is copied."""

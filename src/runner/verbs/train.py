@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from runner.build.dry_run import dry_run
 from runner.build.ranks import Job, count_ranks, device_of_rank
 from runner.build.run_record import RunRecord
 from runner.build.setup import Setup, resolve, why_occupied
@@ -23,7 +25,7 @@ from runner.distributed.world import joined, started_by_launcher
 from runner.engine.errors import Preempted
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
-from runner.train import train
+from runner.train import build_run, train
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -46,10 +48,14 @@ def run(cfg: DictConfig) -> float | None:
             setup = resolve(composition)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
-            if setup.finished is not None:
+            if setup.config.dry_run:
+                build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
+                value = dry_run(setup.config, build, record.console)
+            elif setup.finished is not None:
                 return record.leave(setup.finished)
-            record.open(setup)
-            value = _train(setup, record, signals)
+            else:
+                record.open(setup)
+                value = _train(setup, record, signals)
         record.summary["status"] = "finished"
     except (Exception, SystemExit) as error:
         record.fail(error)

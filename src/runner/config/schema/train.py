@@ -50,10 +50,13 @@ class Train(Section):
     device: str = "auto"
     devices: Literal["auto"] | Count | list[NonNegative] = 1
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    dry_run: bool = False
     max_restarts: NonNegative = 0
     threads: Count | None = None
+    dtype: Literal["float32", "float64"] = "float32"
     amp: bool | Literal["auto", "bf16", "fp16"] = False
     channels_last: bool = False
+    sync_batchnorm: bool = False
     compile: bool | Literal["model", "step"] = False
     activation_checkpointing: (  # strict, as 1 is not true here, nor 1.0 or the text 1 the same as 1
         Annotated[bool, Strict()]

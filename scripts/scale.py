@@ -1,0 +1,32 @@
+"""Measure what training with several processes promises.
+
+python scripts/scale.py equality    # the same losses on 1, 2 and 3 processes, and across a change of their number
+python scripts/scale.py memory      # what dry_run=true predicts, and what real processes report
+python scripts/scale.py kills       # killed at random moments, resumed: nothing hangs, nothing is lost
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import scale_equality
+import scale_kills
+import scale_memory
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for module in (scale_equality, scale_memory, scale_kills):
+        module.add_command(commands)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    asked = options()
+    sys.exit(asked.run(asked))

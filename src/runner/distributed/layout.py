@@ -1,0 +1,185 @@
+"""What a layout of ranks costs, by formula: bytes that a rank holds, bytes that it sends in a step, and the time of a step.
+
+All sizes are bytes, N is the number of ranks. No formula counts what libraries reserve, fragmentation, workspaces of
+kernels, gradients of activations, or the input batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.distributed.share import rows
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, as far as its size goes."""
+
+    shape: tuple[int, ...]
+    itemsize: int = 4  # bytes of an element
+    trained: bool = True
+    divided: int = 0  # bytes of optimizer state that FSDP divides as it divides the parameter, such as moments
+    whole: int = 0  # bytes of other optimizer state, such as step counters
+    unit: str = ""  # the block that FSDP gathers it with; "" for what is in no block
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * self.itemsize
+
+    def share(self, ranks: int, size: int | None = None) -> int:
+        """Bytes of the largest of N shards, of the parameter or of `size` bytes in its shape: ceil(dim 0 / N) of its rows.
+
+        `fully_shard` pads every shard to this size, so a rank without rows holds as much.
+        """
+        first = self.shape[0] if self.shape else 1
+        whole = self.bytes if size is None else size
+        return whole // first * -(-first // ranks) if first else 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds in a step, when it holds the most."""
+
+    parameters: int
+    gradients: int
+    optimizer: int  # the optimizer's state
+    buffers: int  # such as the statistics of BatchNorm
+    average: int  # the average of the weights that `ema` or `swa` keeps
+    activations: int  # what autograd keeps for backward
+    gathered: int = 0  # parameters and gradients in full size, of the blocks that FSDP computes with
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in an optimizer step; it receives as many."""
+
+    all_reduce: int = 0
+    all_gather: int = 0
+    reduce_scatter: int = 0
+    broadcast: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(vars(self).values())
+
+
+def samples_of_ranks(batch: int, ranks: int) -> tuple[int, int]:
+    """Samples of a batch that a rank gets at least and at most."""
+    sizes = [own.stop - own.start for own in (rows(batch, ranks - 1, ranks), rows(batch, 0, ranks))]
+    return sizes[0], sizes[1]
+
+
+def ddp_memory(weights: Sequence[Weight], *, buffers: int = 0, averaged: bool = False, activations: int = 0) -> Memory:
+    """What a rank of DistributedDataParallel holds: all of everything, whatever N is; also of a single process.
+
+    The gradients lie in the buckets that are communicated, so these add nothing. Left out are the second set of buckets
+    while DistributedDataParallel sorts them in its first step, and the copies that gloo makes of a message.
+    """
+    trained = sum(weight.bytes for weight in weights if weight.trained)
+    return Memory(
+        parameters=sum(weight.bytes for weight in weights),
+        gradients=trained,
+        optimizer=sum(weight.divided + weight.whole for weight in weights),
+        buffers=buffers,
+        average=trained * averaged,
+        activations=activations,
+    )
+
+
+def fsdp_memory(
+    weights: Sequence[Weight],
+    ranks: int,
+    *,
+    reshard: bool = True,
+    buffers: int = 0,
+    averaged: bool = False,
+    activations: int = 0,
+) -> Memory:
+    """What a rank holds under `fully_shard`, with a unit for each block and one for the rest.
+
+    Parameters, gradients, optimizer state and averages are shards, see `Weight.share`; step counters and buffers are whole.
+    Gathered are the rest, which stays so from forward to backward, and the largest block with its gradients; all
+    parameters without `reshard`. Left out is what is gathered early for the next block, which takes at most as much as the
+    largest block again, and the flat copies that collectives work on. With accumulation, the gradients are assumed to be
+    reduced in every batch.
+
+    Args:
+        weights: all parameters.
+        ranks: N.
+        reshard: whether blocks are released after forward and gathered again in backward.
+        buffers: bytes of buffers.
+        averaged: whether an average of the weights is kept.
+        activations: bytes that autograd keeps, without parameters.
+    """
+    trained = [weight for weight in weights if weight.trained]
+    sizes, gradients = defaultdict[str, int](int), defaultdict[str, int](int)
+    for weight in weights:
+        sizes[weight.unit] += weight.bytes
+        gradients[weight.unit] += weight.bytes * weight.trained
+    blocks = sizes.keys() - {""}
+    resident = sizes[""] + max((sizes[block] for block in blocks), default=0) if reshard else sum(sizes.values())
+    return Memory(
+        parameters=sum(weight.share(ranks) for weight in weights),
+        gradients=sum(weight.share(ranks) for weight in trained),
+        optimizer=sum(weight.share(ranks, weight.divided) + weight.whole for weight in weights),
+        buffers=buffers,
+        average=sum(weight.share(ranks) for weight in trained) * averaged,
+        activations=activations,
+        gathered=resident + max(gradients.values(), default=0),
+    )
+
+
+def ddp_traffic(weights: Sequence[Weight], ranks: int, *, buffers: int = 0) -> Traffic:
+    """What a rank of DistributedDataParallel sends: a ring all-reduce of the gradients moves 2 (N - 1) / N of their bytes.
+
+    Only the last of accumulated batches communicates. It begins with rank 0 giving the buffers to the others; along a ring,
+    each rank passes them on once. Left out are the messages in which ranks agree on when to stop, of 16 bytes, and those of
+    logging and evaluation.
+    """
+    if ranks == 1:
+        return Traffic()
+    gradients = sum(weight.bytes for weight in weights if weight.trained)
+    return Traffic(all_reduce=round(2 * (ranks - 1) / ranks * gradients), broadcast=buffers)
+
+
+def fsdp_traffic(weights: Sequence[Weight], ranks: int, *, reshard: bool = True, batches: int = 1) -> Traffic:
+    """What a rank sends under `fully_shard`: each collective moves N - 1 shards, (N - 1) / N of the padded bytes.
+
+    Each batch gathers all parameters in forward, with `reshard` those of the blocks again in backward, and reduces and
+    scatters the gradients in float32. Buffers are not sent.
+
+    Args:
+        weights: all parameters.
+        ranks: N.
+        reshard: see `fsdp_memory`.
+        batches: that are accumulated; each communicates.
+    """
+    every = sum(weight.share(ranks) for weight in weights)
+    blocks = sum(weight.share(ranks) for weight in weights if weight.unit)
+    trained = sum(weight.share(ranks) for weight in weights if weight.trained)
+    each = batches * (ranks - 1)
+    return Traffic(all_gather=each * (every + blocks * reshard), reduce_scatter=each * trained)
+
+
+def link_seconds(sent: int, gb_s: float) -> float:
+    """Seconds to send so many bytes at `gb_s` times 10^9 bytes a second; leaves out the latency of each message."""
+    return sent / (gb_s * 1e9)
+
+
+def step_seconds(compute_s: float, link_s: float) -> tuple[float, float]:
+    """Seconds of a step if all communication overlaps with computation, and if none does.
+
+    `compute_s` is that of one device with the samples of a rank and the optimizer over all parameters. Left out are waiting
+    for the slowest rank and for data.
+    """
+    return max(compute_s, link_s), compute_s + link_s
