@@ -53,7 +53,9 @@ class Entry:
 def of_tests(printed: str, folder: Path) -> list[Row]:
     """Pytest's last line, and the tests that failed."""
     lines = printed.strip().splitlines()
-    summary = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "nothing ran")
+    summary = next(
+        (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "nothing ran"
+    )
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
     return [("tests with `-m gpu`", "", summary.strip("= "), "; ".join(failed))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -111,7 +112,8 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
         with explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices"):
             activations, compute_s = _measure(run, samples[1])
         weights = _weights(run)
-    rest = {"buffers": sum(buffer.nbytes for buffer in run.model.buffers()), "averaged": run.state.averaged is not None}
+    buffers, averaged = sum(buffer.nbytes for buffer in run.model.buffers()), run.state.averaged is not None
+    held = functools.partial(layout.ddp_memory, weights)
     warnings = [*run.warnings, *validate_limits(run)]
     if config.compile:
         warnings.append("compile has no effect on the measured steps, and may make real ones faster and smaller")
@@ -121,11 +123,11 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
         warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some have nothing to do")
     if strategy == "fsdp":
         reshard = getattr(getattr(config, "fsdp", None), "reshard_after_forward", True)
-        memory = layout.fsdp_memory(weights, ranks, reshard=reshard, activations=activations, **rest)
+        held = functools.partial(layout.fsdp_memory, weights, ranks, reshard=reshard)
         traffic = layout.fsdp_traffic(weights, ranks, reshard=reshard, batches=config.accumulate)
     else:
-        memory = layout.ddp_memory(weights, activations=activations, **rest)
-        traffic = layout.ddp_traffic(weights, ranks, buffers=rest["buffers"])
+        traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
+    memory = held(buffers=buffers, averaged=averaged, activations=activations)
     link = config.dist.link_gb_s
     return Layout(ranks, strategy, batch, samples, memory, traffic, compute_s, run.device, link, warnings)
 
