@@ -41,21 +41,21 @@ SECTIONS = {
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
 }
 COUNTS = {
-    "kills": (200, 2, "SIGKILLs at random moments"),
+    "kills": (200, 1, "SIGKILLs at random moments"),
     "configurations": (0, 1, "how many configurations to kill; 0 for all"),
     "writing": (50, 2, "kills inside checkpoint writing"),
     "disks": (0, 2, "how many ways to fill the disk; 0 for all"),
     "truncations": (100, 10, "truncated checkpoints"),
     "flips": (1000, 30, "altered bytes"),
-    "cache": (50, 2, "places of a cache that are damaged, before a run and again while it is used"),
-    "settings": (0, 2, "settings that must not change a bit; 0 for all"),
-    "hostile": (0, 3, "malicious files; 0 for all"),
-    "memory": (0, 3, "small files that want to become large; 0 for all"),
-    "downloads": (0, 3, "targets in sections that would download or write; 0 for all"),
+    "cache": (50, 1, "places of a cache that are damaged, before a run and again while it is used"),
+    "settings": (0, 1, "settings that must not change a bit; 0 for all"),
+    "hostile": (0, 2, "malicious files; 0 for all"),
+    "memory": (0, 2, "small files that want to become large; 0 for all"),
+    "downloads": (0, 2, "targets in sections that would download or write; 0 for all"),
     "endings": (0, 1, "places of a run's end; 0 for all"),
-    "special": (0, 3, "special files; 0 for all"),
+    "special": (0, 2, "special files; 0 for all"),
     "signals": (0, 1, "phases that a signal comes in; 0 for all"),
-    "places": (0, 2, "places of the kill sweep; 0 for all"),
+    "places": (0, 1, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),
 }
 
@@ -64,7 +64,7 @@ def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) ->
     """Run sections one after the other; each has random numbers of its own, so that any can be repeated alone."""
     import importlib
 
-    import runner.train  # noqa: F401  # before anything forks, so that no child pays for it
+    import runner.verbs.train  # noqa: F401  # before anything forks, so that no child pays for it
     from faults.jobs import directory, whole
     from faults.lives import preload
 

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
 from runner.checkpoint import file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
+import torture
 from faults import damage, ending, table, writing
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sections",
-    [
-        ("kills", "damage", "same_bits", "disk", "hostile", "memory", "downloads"),
-        ("writing", "sweep", "signals", "ending", "special", "cache"),
-    ],
-    ids=" ".join,
-)
-def test_whatever_is_done_to_a_run_nothing_is_lost(sections: tuple[str, ...], tmp_path: Path) -> None:
-    words = [sys.executable, str(SCRIPTS / "torture.py"), *sections, "--short", "--json", str(tmp_path / "table.json")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+def test_whatever_is_done_to_a_run_nothing_is_lost(workdir: Path) -> None:
+    done = forked.run(["--short", "--json", "table.json"], script=str(SCRIPTS / "torture.py"))
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "table.json").read_text())
-    assert {row["section"] for row in rows} == set(sections)
+    rows = json.loads((workdir / "table.json").read_text())
+    assert {row["section"] for row in rows} == {*torture.SECTIONS}
     assert all(row["injected"] or row["note"] for row in rows)
 
 

@@ -40,7 +40,7 @@ def section(bench: Bench) -> list[Row]:
         once.count(_different(words, bench.folder / f"once_{place}", [place], expected), bench.say)
     chains = Row("ending", "chains of 2 or 3 SIGKILLs there")
     for number in range(most or 12):
-        chain = [bench.draw.randrange(1, places + 1) for _ in range(bench.draw.choice((2, 3)))]
+        chain = [bench.draw.randrange(1, places + 1) for _ in range(2 if most else bench.draw.choice((2, 3)))]
         chains.count(_different(words, bench.folder / f"chain_{number}", chain, expected), bench.say)
     due = Row("ending", "SIGKILL after an evaluation that a signal had put off, all loggers compared line by line")
     for number, place in enumerate((3, 5, 7)[: most or None]):

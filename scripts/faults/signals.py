@@ -16,7 +16,7 @@ PREEMPTED = 75
 SIGNALS = (
     signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
 )  # fmt: skip
-SHORT = SIGNALS[:2]
+SHORT = SIGNALS[:1]
 # What one cause sends: a closed terminal (the shell and the kernel), a service manager, used up CPU time.
 TOGETHER: dict[str, tuple[int, ...]] = {
     "SIGHUP twice": (signal.SIGHUP, signal.SIGHUP),

@@ -27,9 +27,10 @@ def section(bench: Bench) -> list[Row]:
         run = bench.folder / f"{phase.replace(' ', '_')}_{number}"
         rows[phase].count(_chain(words, run, [(phase, number)], expected, must_strike=True), bench.say)
         _progress(bench, list(rows.values()), len(places))
-    chains = Row("sweep", "chains of 2 to 6 SIGKILLs, also while restoring and evaluating")
+    longest = 2 if bench.counts["places"] else 6
+    chains = Row("sweep", f"chains of 2 to {longest} SIGKILLs, also while restoring and evaluating")
     for number in range(bench.counts["chains"]):
-        chain = [_anywhere(bench) for _ in range(bench.draw.randint(2, 6))]
+        chain = [_anywhere(bench) for _ in range(bench.draw.randint(2, longest))]
         chains.count(_chain(words, bench.folder / f"chain_{number}", chain, expected), bench.say)
         _progress(bench, [chains], bench.counts["chains"])
     return [row for row in [*rows.values(), chains] if row.injected]

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import tempfile
-import time
-from pathlib import Path
-
-from omegaconf import DictConfig
 
 from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
 from runner.build.data_check import compare_data, source_digests
 from runner.build.describe import show_run
-from runner.build.dry_run import dry_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
@@ -25,11 +19,11 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import Job, check_same, count_ranks, device_of_rank
+from runner.build.ranks import ReportShare, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
-from runner.build.setup import Setup, resolve, why_occupied
+from runner.build.setup import Setup
 from runner.build.step import build_parts, build_step, slow_guard
 from runner.build.validate import validate_limits
 from runner.build.weight_average import build_averaged
@@ -37,17 +31,13 @@ from runner.checkpoint import resume
 from runner.checkpoint.rng import seed_everything
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
-from runner.config.app import current
-from runner.config.durations import seconds
-from runner.config.errors import PREEMPTED, USAGE, UserError
 from runner.config.merge import may_write_cache
-from runner.config.reading import read_summary
 from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.distributed.agreement import Agreement
-from runner.distributed.launch import run_ranks
 from runner.distributed.parallel import parallelize
-from runner.distributed.world import joined, world
+from runner.distributed.sharding import is_sharded
+from runner.distributed.world import world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
 from runner.engine.errors import Interrupted, Preempted
@@ -56,7 +46,6 @@ from runner.engine.oom_retry import ReportMicroBatches
 from runner.engine.position import Position
 from runner.engine.state import RunningMean, TrainState
 from runner.runtime.compilation import CompileReport, forget_compiled
-from runner.runtime.determinism import operations_named
 from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
@@ -65,78 +54,6 @@ from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.skipped_steps import SkippedSteps
-
-
-def run(cfg: DictConfig) -> float | None:
-    """Run one job: the entry point that Hydra calls.
-
-    Returns:
-        The best value of the monitored metric, for sweepers; None if there is none.
-
-    Raises:
-        SystemExit: with the exit code, unless the job finished or is one of a sweep.
-    """
-    composition = current(cfg)
-    record, signals, value = RunRecord(composition), StopSignals(), None
-    if mistake := why_occupied(composition):
-        record.complain(str(mistake))
-        raise SystemExit(USAGE)
-    try:
-        with signals, operations_named(lambda text: record.console.warn(text)):
-            record.reserve()
-            setup = resolve(composition)
-            if setup.config.max_time is not None:
-                signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
-            if setup.config.dry_run:
-                build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
-                value = dry_run(setup.config, build, record.console)
-            elif setup.finished is not None:
-                return record.leave(setup.finished)
-            else:
-                record.open(setup)
-                ranks = count_ranks(setup.config)
-                value = train_on_ranks(setup, record, ranks) if ranks > 1 else train(setup, record, signals)
-        record.summary["status"] = "finished"
-    except (Exception, SystemExit) as error:
-        record.fail(error)
-    finally:
-        record.close()
-    record.finish()
-    return value
-
-
-def train_on_ranks(setup: Setup, record: RunRecord, ranks: int) -> float | None:
-    """Train with several processes on this machine, and read from the summary that rank 0 wrote how they ended."""
-    directory = record.directory
-    record.begin()
-    job = Job.of(record.composition, setup, directory.path)
-    try:
-        outcome = run_ranks(train_as_rank, job, ranks, directory.path / "logs", setup.config.max_restarts)
-    finally:
-        record.summary |= read_summary(directory.path) or {}
-    if outcome.status == PREEMPTED:
-        raise Preempted(outcome.sentence)
-    return outcome.value
-
-
-def train_as_rank(job: Job) -> float | None:
-    """Train as one of several ranks, from what the launcher decided."""
-    signals = StopSignals(patient=True)
-    with (
-        signals,
-        tempfile.TemporaryDirectory() as scratch,
-        joined(job.config.dist.timeout_s, device_of_rank(job.config)) as ranks,
-        operations_named(lambda text: record.console.warn(text)),
-    ):
-        setup = job.setup()
-        record = RunRecord.of_rank(job.composition, setup, job.directory, ranks.rank, Path(scratch))
-        if job.config.max_time is not None:
-            signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        try:
-            return train(setup, record, signals)
-        finally:
-            record.console.stop()
-            record.directory.write_summary(record.summary)
 
 
 def build_run(
@@ -173,6 +90,7 @@ def build_run(
         eval_batch_size=config.evaluate.batch_size,
         channels_last=config.channels_last,
         make_cache=make_cache,
+        dtype=precision.weights,
     )
     data.choices.extend(choices)
     data.train.loader.world = world()
@@ -183,7 +101,8 @@ def build_run(
     fresh = fresh and start is None
     task, model, loss = build_task_model_loss(config, data, fetch_weights=fresh)
     config = with_facts(config, task, data)
-    place(model, loss, device, config.channels_last)
+    place(model, loss, device, config.channels_last, precision.weights)
+    warnings = synchronize_norms(config, model)
     single_values = probe(task, model, loss, data)
     monitor = choose_monitor(config, task)
 
@@ -191,10 +110,14 @@ def build_run(
     image = example_input(data)
     initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
-    check_batches_of_one(model, single_values, length.plan)
+    check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
+
+    # The weights of a sharded model are divided among the ranks, and those of the optimizer with them
+    if config.strategy == "fsdp" and world().size > 1:
+        freezing.follow_parameters(shard_model(config, model, hardware))
 
     # Optimizer, schedule, average of the weights
     optimizer, kernels = build_optimizer(config, model)
@@ -204,7 +127,7 @@ def build_run(
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=precision.scaler,
-        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip"),
+        meter=RunningMean(device, finite_only=config.on_nonfinite == "skip", dtype=precision.weights),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, optimizer, length),
     )
@@ -214,9 +137,8 @@ def build_run(
     parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
     step = build_step(config, length.plan.batch_size)
     if world().size > 1:
-        if config.strategy == "fsdp":
-            raise UserError("strategy", "is fsdp, which only dry_run=true can do", "ddp")
         find_unused, retries = config.dist.find_unused_parameters, config.on_oom == "split"
+        warnings += uneven_loss(loss, task, data)
         parts, step = parallelize(parts, step, model, world(), find_unused=find_unused, retries=retries)
     return Run(
         config=config,
@@ -238,6 +160,7 @@ def build_run(
             *initial.warnings,
             *toggled.warnings,
             *data.warnings,
+            *warnings,
         ],
     )
 
@@ -285,7 +208,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     loggers = build_loggers(config.logger if world().first else {}, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = choose_hardware_metrics(
-        config.log.utilization,
+        config.log.utilization if config.dtype == "float32" else False,
         run.device,
         kind=kind_of(run.precision.dtype, run.device),
         count=lambda: training_flops(run),
@@ -300,7 +223,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         buffer=buffer,
         fingerprint=fingerprint,
         sources=sources,
-        clock=agreement.clock if agreement else time.monotonic,
+        clock=agreement.clock if agreement else None,
     )
 
     # Callbacks are called in the order of the list; saving comes last, when everything else is done
@@ -308,6 +231,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
         *([agreement] if agreement else []),
+        *([ReportShare(console.line)] if is_sharded(run.model) else []),
         *compile_reports,
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
@@ -318,7 +242,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         saving.callback,
     ]
     held = Held(run)
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()))
+    evaluator = Evaluator(
+        run, console.warn, lambda: bool(signals.asked()), agreement.confirm if agreement else lambda: None
+    )
     loop = Loop(
         state,
         source=data.train.loader,

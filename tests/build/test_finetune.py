@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import runner.train
+import runner.verbs.train
 from runner.build.run import training_flops
 from runner.checkpoint.file import read
 from runner.config.app import Composition
@@ -72,12 +72,12 @@ def call(
     def train(status: int = 0, **settings: Any) -> dict[str, Any]:
         folder = workdir / f"run_{next(numbers)}"
         composition = dataclasses.replace(settled(settings), run_dir=folder)
-        monkeypatch.setattr(runner.train, "current", lambda cfg: composition)
+        monkeypatch.setattr(runner.verbs.train, "current", lambda cfg: composition)
         shown = io.StringIO()
         ended = 0
         with redirect_stdout(shown), redirect_stderr(shown):
             try:
-                runner.train.run(None)  # type: ignore[arg-type]
+                runner.verbs.train.run(None)  # type: ignore[arg-type]
             except SystemExit as stop:
                 ended = stop.code
         assert ended == status, shown.getvalue()

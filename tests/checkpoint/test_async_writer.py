@@ -61,15 +61,15 @@ def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> N
 def test_an_update_waits_until_the_weights_before_it_are_copied(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
-    plain = train(*SMALL, *words, "max_steps=5")
+    plain = train(*SMALL, *words, "max_steps=3")
     finish = Snapshot.finish
 
     def slow(self: Snapshot) -> None:
-        time.sleep(0.3)
+        time.sleep(0.1)
         finish(self)
 
     monkeypatch.setattr(Snapshot, "finish", slow)
-    other = train(*SMALL, *words, "max_steps=5", "checkpoint.async=true")
+    other = train(*SMALL, *words, "max_steps=3", "checkpoint.async=true")
     for path in (plain.directory / "checkpoints").iterdir():
         assert same(read(path)["model"], read(other.directory / "checkpoints" / path.name)["model"]), path.name
         assert same(read(path)["optimizer"], read(other.directory / "checkpoints" / path.name)["optimizer"]), path.name

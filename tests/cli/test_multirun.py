@@ -7,17 +7,17 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from forked import ForkedProgram
 
-from runner import train
 from runner.tracking import run_directory
+from runner.verbs import train
 from runner.verbs._launch import job_of
 
 
@@ -197,16 +197,17 @@ def test_jobs_can_be_pickled_by_launchers_without_torch():
 
 
 def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
-    command = [sys.executable, "-m", "runner", "train", *tiny, "--multirun", "seed=0,1,2", "epochs=100000"]
-    with subprocess.Popen([*command, "checkpoint.every_epochs=1000"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        lines = [next(line for line in process.stdout if "[val]" in line)]
-        process.send_signal(signal.SIGTERM)
-        lines += list(process.stdout)
-    assert process.returncode == 75
-    text = "".join(lines)
-    assert "preempted" in text
-    assert not (Path(lines[-1].strip()) / "1").exists()
+    words = ("--multirun", "seed=0,1,2", "epochs=100000", "checkpoint.every_epochs=1000")
+    program, deadline = ForkedProgram(["train", *tiny, *words]), time.monotonic() + 60
+    while not any('"val"' in path.read_text() for path in workdir.rglob("metrics.jsonl")):
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline, "no evaluation was logged"
+        time.sleep(0.01)
+    program.send_signal(signal.SIGTERM)
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 75, err
+    assert "preempted" in out
+    assert not (Path(out.splitlines()[-1].strip()) / "1").exists()
 
 
 def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):

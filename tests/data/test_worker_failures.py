@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.config.errors import DataFailed
 from runner.data.sampler import AllSamples
@@ -25,6 +26,12 @@ from runner.data.workers import WorkerLoader
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch checks every 5 s whether the workers are alive, where no signal told it before."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
 
 
 class Numbered(Dataset[Any]):

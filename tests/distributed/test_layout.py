@@ -28,7 +28,7 @@ from runner.train import build_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-import scale
+import scale_memory
 
 # A block of 10 x 4 = 160 bytes and another of 3 x 4 = 48, a head of 2 x 4 = 32, and 20 frozen bytes; Adam keeps two moments.
 WEIGHTS = (
@@ -161,7 +161,7 @@ def test_what_has_no_effect_is_said(compose: Callable[..., Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bytes sent are counted by /proc")
 def test_real_ranks_report_what_was_predicted(workdir: Path) -> None:
-    words = ("model=small_cnn", "devices=2", "device=cpu", *scale.DATA, *scale.QUIET)
-    rows = scale.compare((*words, "evaluate.every_epochs=null", "evaluate.test=false"))
+    words = ("model=small_cnn", "devices=2", "device=cpu", *scale_memory.DATA, *scale_memory.QUIET)
+    rows = scale_memory.compare((*words, "evaluate.every_epochs=null", "evaluate.test=false"))
     assert {"parameters", "gradients", "optimizer", "activations", "total", "sent"} <= {name for name, *_ in rows}
-    assert {name: ratio for name, _, _, ratio in rows if abs(ratio - 1) > scale.TOLERANCE} == {}
+    assert {name: ratio for name, _, _, ratio in rows if abs(ratio - 1) > scale_memory.TOLERANCE} == {}

@@ -135,6 +135,7 @@ def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch
         ("cpu", None, ("g++",), ""),
         ("cuda", (6, 1), ("gcc",), "needs a GPU of compute capability 7.0"),
         ("cuda", (9, 0), (), "needs a C compiler, with which Triton builds its launchers"),
+        ("cuda", (7, 0), ("gcc",), ""),
         ("cuda", (9, 0), ("gcc",), ""),
         ("mps", None, (), ""),
     ],

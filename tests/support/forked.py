@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["runner.train", "torchmetrics.classification", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(["runner.verbs.train", "torchmetrics.classification", "torch._dynamo"])
 
 
 class ForkedProgram:
@@ -27,14 +27,17 @@ class ForkedProgram:
         words: after `python -m runner`.
         terminal: path of a terminal that becomes the controlling one; without it, what is printed goes to files.
         ignored: signals that the program is started with as ignored.
+        script: path of a Python file that runs instead of the program.
     """
 
-    def __init__(self, words: Sequence[str], terminal: str = "", ignored: Sequence[signal.Signals] = ()) -> None:
+    def __init__(
+        self, words: Sequence[str], terminal: str = "", ignored: Sequence[signal.Signals] = (), script: str = ""
+    ) -> None:
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         streams = (terminal, terminal) if terminal else (f"{folder}/out", f"{folder}/err")
         self._paths = [Path(path) for path in streams]
-        arguments = (tuple(words), str(Path.cwd()), dict(os.environ), streams, tuple(ignored))
+        arguments = (tuple(words), str(Path.cwd()), dict(os.environ), streams, tuple(ignored), script)
         self._process = CONTEXT.Process(target=_work, args=arguments)
         self._process.start()
         assert self._process.pid is not None
@@ -64,9 +67,9 @@ class ForkedProgram:
         self._process.kill()
 
 
-def run(words: Sequence[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end in the current folder."""
-    program = ForkedProgram(words)
+def run(words: Sequence[str], timeout: float = 300, script: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the program, or a script, to its end in the current folder."""
+    program = ForkedProgram(words, script=script)
     try:
         out, err = program.communicate(timeout)
     except subprocess.TimeoutExpired:
@@ -76,7 +79,12 @@ def run(words: Sequence[str], timeout: float = 300) -> subprocess.CompletedProce
 
 
 def _work(
-    words: tuple[str, ...], folder: str, environment: dict[str, str], streams: tuple[str, str], ignored: tuple[int, ...]
+    words: tuple[str, ...],
+    folder: str,
+    environment: dict[str, str],
+    streams: tuple[str, str],
+    ignored: tuple[int, ...],
+    script: str,
 ) -> None:
     multiprocessing.set_start_method(None, force=True)  # workers start as in any other process, not by this server
     os.setsid()
@@ -95,7 +103,10 @@ def _work(
     sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.argv, sys.orig_argv = ["runner", *words], [sys.executable, "-m", "runner", *words]
     try:
-        runpy.run_module("runner", run_name="__main__", alter_sys=True)
+        if script:
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module("runner", run_name="__main__", alter_sys=True)
     finally:
         sys.stdout.flush()
         atexit._run_exitfuncs()

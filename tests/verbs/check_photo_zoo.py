@@ -175,4 +175,19 @@ HEALTHY = {
     "smoothed": ("loss={_target_: runner.optim.losses.CrossEntropy, label_smoothing: 0.1}",),
     "transformer": ("model={_target_: runner.models.vit.ViT, num_classes: null, image_size: null, in_channels: null, dim: 32, "
                     "depth: 2, heads: 2}",),
+    # Statistics that are this slow need a long training.
+    "slow BatchNorm": ("model.momentum=0.0003", "epochs=2000"),
 }  # fmt: skip
+# Each of these settings is in one of the trainings that the suite checks.
+COMBINED = (
+    ("as it is",),
+    ("SGD", "clipped by norm", "cosine", "crops and colour"),
+    ("Adam", "batches of 64", "constant", "images of floats"),
+    ("RMSprop", "accumulated", "smoothed", "erasing"),
+    ("long average", "fine-tuning rate"),
+    ("clipped adaptively", "average", "small crops", "warm-up, stable, decay"),
+    ("numbers", "slow BatchNorm"),
+    ("mixup", "binary cross-entropy"),
+    ("64 pixels",),
+    ("transformer", "focal", "RandAugment"),
+)

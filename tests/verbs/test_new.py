@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import yaml
 
@@ -36,12 +36,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def own_tests(folder: Path) -> None:
-    """Run the tests that were written."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment
+def own_tests() -> None:
+    """Run the tests that were written, in the current folder."""
+    done = forked.run(
+        ["-q", "-p", "no:cacheprovider", "--assert=plain"], script=str(Path(pytest.__file__).with_name("__main__.py"))
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
@@ -68,17 +66,20 @@ def test_what_is_written_trains_with_the_command_that_is_told(kind: str, own: Pa
 def test_everything_that_is_written_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
     for kind, (name, _, _) in PARTS.items():
         assert run("new", kind, name).status == 0
-    own_tests(own)
+    own_tests()
 
 
 @pytest.mark.slow
-def test_a_project_trains_and_passes_its_own_tests(own: Path, run: Callable[..., Any]) -> None:
+def test_a_project_trains_and_passes_its_own_tests(
+    own: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = run("new", "project", "mine")
     assert written.status == 0, written.err
     assert "cd mine" in written.out
     assert "python -m runner train --config-dir conf experiment=mine" in written.out
     assert {path.split("/")[0] for path in content(own)} == {"mine"}
-    own_tests(own / "mine")
+    monkeypatch.chdir("mine")
+    own_tests()
 
 
 def test_a_project_grows_with_its_own_package_and_options(

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 from torch.utils.data import Dataset
 
-import runner.train  # noqa: F401  # before anything forks, so that no child pays for it
+import runner.verbs.train  # noqa: F401  # before anything forks, so that no child pays for it
 from faults.peers.job import BATCH, EPOCHS, EVERY_STEPS, SAMPLES, Job
 from runner.cli import main
 from runner.data.sources.digits import digits

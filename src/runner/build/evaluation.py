@@ -16,6 +16,7 @@ from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import part_with, weights_of
 from runner.data.build import DataModule
 from runner.data.consistency import not_finite
+from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
@@ -27,10 +28,19 @@ _LESS = "a smaller data.batch_size or evaluate.batch_size, or amp=true"
 
 
 class Evaluator:
-    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`."""
+    """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`.
 
-    def __init__(self, run: Run, warn: Callable[[str], None], interrupted: Callable[[], bool]) -> None:
-        self._run, self._warn, self._interrupted = run, warn, interrupted
+    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        warn: Callable[[str], None],
+        interrupted: Callable[[], bool],
+        agree: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._warn, self._interrupted, self._agree = run, warn, interrupted, agree
         self._metrics = fresh_metrics(run.config, run.task, run.device)
 
     def weights(self, name: str) -> dict[str, float]:
@@ -54,10 +64,21 @@ class Evaluator:
 
     def weights_and_average(self, name: str) -> dict[str, float]:
         """The same, and of the average of the weights, if there is one, as {"val/ema_loss": 0.1, ...}."""
-        return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
+        try:
+            return evaluate_both(self._run, lambda: self.weights(name), self._interrupted)
+        except Interrupted:
+            self._agree()
+            raise
 
     def test(self, manager: CheckpointManager) -> dict[str, Any]:
         """Test the best checkpoint, or without one the weights as they are; returns `test`, and which weights were tested."""
+        try:
+            return self._tested(manager)
+        except Interrupted:
+            self._agree()
+            raise
+
+    def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
         state, summary = self._run.state, dict[str, Any]()
         if state.best is not None and world().decide(manager.best.is_file):
             kind = load_best(self._run, file.read(manager.best, part_with()))
@@ -65,7 +86,7 @@ class Evaluator:
                 summary["test_weights"] = kind
             results = self.weights("test")
         else:
-            results = self.weights_and_average("test")
+            results = evaluate_both(self._run, lambda: self.weights("test"), self._interrupted)
         return summary | {"test": {name.removeprefix("test/"): number for name, number in results.items()}}
 
 
@@ -112,15 +133,19 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     if batches > 1 and loader.samples % size == 1:
         batches -= 1  # a single sample has no variance
     of_evaluations, loader.batch_size = loader.batch_size, size
+    stopped, sharded = False, is_sharded(run.model)
     try:
         with preserved_rng(), torch.no_grad():
             for batch in loader.batches(0, 0, batches if limit is None else min(batches, limit)):
-                if interrupted():
-                    raise Interrupted
+                if stopped := any(world().gather(interrupted())) if sharded else interrupted():
+                    break
                 with run.precision.autocast():
                     run.model(batch.images)
+        reshard(run.model)
     finally:
         loader.batch_size = of_evaluations
+    if any(world().gather(stopped)):
+        raise Interrupted
 
 
 def load_best(run: Run, contents: dict[str, Any]) -> str:

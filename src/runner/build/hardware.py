@@ -26,7 +26,7 @@ def choose_hardware(config: Train) -> Hardware:
     prepare_repeating(config.deterministic)  # before the device is used for the first time
     device, reason = choose_device(config.device)
     warnings = set_switches(config, device)
-    return Hardware(device, reason, choose_precision(config.amp, device), warnings)
+    return Hardware(device, reason, choose_precision(config.amp, device, config.dtype), warnings)
 
 
 def set_switches(config: Train, device: torch.device) -> list[str]:

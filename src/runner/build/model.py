@@ -44,7 +44,7 @@ def build_task_model_loss(
     if data.incompatibilities:
         raise data.incompatibilities[0]
     task = build_task(config, data)
-    model = build_model(config, task, data, lambda: example_input(data).cpu(), fetch_weights)
+    model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     _check_targets(task, data)
     return task, model, build_loss(config, task, data)
 
@@ -179,9 +179,18 @@ def indices_for(images: Tensor) -> Tensor:
     return torch.zeros(len(images), dtype=torch.int64, device=images.device)
 
 
-def place(model: nn.Module, loss: nn.Module, device: torch.device, channels_last: bool) -> None:
-    """Move model and loss to the device, weights in the memory layout that the images come in."""
-    model.to(device)
-    loss.to(device)
+def place(
+    model: nn.Module,
+    loss: nn.Module,
+    device: torch.device,
+    channels_last: bool,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Move model and loss to the device, weights in the memory layout that the images come in.
+
+    In float64 all their floating-point tensors are converted; in float32 each keeps its type.
+    """
+    for module in (model, loss):
+        module.to(device, dtype if dtype == torch.float64 else None)
     if channels_last:
         model.to(memory_format=torch.channels_last)

@@ -50,19 +50,23 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> li
     return single
 
 
-def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan) -> None:
-    """Refuse batches of one sample if BatchNorm layers, which `probe` found, would get a single value per channel."""
-    if not single or plan.size(plan.batches - 1) != 1:
+def check_batches_of_one(model: nn.Module, single: Sequence[str], plan: EpochPlan, ranks: int = 1) -> None:
+    """Refuse batches of one sample if BatchNorm layers, which `probe` found, would get a single value per channel.
+
+    `ranks` is how many processes share a batch, of which each computes statistics of its own.
+    """
+    if not single or plan.size(plan.batches - 1) // ranks > 1:
         return
     model.train()  # as training does; a custom model may keep some layers in evaluation mode
     for name in single:
         norm = model.get_submodule(name)
         trained = [parameter.requires_grad for parameter in norm.parameters()]
         if norm.training and (any(trained) or not trained):
-            which = "every batch" if plan.batch_size == 1 else "the last batch of an epoch"
+            which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
+            which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
             needs = f"{type(norm).__name__} '{name}' needs at least two values a channel in training"
-            allowed = "data.drop_last=true, or another data.batch_size"
-            raise UserError("data.batch_size", f"{which} has 1 sample, and {needs}", allowed)
+            allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
+            raise UserError("data.batch_size", f"{which}, and {needs}", allowed)
 
 
 def _loss_of(task: Task, loss: nn.Module, logits: Any, target: Tensor) -> Tensor:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from runner.build.hardware import Hardware
 from runner.build.run import Run
 from runner.build.setup import Setup
 from runner.checkpoint import file, find
@@ -18,7 +22,16 @@ from runner.config import stored
 from runner.config.composition import Composition
 from runner.config.errors import UserError
 from runner.config.schema.train import Train
-from runner.distributed.world import World
+from runner.data.build import DataModule
+from runner.distributed.batchnorm import synchronize
+from runner.distributed.sharding import is_sharded, local, shard
+from runner.distributed.world import World, restarted, world
+from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
+from runner.runtime.blocks import named_blocks, repeated_blocks
+from runner.runtime.memory import readable
+
+_TRIED = 32  # targets
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,6 @@ class Job:
     checkpoint: Path | None  # to resume from
     differences: list[tuple[str, str, str]]
     warnings: list[str]
-    started: Any  # the start time in the summary
 
     @classmethod
     def of(cls, composition: Composition, setup: Setup, directory: Path) -> Job:
@@ -39,12 +51,14 @@ class Job:
         found = setup.found
         warnings = [*(found.warnings if found else ()), *setup.warnings]
         checkpoint = found.path if found else None
-        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings, None)
+        return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings)
 
     def setup(self) -> Setup:
-        """The setup on a rank, which reads the checkpoint itself."""
+        """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
         found = None
-        if self.checkpoint is not None:
+        if restarted() and find.named(self.directory / "checkpoints", "last"):
+            found = find.load(str(self.directory), self.directory.parent, prefer="last")
+        elif self.checkpoint is not None:
             found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint), [])
         return Setup(self.config, found, self.differences, warnings=self.warnings)
 
@@ -53,17 +67,13 @@ def count_ranks(config: Train) -> int:
     """How many processes `devices` asks for on this machine.
 
     Raises:
-        UserError: if there are not so many GPUs, or the strategy is for another number.
+        UserError: if there are not so many GPUs.
     """
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     devices = config.devices
     if devices == "auto":
         return max(1, gpus)
     numbers = devices if isinstance(devices, list) else list(range(devices))
-    if len(set(numbers)) < len(numbers) or not numbers:
-        raise UserError(
-            "devices", f"names a device twice, or none: {numbers}", "a number, auto, or a list such as [0, 1]"
-        )
     if gpus and len(numbers) > 1 and max(numbers) >= gpus:
         raise UserError(
             "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"
@@ -80,6 +90,37 @@ def device_of_rank(config: Train) -> torch.device:
     return torch.device("cuda", number % torch.cuda.device_count())
 
 
+def synchronize_norms(config: Train, model: nn.Module) -> list[str]:
+    """Do what `sync_batchnorm` asks for; returns a warning if it has no effect."""
+    if not config.sync_batchnorm:
+        return []
+    if world().size == 1:
+        return ["sync_batchnorm=true has no effect: one process trains, and has the whole batch"]
+    return [] if synchronize(model) else ["sync_batchnorm=true has no effect: the model has no BatchNorm"]
+
+
+def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
+    """A warning if the loss of a batch is not the mean of its samples' losses, found out on some targets; or nothing."""
+    targets = torch.stack([target for _, target in data.examples.values()])
+    if "train" in data.targets:
+        targets = data.targets["train"][data.parts["train"][1][:_TRIED]]
+    targets = task.targets(targets.to(data.example[0].device))
+    size = (len(targets), task.outputs(data.classes))
+    logits = torch.arange(size[0] * size[1], device=targets.device).view(size).sin()
+    with evaluating(loss):
+        try:
+            each = [float(loss(logits[row : row + 1], targets[row : row + 1])) for row in range(len(logits))]
+            whole = float(loss(logits, targets))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return []  # some losses take only larger batches
+    if math.isclose(whole, sum(each) / len(each), rel_tol=1e-3, abs_tol=1e-6):
+        return []
+    return [
+        "the loss of a batch is not the mean over its samples: the processes average what each computes of its own rows, "
+        "so their number changes the result, as accumulate does"
+    ]
+
+
 def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
     """Check that all ranks have the same config, data and initial weights.
 
@@ -88,12 +129,12 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
     """
     if world.size == 1:
         return
-    own = {
-        "config": _digest(stored.dump(run.config)),
-        "data": _digest(repr(fingerprint)),
-        "initial weights": weights_sha256(run.model.state_dict()),
-        "version of torch": torch.__version__,
-    }
+    weights = {} if is_sharded(run.model) else {"initial weights": weights_sha256(run.model.state_dict())}
+    own = {"config": _digest(stored.dump(run.config)), "data": _digest(repr(fingerprint)), **weights}
+    _require_same(own | {"version of torch": torch.__version__}, world)
+
+
+def _require_same(own: dict[str, str], world: World) -> None:
     for rank, other in enumerate(ranks := world.gather(own)):
         if wrong := [name for name in own if other[name] != ranks[0][name]]:
             problem = f"rank {rank} of {world.size} has another {' and another '.join(wrong)} than rank 0"
@@ -102,3 +143,65 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def shard_model(config: Train, model: nn.Module, hardware: Hardware) -> Mapping[nn.Parameter, nn.Parameter]:
+    """Divide the weights of a model among the ranks, as `fsdp` says; see `runner.distributed.sharding.shard`.
+
+    Raises:
+        UserError: if the ranks have different weights, or the settings do not fit model, device or number of ranks.
+    """
+    settings, ranks, device = config.fsdp, world(), hardware.device
+    _require_same({"initial weights": weights_sha256(model.state_dict())}, ranks)
+    if ranks.size % settings.replicas:
+        allowed = f"a divisor of {ranks.size}, the number of processes"
+        raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
+    if settings.cpu_offload and device.type == "cpu":
+        raise UserError("fsdp.cpu_offload", "has no effect on the CPU", "false, or device=cuda")
+    if hardware.precision.scaler is not None:
+        problem = "chose fp16 on this device, whose scaled loss strategy=fsdp does not support"
+        raise UserError("amp", problem, "bf16 or false, or strategy=ddp")
+    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
+        problem = f"has weights without dimensions, which strategy=fsdp cannot divide: {', '.join(scalars[:3])}"
+        raise UserError("model", problem, "weights of shape (1,), or strategy=ddp")
+    blocks = repeated_blocks(model)
+    if settings.blocks is not None:
+        blocks = named_blocks(model, settings.blocks, "fsdp.blocks", "null")
+    return shard(
+        model,
+        [module for _, module in blocks],
+        ranks,
+        device,
+        reshard_after_forward=settings.reshard_after_forward,
+        cpu_offload=settings.cpu_offload,
+        replicas=settings.replicas,
+    )
+
+
+class ReportShare:
+    """Says after the first step how much of a sharded run's state this rank keeps."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report: Callable[[str], None] | None = report
+
+    def on_step(self, loop: Any) -> None:
+        """Report, once."""
+        if self._report is None:
+            return
+        report, self._report = self._report, None
+        state, ranks = loop.state, world()
+        weights = list(state.model.parameters())
+        moments = [value for values in state.optimizer.state.values() for value in values.values()]
+        trained = [weight for weight in weights if weight.requires_grad]
+        kept = {"parameters": weights, "gradients": trained, "optimizer state": moments}
+        units = sum(is_sharded(module) for module in state.model.modules())
+        parts = ", ".join(f"{_share(tensors)} of {what}" for what, tensors in kept.items())
+        report(f"fsdp: rank {ranks.rank} of {ranks.size} keeps {parts}; {units} units are gathered one by one")
+
+
+def _share(values: Iterable[Any]) -> str:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    own, all_ = (
+        sum(tensor.numel() * tensor.element_size() for tensor in some) for some in (map(local, tensors), tensors)
+    )
+    return f"{readable(own)} of {readable(all_)}"

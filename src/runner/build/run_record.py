@@ -64,6 +64,7 @@ class RunRecord:
         directory = RunDirectory(path if rank == 0 else scratch)
         directory.checkpoints = path / "checkpoints"
         log = directory.log_file if rank == 0 else path / "logs" / f"rank_{rank}.log"
+        log.parent.mkdir(exist_ok=True)
         progress = setup.config.log.progress
         nowhere = None if rank == 0 else io.StringIO()
         record.console = Console(log, None if progress == "auto" else progress, nowhere)

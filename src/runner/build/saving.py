@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -55,7 +54,7 @@ class Saving:
         buffer: MetricsBuffer,
         fingerprint: dict[str, Any],
         sources: dict[str, str],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         settings = run.config.checkpoint
         self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, writes=world().first)

@@ -14,6 +14,7 @@ from runner.config.reading import read_overrides, read_summary
 from runner.config.resolve import resolve_config, resolve_with_checkpoint
 from runner.config.schema.train import Train
 from runner.config.secrets import mask_words
+from runner.distributed.world import restarted
 from runner.tracking.run_directory import RunDirectory, unfinished
 
 
@@ -32,8 +33,8 @@ class Setup:
 def resolve(composition: Composition) -> Setup:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
-    if composition.resumes:
-        if ckpt_path is not None:
+    if composition.resumes or restarted():
+        if ckpt_path is not None and composition.resumes:
             problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)

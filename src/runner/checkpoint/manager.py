@@ -10,6 +10,7 @@ from runner.checkpoint import file
 from runner.checkpoint.find import SUFFIXES, step_files
 from runner.checkpoint.structure import identity
 from runner.config.errors import UserError
+from runner.distributed.sharding import local
 from runner.instrument.nested import tensors_in
 
 _MIB = 2**20
@@ -22,7 +23,7 @@ def step_stem(global_step: int) -> str:
 
 def size_of(value: Any) -> int:
     """Bytes of the tensors in nested containers, tied ones once."""
-    tensors = {identity(leaf): leaf for leaf in tensors_in(value)}
+    tensors = {identity(local(leaf)): leaf for leaf in tensors_in(value)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 

@@ -11,6 +11,8 @@ from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
+from runner.distributed.sharding import gathered
+from runner.distributed.world import world
 
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class Stateful(Protocol):
 def contents(
     state: Stateful, callbacks: dict[str, Any], config: str, classes: list[str], versions: dict[str, str], **known: Any
 ) -> dict[str, Any]:
-    """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`.
+    """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`; of several ranks, the first has the tensors.
 
     Args:
         state: model, optimizer, schedule, scaler, position and metrics.
@@ -41,7 +43,9 @@ def contents(
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
     """
-    saved = state.state_dict()
+    saved, ranks = state.state_dict(), world()
+    if ranks.size > 1:
+        saved = mapped(saved, lambda tensor, _: gathered(tensor, ranks))
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }

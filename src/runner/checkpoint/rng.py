@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from typing import Any
 
 import numpy as np
 import torch
 
+from runner.checkpoint.async_writer import mapped
 from runner.config.errors import UserError
 from runner.distributed.world import world
 
@@ -41,7 +41,8 @@ def capture() -> dict[str, Any]:
         state["mps"] = torch.mps.get_rng_state()
     if ranks.size > 1:
         states = ranks.gather(state)
-        if len({pickle.dumps(one) for one in states}) > 1:  # a model or a transform drew different numbers on them
+        values = {repr(mapped(one, lambda tensor, _: tensor.numpy().tobytes())) for one in states}
+        if len(values) > 1:  # a model or a transform drew different numbers on them
             state["ranks"] = states
     return state
 

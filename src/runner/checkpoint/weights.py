@@ -17,6 +17,7 @@ from runner.checkpoint.file import Parts, is_checkpoint
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
 from runner.config.schema.verbs import Weights as Which
+from runner.distributed.sharding import whole
 
 _KEY = "init_from"
 _INSIDE = ("state_dict", "model", "model_state_dict", "model_state")
@@ -29,7 +30,7 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
         value = state_dict[name]
         if not isinstance(value, Tensor):
             continue
-        tensor = value.detach().cpu().contiguous()
+        tensor = whole(value.detach()).cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -24,7 +24,10 @@ _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 
 def conflicts(config: Train) -> list[Problem]:
     """Combinations that cannot be run; each says what to set."""
-    rules = (_of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_verbs)
+    rules = (
+        _of_length, _of_repeating, _of_speed, _of_weights, _of_averaging, _of_data, _of_evaluations, _of_ranks, _of_sharding,
+        _of_verbs,
+    )  # fmt: skip
     return [Problem(*broken) for rule in rules for broken in rule(config)]
 
 
@@ -66,6 +69,14 @@ def _of_repeating(config: Train) -> Broken:
 def _of_speed(config: Train) -> Broken:
     """Settings of speed and memory that cannot be combined."""
     mode, blocks = config.compiler.mode, config.activation_checkpointing
+    if config.dtype == "float64" and config.amp is not False:
+        amp = str(config.amp).lower()
+        yield "dtype", f"is float64, but amp={amp} computes in 16 bits", "amp=false, or dtype=float32"
+    if config.dtype == "float64" and config.log.utilization is True:
+        yield "log.utilization", "is true, but the peak of a device in float64 is not known", "auto or false"
+    if config.sync_batchnorm and config.on_oom == "split":
+        message = "is split, but with sync_batchnorm=true all processes have to compute the same batches"
+        yield "on_oom", message, "on_oom=raise, or sync_batchnorm=false"
     if config.tf32 and config.matmul_precision == "highest":
         message = "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
         yield "matmul_precision", message, "matmul_precision=null, or tf32=false"
@@ -182,6 +193,61 @@ def _of_evaluations(config: Train) -> Broken:
             yield f"callbacks.{name}", f"waits for evaluations, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1"
     if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
         yield "scheduler", f"follows a metric, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1, or another schedule"
+
+
+def _of_ranks(config: Train) -> Broken:
+    """What several processes cannot do together."""
+    if (
+        type(config) is not Train
+        or config.devices in (1, "auto")
+        or (isinstance(config.devices, list) and len(config.devices) == 1)
+    ):
+        return
+    devices = f"devices={config.devices}".replace(" ", "")
+    if isinstance(config.devices, list) and len(set(config.devices)) != len(config.devices):
+        yield "devices", f"names a device twice: {config.devices}", "each device once, such as [0, 1]"
+    if config.strategy == "single":
+        yield (
+            "strategy",
+            f"is single, which is one process, and {devices} asks for several",
+            "auto or ddp, or devices=1",
+        )
+    if config.lr == "auto":
+        yield "lr", f"is auto, which searches with one process, and {devices}", "what find-lr suggests, or devices=1"
+    if config.data.batch_size == "auto":
+        yield "data.batch_size", f"is auto, which searches with one process, and {devices}", "a number, or devices=1"
+    if config.post_mortem:
+        yield "post_mortem", f"needs a terminal, which several processes do not share: {devices}", "false, or devices=1"
+
+
+def _of_sharding(config: Train) -> Broken:
+    """What cannot be combined with weights that are divided among processes, and what has no effect without."""
+    if config.strategy != "fsdp":
+        for key in (field.name for field in dataclasses.fields(config.fsdp)):
+            if getattr(config.fsdp, key) != getattr(type(config.fsdp)(), key):
+                yield f"fsdp.{key}", f"has no effect with strategy={config.strategy}", "strategy=fsdp"
+        return
+    another = "or strategy=ddp"
+    if config.compile is not False:
+        yield "compile", "cannot compile a model whose weights strategy=fsdp divides", f"compile=false, {another}"
+    if config.on_oom == "split":
+        message = (
+            "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
+        )
+        yield "on_oom", message, f"on_oom=raise, {another}"
+    if config.data.batch_size == "auto":
+        message = "is auto, which measures memory on one process, but strategy=fsdp divides weights among several"
+        yield "data.batch_size", message, f"a number, {another}"
+    if config.amp == "fp16":
+        yield "amp", "is fp16, whose scaled loss strategy=fsdp does not support", f"bf16 or false, {another}"
+    if config.dist.find_unused_parameters:
+        message = "is for strategy=ddp: with fsdp the same weights must have gradients on all processes"
+        yield "dist.find_unused_parameters", message, f"dist.find_unused_parameters=false, {another}"
+    if str(config.optimizer.get("_target_", "")).endswith("Adafactor"):
+        message = "has moments of another shape than the weights, which strategy=fsdp cannot divide"
+        yield "optimizer", message, f"another optimizer, {another}"
+    if config.fsdp.cpu_offload and config.device == "cpu":
+        yield "fsdp.cpu_offload", "has no effect on the CPU", "false, or device=cuda"
 
 
 def _of_verbs(config: Train) -> Broken:

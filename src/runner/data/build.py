@@ -96,11 +96,12 @@ def build_data(
     eval_batch_size: int,
     channels_last: bool,
     make_cache: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> DataModule:
     """Read the data set and prepare its splits.
 
     `seed` is for sample order and augmentation. `make_cache=False` uses an existing cache of `data.cache` and makes none, for
-    images that are read once.
+    images that are read once. `dtype` is that of prepared images.
 
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
@@ -155,7 +156,7 @@ def build_data(
     def split_data(name: str, training: bool = False) -> SplitData:
         dataset, indices = parts[name]
         key, nodes = ("train", transform.train) if training else ("eval", transform.eval)
-        prepare = Pipeline(callables(f"transform.{key}", nodes), mean, std, seed, device, channels_last)
+        prepare = Pipeline(callables(f"transform.{key}", nodes), mean, std, seed, device, channels_last, dtype)
         mix = mixing if training else None
         size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
         order = (indices, size, seed, shuffle, device)

@@ -20,7 +20,7 @@ _BY_CHANNEL = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}  # dimensions of 
 class SharedMasks(TorchFunctionMode):
     """While entered, dropout and random rows are those of the whole batch of `samples`, of which this rank has `own`.
 
-    Fused kernels draw numbers of their own: on CUDA a mask is another one than that of a single process, but the same for any
+    Fused kernels draw other numbers: on CUDA a mask is another one than that of a single process, but the same for any
     number of ranks. Compiled models draw inside their kernels, where this has no effect.
     """
 
@@ -43,13 +43,10 @@ class SharedMasks(TorchFunctionMode):
         return tensor.ndim > 0 and len(tensor) == self.own.stop - self.own.start
 
     def _drawn(self, like: Tensor, p: float = 0.5, generator: Any = None) -> Tensor:
-        """Zeros and ones for this rank's rows."""
-        channels_last = like.ndim == 4 and not like.is_contiguous()
-        form = torch.channels_last if channels_last else torch.contiguous_format
-        shape = (self.samples, *like.shape[1:])
-        return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form).bernoulli_(
-            p, generator=generator
-        )[self.own]
+        """Zeros and ones for this rank's rows, drawn in the order of the memory of `like`."""
+        order = sorted(range(like.ndim), key=like.stride, reverse=True)
+        whole = torch.empty_permuted((self.samples, *like.shape[1:]), order, dtype=like.dtype, device=like.device)
+        return whole.bernoulli_(p, generator=generator)[self.own]
 
     def _dropout(
         self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any

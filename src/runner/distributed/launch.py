@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from runner.config.errors import FAILED, PREEMPTED, explain
 
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
+_COLLECTED_S = 1.0
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -33,7 +35,8 @@ class Outcome:
     rank: int
     status: int  # exit status
     value: float | None = None  # what it returned
-    sentence: str = ""  # why it failed
+    sentence: str = ""  # why it failed: an error's message, or with `clause` what follows the number of the rank
+    clause: bool = False
     text: str = ""  # the same for people, maybe with a traceback
     lost: bool = False  # whether it failed because another rank was gone
     ended: float = 0.0  # Unix time
@@ -44,9 +47,8 @@ class RankFailed(Exception):
 
     prefix = ""
 
-    def __init__(self, outcome: Outcome, size: int) -> None:
-        where = f"rank {outcome.rank} of {size}: "
-        super().__init__(where + outcome.sentence)
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(f"rank {outcome.rank}{'' if outcome.clause else ':'} {outcome.sentence}")
         self.exit_code = outcome.status
         self.hint = "\n" + outcome.text if "\n" in outcome.text else ""
 
@@ -90,35 +92,44 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
             signals_to_handle=_FORWARDED,
         )
         try:
-            elastic_launch(config, _rank)(entry, job, scratch, str(logs))
+            elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ))
         except SignalException:
             pass  # the ranks have saved, and say so
         except ChildFailedError as error:
             failures = error.failures
-        outcomes = _outcomes(Path(scratch), failures)
+        outcomes = _outcomes(Path(scratch), failures, size)
     failed = [outcome for outcome in outcomes if outcome.status not in (0, PREEMPTED)]
     if failed:
-        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)), size)
+        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
     return outcomes[0] if outcomes else Outcome(0, PREEMPTED, sentence="a signal, before the ranks had started")
 
 
-def _outcomes(scratch: Path, failures: dict[int, Any]) -> list[Outcome]:
-    """What the ranks wrote, and what killed those that could not."""
+def _outcomes(scratch: Path, failures: dict[int, Any], size: int) -> list[Outcome]:
+    """What the ranks wrote, what killed those that could not, and which one the others waited for in vain."""
     found = {}
     for path in scratch.glob("rank_*.json"):
         outcome = Outcome(**json.loads(path.read_text()))
         found[outcome.rank] = outcome
     for rank, failure in failures.items():
-        code = failure.exitcode
-        if rank not in found or (code < 0 and found[rank].status == 0):
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            found[rank] = Outcome(rank, FAILED, sentence=how, ended=float(failure.timestamp))
+        if failure.exitcode < 0:
+            killer = signal.Signals(-failure.exitcode).name
+            sentence = f"was killed by {killer}"
+        elif rank not in found:
+            sentence = f"ended with status {failure.exitcode} before it could train"
+        else:
+            continue
+        found[rank] = Outcome(rank, FAILED, sentence=sentence, clause=True, ended=float(failure.timestamp))
+    if failures and all(outcome.lost for outcome in found.values()):
+        late = "took no part for dist.timeout_s: it hangs, is stopped, or reads its data too slowly"
+        found |= {rank: Outcome(rank, FAILED, sentence=late, clause=True) for rank in set(range(size)) - set(found)}
     return [found[rank] for rank in sorted(found)]
 
 
-def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: str) -> None:
+def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: str, environment: dict[str, str]) -> None:
     """What each process runs."""
     rank = int(os.environ["RANK"])
+    for name, value in environment.items():  # the fork server may be older than what is set now
+        os.environ.setdefault(name, value)
     with contextlib.suppress(OSError):
         os.setsid()  # a terminal's signals come through the launcher, once
     _end_with_parent()
@@ -133,7 +144,12 @@ def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: st
     path = Path(scratch) / f"rank_{rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps(asdict(outcome)))
     path.with_suffix(".tmp").replace(path)
-    if outcome.status not in (0, PREEMPTED):
+    if outcome.status == PREEMPTED:
+        # The agent, which a signal has ended too, may not collect what this returns, and torch would wait for it.
+        leave = threading.Timer(_COLLECTED_S, os._exit, (0,))
+        leave.daemon = True
+        leave.start()
+    elif outcome.status:
         raise SystemExit(outcome.status)
 
 
@@ -153,11 +169,12 @@ def _end_with_parent() -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without the agent's own messages, which say again what `RankFailed` says."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before, logger.disabled = logger.level, True
-    logger.setLevel(logging.CRITICAL + 1)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.disabled = False
-        logger.setLevel(before)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

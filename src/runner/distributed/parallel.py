@@ -1,17 +1,19 @@
-"""The step of several ranks: each computes its rows of the batch, and DistributedDataParallel averages the gradients."""
+"""The step of several ranks: each computes its rows of the batch, and torch averages the gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
 from runner.distributed.dropout import SharedMasks
+from runner.distributed.sharding import is_sharded
 from runner.distributed.share import rows
 from runner.distributed.world import World
 
@@ -24,6 +26,8 @@ class ParallelStep:
     DistributedDataParallel averages the gradients of the ranks while the backward pass still computes. Each rank weights its
     mean loss by its share of the samples, so batches that the ranks do not divide are exact too. With `retries`, a step may
     compute the same rows several times (`on_oom=split`), so the gradients are averaged once, after the last of them.
+
+    A model that is sharded averages its gradients itself, so it is called as it is.
 
     Args:
         model: what is trained.
@@ -38,14 +42,15 @@ class ParallelStep:
         self, model: nn.Module, objective: _Objective, step: Any, world: World, find_unused: bool, retries: bool
     ) -> None:
         self._model, self._objective, self._step, self._world = model, objective, step, world
-        self._find_unused, self._retries = find_unused, retries
+        self._find_unused, self._retries, self._sharded = find_unused, retries, is_sharded(model)
         self._masks = SharedMasks()
+        self._norms = [module for module in model.modules() if isinstance(module, GlobalBatchNorm)]
         self._parallel: DistributedDataParallel | None = None
         self._trained: tuple[bool, ...] = ()
 
     def objective(self, images: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of this rank's rows; its backward pass averages the gradients."""
-        if self._retries:
+        if self._retries or self._sharded:
             return self._objective(images, targets)
         trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
         if self._parallel is None or trained != self._trained:  # weights are frozen and unfrozen as training goes on
@@ -60,6 +65,8 @@ class ParallelStep:
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Around batches whose gradients are added up before they are averaged."""
+        if self._sharded:
+            return _unsynchronized(self._model)
         return contextlib.nullcontext() if self._parallel is None else self._parallel.no_sync()
 
     def average_gradients(self) -> None:
@@ -74,8 +81,22 @@ class ParallelStep:
         own = rows(samples, self._world.rank, self._world.size)
         count = own.stop - own.start
         self._masks.samples, self._masks.own = samples, own if count else slice(0, 1)
-        with self._masks:
-            self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
+        set_rows(self._norms, (count, samples))
+        try:
+            with self._masks:
+                self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
+        finally:
+            set_rows(self._norms, None)
+
+
+@contextlib.contextmanager
+def _unsynchronized(model: Any) -> Iterator[None]:
+    """Without averaging the gradients of a sharded model, which meanwhile are whole on every rank."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 class _Learner(nn.Module):

@@ -17,7 +17,7 @@ def rows(samples: int, rank: int, size: int) -> slice:
 
 
 def gathered_rows(own: Tensor, samples: int, world: World) -> Tensor:
-    """The rows of all ranks, (samples, ...), given this one's; a rank without rows gives a row that is left out."""
+    """The rows of all ranks, (samples, ...), given this one's; a rank without rows gives a row that is skipped."""
     parts = [rows(samples, rank, world.size) for rank in range(world.size)]
     longest = max(1, parts[0].stop)
     padded = own.new_zeros((longest, *own.shape[1:]))

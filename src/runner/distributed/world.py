@@ -63,6 +63,11 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def highest(self, tensor: Tensor) -> None:
+        """Give a tensor the highest values that it has on any rank, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors the values that they have on rank 0."""
         for tensor in tensors if self.size > 1 else ():
@@ -83,26 +88,52 @@ def world() -> World:
 
 def started_by_launcher() -> bool:
     """Whether torchrun or SLURM started this process as one of several ranks; SLURM's variables become torch's."""
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ:
-        slurm = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-        os.environ.update({name: os.environ[other] for name, other in slurm.items()})
-        tasks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
-        os.environ["LOCAL_WORLD_SIZE"] = tasks.split("(")[0].split(",")[0]
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    environ = os.environ
+    # Only srun sets the number of tasks of a step: a script that calls the program without it wants one process.
+    if "RANK" not in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        a_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+        environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
+        environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = (
+            environ["SLURM_LOCALID"],
+            a_node.split("(")[0].split(",")[0],
+        )
+        environ.setdefault("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"))
+        environ.setdefault("MASTER_PORT", str(10_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000))
+    return int(environ.get("WORLD_SIZE", "1")) > 1
+
+
+def restarted() -> bool:
+    """Whether torch's elastic agent started this process again, after a rank had died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def meeting(timeout: datetime.timedelta) -> Any:
+    """The store where the ranks that the environment describes find each other, without what an earlier start left there."""
+    store, _, _ = next(
+        dist.rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
+    )
+    return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @contextlib.contextmanager
-def joined(timeout_s: float, device: torch.device) -> Iterator[World]:
-    """Be one of the ranks that the environment describes, with this device; gloo connects CPUs, NCCL GPUs."""
+def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterator[World]:
+    """Be one of the ranks that the environment describes, with this device; gloo connects CPUs, NCCL GPUs.
+
+    Args:
+        timeout_s: seconds that ranks wait for each other.
+        device: of this rank.
+        store: where ranks find each other; None for that of the environment.
+    """
     global _WORLD
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, size, local_rank, local_size = (int(os.environ.get(name, "1" if "SIZE" in name else "0")) for name in names)
     timeout = datetime.timedelta(seconds=timeout_s)
+    group = {"store": store or meeting(timeout), "rank": rank, "world_size": size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **group)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", **group)
     _WORLD = World(rank, size, local_rank, local_size)
     try:
         yield _WORLD

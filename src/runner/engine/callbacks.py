@@ -207,7 +207,7 @@ class Checkpointing:
         copy: called with the loop; returns a copy of the state that later steps do not change.
         min_seconds: shortest time between saves that may be delayed; 0 never delays.
         check: called at every boundary; raises the error of a save in the background.
-        clock: gives the time in seconds; that of rank 0, where several ranks have to agree.
+        clock: gives the time in seconds; that of rank 0, where several ranks have to agree. None for that of this process.
     """
 
     def __init__(
@@ -218,10 +218,11 @@ class Checkpointing:
         copy: Callable[[Loop], Any] = lambda loop: None,
         min_seconds: float = 0.0,
         check: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.every_steps, self.every_epochs, self.min_seconds = every_steps, every_epochs, min_seconds
-        self._save, self._copy, self._check, self._clock = save, copy, check, clock
+        self._save, self._copy, self._check = save, copy, check
+        self._clock = clock or (lambda: time.monotonic())
         self._best: Any = None
         self._delayed = False
         self._pause = min_seconds

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.distributed.sharding import local, whole
+
 _SMALLEST = 1e-3  # lower bound of a unit's weight norm, so that a unit that starts at zero can grow
 
 
@@ -42,7 +44,7 @@ class AdaptiveClip:
         torch._foreach_div_(factors, norms)
         torch._foreach_clamp_max_(factors, 1.0)
         for (_, gradient), factor in zip(pairs, factors, strict=True):
-            gradient.mul_(factor)
+            local(gradient).mul_(factor)
 
 
 def clip_gradients(
@@ -60,4 +62,4 @@ def clip_gradients(
 def _norms(tensor: Tensor) -> Tensor:
     """2-norm of each unit, in a shape that broadcasts against the tensor."""
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)) or None, keepdim=True)
-    return norms
+    return local(norms) if tensor.ndim > 1 else whole(norms)  # rows of a matrix are whole on a rank, vectors are not

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.distributed.sharding import is_sharded, local
+from runner.distributed.world import world
 from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
@@ -37,7 +39,8 @@ class Diagnosis:
 def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
     """Train on the batches of a step again, without an update, and see where the first number that is not finite comes from.
 
-    Weights, buffers, gradients and random generators are left as they are.
+    Weights, buffers, gradients and random generators are left as they are. Where the model is sharded, ranks that stop in
+    the middle of a forward pass would leave the others waiting, so only batches and weights are searched.
     """
     with no_trace(state.model, parts.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
@@ -45,19 +48,33 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
                 content = {"images": batch.images, "targets": batch.targets, "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
     cause = "what caused it does not show again, so it depends on random draws or on the weights of that moment"
+    if is_sharded(state.model):
+        cause = "images, targets and weights are finite, and strategy=fsdp searches no further"
     return Diagnosis(step, epoch, cause, {})
 
 
 def _cause(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
     """What is not finite first in the order of computing, with the samples concerned; empty if everything is finite."""
+    cause = _cause_before(model, parts, batch)
+    if is_sharded(model):
+        return next(filter(None, world().gather(cause)), "")
+    return cause or _cause_in_passes(model, parts, batch)
+
+
+def _cause_before(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
+    """What is not finite before anything is computed."""
     if samples := nonfinite_samples(batch.images, batch.indices):
         return f"the images of {samples} have values that are not finite"
     targets = parts.targets(batch.targets)
     if samples := nonfinite_samples(targets, batch.indices):
         return f"the targets of {samples} are not finite"
-    wrong = [name for name, parameter in model.named_parameters() if not is_finite(parameter)]
-    if wrong:
-        return f"weights are not finite: {join_names(wrong)}"
+    wrong = [name for name, parameter in model.named_parameters() if not is_finite(local(parameter))]
+    return f"weights are not finite: {join_names(wrong)}" if wrong else ""
+
+
+def _cause_in_passes(model: nn.Module, parts: StepConfig, batch: Batch) -> str:
+    """What is not finite first in forward and backward."""
+    targets = parts.targets(batch.targets)
     with nonfinite_outputs(model) as outputs, parts.autocast():
         logits = model(batch.images)
         loss = parts.loss(logits, targets)

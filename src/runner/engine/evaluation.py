@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import World, world
 from runner.engine.errors import Interrupted, RankMismatch
 from runner.engine.protocols import Batch, Metric, Source
@@ -31,6 +33,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a split; modes and buffers of model and loss do not change.
 
+    The ranks of a sharded model run equally many forward passes: those with one batch less add the first once more, which
+    counts for nothing. They also stop together.
+
     Args:
         model: the model.
         source: the split.
@@ -46,14 +51,16 @@ def evaluate(
     """
     batches = math.ceil(source.samples / source.batch_size)
     batches = batches if limit is None else min(batches, limit)
-    ranks = world()
-    parts = _Parts(metrics, ranks)
-    with evaluating(model, loss):
+    ranks, sharded = world(), is_sharded(model)
+    parts, own_batches = _Parts(metrics, ranks), len(range(ranks.rank, batches, ranks.size))
+    with evaluating(model, loss, inference=not sharded):  # gathered weights would be tensors of inference mode
         batch: Batch
-        every: Any = source.batches  # loaders can leave out those of other ranks
+        every: Any = source.batches  # loaders can skip those of other ranks
         own = source.batches(0, 0, batches) if ranks.size == 1 else every(0, ranks.rank, batches, ranks.size)
+        if sharded and own_batches < math.ceil(batches / ranks.size):
+            own = itertools.chain(own, source.batches(0, 0, 1))
         for number, batch in enumerate(own):
-            if interrupted():
+            if any(ranks.gather(interrupted())) if sharded else interrupted():
                 if ranks.size == 1:
                     raise Interrupted
                 parts.interrupted = True  # the others have to hear of it
@@ -64,8 +71,10 @@ def evaluate(
                 value = loss(logits, targets)
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             outputs = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
-        return parts.values(next(model.parameters()).device)
+            if number < own_batches:
+                parts.add(ranks.rank + number * ranks.size, value, outputs, targets)
+        reshard(model)
+        return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
 
 
 class _Parts:
@@ -111,9 +120,9 @@ class _Parts:
         """`loss` and the metrics with a scalar value."""
         if self._ranks.size > 1:
             self._exchange(device)
-        values = {name: metric.compute() for name, metric in self._metrics.items()}
         if self._total is None:
             raise ValueError("there is no sample to evaluate")
+        values = {name: metric.compute() for name, metric in self._metrics.items()}
         scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
         return {"loss": float(self._total) / self._samples, **scalars}
 
@@ -128,7 +137,7 @@ class _Parts:
         everything = tensors_moved(everything, device)
         for _, size, loss, _, _ in everything:
             self._add(loss, size)
-        for name, ways in self._merges.items():
+        for name, ways in self._merges.items() if everything else ():
             metric: Any = self._metrics[name]
             metric.reset()
             metric.distributed_available_fn = lambda: False  # or it would exchange its states once more

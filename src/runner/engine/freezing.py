@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -59,6 +59,12 @@ class Freezing:
         self._model = model
         self._evaluating = [module for module in model.modules() if not module.training] if model.training else []
         self._held: list[Frozen] = []
+
+    def follow_parameters(self, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Go on with the parameters that have replaced those of the model, before training."""
+        self.parts = tuple(
+            replace(part, parameters=tuple(now[parameter] for parameter in part.parameters)) for part in self.parts
+        )
 
     def train(self, position: Position) -> None:
         """Put the model into training mode for the step after a position, except for what is frozen there."""

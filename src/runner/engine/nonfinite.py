@@ -8,6 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from runner.distributed.sharding import is_divided, local
+from runner.distributed.world import world
+
 Policy = Literal["raise", "skip", "rollback"]
 
 _ROOM = 1024  # flags on the device before they have to be read
@@ -24,6 +27,8 @@ class NonFiniteGuard:
     somebody looks. Under `skip` it falls again, and buffers such as BatchNorm's statistics go back to what they were before
     the step. Where the loss is scaled, its scaler skips steps whose gradients overflow, which belongs to scaling; the
     guard then watches the loss.
+
+    Where ranks have parts of the gradients, a flag on one of them is a flag on all.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, policy: Policy, scaled: bool) -> None:
@@ -38,7 +43,9 @@ class NonFiniteGuard:
         device = self._parameters[0][0].device
         self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
         self._by_kernel = not scaled and _obeys_flag(optimizer)
-        undoes = not scaled and not self._by_kernel and _reading_waits(device) and _can_be_undone(optimizer)
+        self._divided = any(is_divided(parameter) for kind in self._parameters for parameter in kind)
+        undoes = not (scaled or self._by_kernel or self._divided)
+        undoes = undoes and _reading_waits(device) and _can_be_undone(optimizer)
         self._undone = [p for group in optimizer.param_groups if not group.get("fused") for p in group["params"]]
         self._before: dict[tuple[Tensor, str], Tensor] | None = {} if undoes else None
         self._found = torch.zeros((), device=device)
@@ -147,13 +154,15 @@ class NonFiniteGuard:
 
     def _look(self) -> None:
         for parameters in self._parameters:
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
             gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
             if gradients and self._has_kernel:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
             elif gradients:
                 flags = torch.stack([gradient.isfinite().all() for gradient in gradients])
                 self._found.copy_(torch.where(flags.all(), self._found, self._one))
+        if self._divided:
+            world().highest(self._found)
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:

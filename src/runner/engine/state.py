@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.distributed.sharding import divided_like
 from runner.distributed.world import world
 from runner.engine.freezing import Freezing
 from runner.engine.position import Best, Position
@@ -27,10 +28,11 @@ class RunningMean:
     Args:
         device: of the loss.
         finite_only: skip losses that are not finite.
+        dtype: of the sum.
     """
 
-    def __init__(self, device: torch.device, finite_only: bool = False) -> None:
-        self._sum = torch.zeros((), device=device)
+    def __init__(self, device: torch.device, finite_only: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        self._sum = torch.zeros((), dtype=dtype, device=device)
         self._samples = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device) if finite_only else None
 
@@ -65,10 +67,13 @@ class RunningMean:
 
     def _totals(self) -> tuple[torch.Tensor, int]:
         """Sum and samples of all ranks."""
-        ranks, samples = world(), self._count()
-        if ranks.size == 1:
+        samples = self._count()
+        if world().size == 1:
             return self._sum.clone(), samples
-        return ranks.total(self._sum), sum(ranks.gather(samples))
+        both = self._sum.new_tensor([0.0, samples], dtype=torch.float64)
+        both[0] = self._sum
+        both = world().total(both)
+        return both[0].to(self._sum.dtype), int(both[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Sum and count; the sum is copied."""
@@ -173,7 +178,7 @@ def load_weights(model: nn.Module, weights: dict[str, Any]) -> None:
     if any(problems.values()):
         raise ValueError(f"the checkpoint's tensors are not those of this model: {list_problems(problems)}")
     # Some models, such as MNASNet, refuse a state dict without version metadata, which a checkpoint does not keep.
-    own.update(weights)
+    own.update({name: divided_like(value, own[name]) for name, value in weights.items()})
     model.load_state_dict(own)
 
 
@@ -184,6 +189,20 @@ def list_problems(names: Mapping[str, Sequence[str]]) -> str:
         for problem, some in names.items()
         if some
     )
+
+
+def _divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
+    """The moments by number of the weight, divided among the ranks where the weight is."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    moments = dict(state["state"])
+    for number, weight in zip(numbers, weights, strict=False):
+        if number in moments:
+            moments[number] = {
+                name: divided_like(value, weight) if getattr(value, "shape", None) == weight.shape else value
+                for name, value in moments[number].items()
+            }
+    return moments
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -200,7 +219,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     if len(groups) == len(settings):
         # load_state_dict places the step counters by these settings: fused kernels need them on the device.
         groups = [{**saved, **own} for saved, own in zip(groups, settings, strict=True)]
-    optimizer.load_state_dict({**state, "param_groups": groups})
+    optimizer.load_state_dict({**state, "state": _divided(optimizer, state), "param_groups": groups})
     for weight, moments in optimizer.state.items():
         for name, value in moments.items():
             if not isinstance(value, torch.Tensor) or (name not in _MOMENTS and value.numel() == 1):

@@ -104,7 +104,7 @@ class Classification:
 
 
 class Regression:
-    """One number per sample; outputs and targets float32 (B, 1)."""
+    """One number per sample; outputs and targets (B, 1), float32, or float64 for blended samples of that type."""
 
     monitor = "val/mae"
     mode: Literal["min", "max"] = "min"
@@ -114,8 +114,8 @@ class Regression:
         return 1
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Numbers as float32 of shape (B, 1)."""
-        return targets.float().view(-1, 1)
+        """Numbers as at least float32 of shape (B, 1)."""
+        return targets.to(torch.promote_types(targets.dtype, torch.float32)).view(-1, 1)
 
     def wrong_target(self, targets: Tensor, training: bool) -> tuple[int, str] | None:
         """The first target that is not one finite number; None if all are valid."""

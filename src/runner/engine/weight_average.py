@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runner.distributed.sharding import divided_like, local, with_part
 from runner.instrument.no_trace import preserved_buffers
 
 Kind = Literal["ema", "swa"]
@@ -65,7 +66,8 @@ class AveragedModel:
         self.kind, self.decay, self.warmup, self.start, self.every = kind, decay, warmup, start, every
         self._model = model
         self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self._current = [parameter.detach() for parameter in parameters]
+        self._parameters = list(parameters)
+        self._current = [local(parameter.detach()) for parameter in parameters]  # of a divided one, this rank's part
         self._average = [tensor.clone() for tensor in self._current]
         self._statistics: dict[str, Tensor] = {}  # recalibrated ones, of BatchNorm
         self._calibrated = True  # whether BatchNorm's statistics are those of the average
@@ -170,7 +172,8 @@ class AveragedModel:
 
     def weights(self) -> dict[str, Any]:
         """A state dict of the model with averaged weights; its tensors are not copied."""
-        averages = {name: self._average[place] for name, place in self._names().items()}
+        places = self._names().items()
+        averages = {name: with_part(self._average[place], self._parameters[place]) for name, place in places}
         return self._model.state_dict() | averages | self._statistics
 
     def _names(self) -> dict[str, int]:
@@ -196,10 +199,10 @@ class AveragedModel:
             saved, updates = state["weights"], int(state["updates"])
             self._calibrated = bool(state.get("calibrated", True))  # older files do not record it
             for name, place in self._names().items():
-                average = self._average[place]
-                if name not in saved or saved[name].shape != average.shape:
-                    raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(average.shape)}")
-                average.copy_(saved[name])
+                parameter = self._parameters[place]
+                if name not in saved or saved[name].shape != parameter.shape:
+                    raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(parameter.shape)}")
+                self._average[place].copy_(local(divided_like(saved[name], parameter)))
             for name, tensor in self._norm_buffers().items():
                 self._statistics[name] = saved[name].to(tensor.device, copy=True)
         self._updates = updates

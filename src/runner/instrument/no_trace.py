@@ -41,12 +41,12 @@ def no_trace(model: nn.Module, *others: object) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, *others: object) -> Iterator[None]:
-    """Evaluation mode and inference mode, see `no_trace`."""
+def evaluating(model: nn.Module, *others: object, inference: bool = True) -> Iterator[None]:
+    """Evaluation mode and inference mode, see `no_trace`; without `inference` only no gradients."""
     # Buffers are put back outside inference mode, whose tensors cannot be trained with.
     with no_trace(model, *others):
         model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode() if inference else torch.no_grad():
             yield
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from runner.config.errors import UserError, first_line
 from runner.config.targets import Component, optimizers_taking
+from runner.distributed.sharding import divided_like
 from runner.optim.muon import Muon
 
 KINDS = ("fused", "foreach")
@@ -148,7 +149,7 @@ class _Trial:
         return next(filter(None, failures), "")
 
     def _failure(self, kind: str, device: torch.device, dtype: torch.dtype) -> str:
-        weight = torch.zeros(1, device=device, dtype=dtype, requires_grad=True)
+        weight = divided_like(torch.zeros(1, device=device, dtype=dtype), self.parameters[0]).requires_grad_()
         weight.grad = torch.zeros_like(weight)
         try:
             self._optimizer("", weight)

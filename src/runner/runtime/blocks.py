@@ -163,10 +163,12 @@ def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Bl
     return found
 
 
-def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
+def named_blocks(
+    model: nn.Module, patterns: Sequence[str], key: str = _KEY, prose: str = "true, a number"
+) -> list[Block]:
     """The outermost modules whose dotted names match a pattern, such as `layer?.*` or `encoder.layers.*`.
 
-    A `ModuleList` is never called itself, so it means the modules in it.
+    A `ModuleList` is never called itself, so it means the modules in it. `key` and `prose` are for the error, see `matching`.
 
     Raises:
         UserError: if a pattern matches no module.
@@ -174,7 +176,7 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[Block]:
     names = [name for name, _ in model.named_modules() if name]
     chosen: set[nn.Module] = set()
     for pattern in patterns:
-        for name in matching(_KEY, pattern, names, "module", prose="true, a number"):
+        for name in matching(key, pattern, names, "module", prose=prose):
             chosen.update(_called(model.get_submodule(name)))
     return _outermost(model, chosen.__contains__)
 

@@ -1,4 +1,4 @@
-"""Mixed precision: one code path for float32, bf16 and fp16."""
+"""Types of numbers: one code path for float64, float32, bf16 and fp16."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class Precision:
     """How forward passes are computed."""
 
     device: torch.device
-    dtype: torch.dtype | None  # dtype of autocast; None computes in float32
+    dtype: torch.dtype | None  # dtype of autocast; None computes in the type of the weights
     # Scales the loss so that fp16 gradients do not vanish; None where that is not needed
     scaler: torch.amp.GradScaler | None
     name: str  # for people
     reason: str  # why it was chosen
     warnings: list[str] = field(default_factory=list)  # what people should know
+    weights: torch.dtype = torch.float32  # dtype of weights and images
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """A context for forward passes and the loss."""
@@ -40,12 +41,22 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
 
-def choose_precision(amp: bool | Literal["auto", "bf16", "fp16"], device: torch.device) -> Precision:
+def choose_precision(
+    amp: bool | Literal["auto", "bf16", "fp16"],
+    device: torch.device,
+    weights: Literal["float32", "float64"] = "float32",
+) -> Precision:
     """The precision that `amp=` asks for on a device; `auto` is `true` where that is known to be faster.
+
+    Weights of float64 are for `amp=false`.
 
     Raises:
         UserError: if the device cannot compute in it.
     """
+    if weights == "float64":
+        if device.type == "mps":
+            raise UserError("dtype", "is float64, which mps does not have", "float32, or device=cpu")
+        return Precision(device, None, None, "float64", "dtype=float64", weights=torch.float64)
     if amp is False:
         return Precision(device, None, None, "float32", "amp=false")
     if amp == "auto" and not has_matrix_units(device):

@@ -92,7 +92,7 @@ class ResolvedCheckpoint(Generic[T]):
         """
         config = self.config
         parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
-        splits = build_data(*parts, make_cache=False)
+        splits = build_data(*parts, make_cache=False, dtype=getattr(torch, config.dtype))
         try:
             check_classes(self.classes, splits.classes)
         except UserError:

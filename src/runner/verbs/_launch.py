@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from runner.config.app import Composition
 
 
+_LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
+"""Variables of torchrun and of srun."""
+
+
 def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     """Run a verb: its help, one job, or several with `--multirun`; returns the exit status.
 
@@ -44,6 +48,21 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     if asks_for_help:
         print_help(verb, argv)
         return OK
+    if verb.keeps_runs and not _LAUNCHERS.isdisjoint(os.environ):
+        from runner.distributed import follow, world
+
+        if world.started_by_launcher():
+            if follow.rank():
+                return int(importlib.import_module(verb.module).main_of_follower())
+            try:
+                return _launch(verb, argv)
+            finally:
+                follow.dismiss()
+    return _launch(verb, argv)
+
+
+def _launch(verb: Verb, argv: Sequence[str]) -> int:
+    """Run the jobs of a verb that takes a config."""
     from runner.config.app import launch
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS

@@ -138,7 +138,7 @@ _ENTRIES = (
     Verb(
         "train",
         "Train a model: one run, a sweep with --multirun, or a resume with ckpt_path=.",
-        "runner.train",
+        "runner.verbs.train",
         sweeps="{name}/sweeps",
         keeps_runs=True,
     ),

@@ -49,7 +49,7 @@ def run(composition: Composition) -> float:
     with contextlib.closing(splits):
         split = split_of(splits, config.split)
         task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
-        place(model, loss, device, config.channels_last)
+        place(model, loss, device, config.channels_last, precision.weights)
         probe(task, model, loss, splits)
         resolved.load_weights(model)
         parts = (split.loader, task.targets, loss)
@@ -60,7 +60,9 @@ def run(composition: Composition) -> float:
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         averaged = None
         if config.tta:
-            views = with_tta(model, task, resolved.blank_input(splits), config.tta, config.tta_mean)
+            views = with_tta(
+                model, task, resolved.blank_input(splits).to(precision.weights), config.tta, config.tta_mean
+            )
             fresh = build_metrics(config, task, device)
             averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
             if config.tta_mean == "probabilities" and not _is_of_softmax(loss, task, device):

@@ -196,6 +196,16 @@ class Watch(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fsdp(Section):
+    """How `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
+
+    reshard_after_forward: bool = True
+    blocks: list[str] | None = None
+    cpu_offload: bool = False
+    replicas: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dist(Section):
     """How the processes of a run work together."""
 

@@ -17,6 +17,7 @@ from runner.config.schema.sections import (
     Data,
     Dist,
     Evaluate,
+    Fsdp,
     Init,
     Limit,
     Log,
@@ -52,8 +53,10 @@ class Train(Section):
     dry_run: bool = False
     max_restarts: NonNegative = 0
     threads: Count | None = None
+    dtype: Literal["float32", "float64"] = "float32"
     amp: bool | Literal["auto", "bf16", "fp16"] = False
     channels_last: bool = False
+    sync_batchnorm: bool = False
     compile: bool | Literal["model", "step"] = False
     activation_checkpointing: (  # strict, as 1 is not true here, nor 1.0 or the text 1 the same as 1
         Annotated[bool, Strict()]
@@ -84,6 +87,7 @@ class Train(Section):
     limit: Limit = field(default_factory=Limit)
     watch: Watch = field(default_factory=Watch)
     dist: Dist = field(default_factory=Dist)
+    fsdp: Fsdp = field(default_factory=Fsdp)
     data: Data
     model: Node
     transform: Transform = field(default_factory=Transform)

@@ -220,7 +220,7 @@ class Pipeline:
     """Batch transforms in order, each with its own stream of random numbers, then normalisation.
 
     `mean` and `std` are statistics for pixels in [0, 1], one value for all channels or one for each. The attribute `of_bytes`
-    is the factor and the subtrahend that normalise pixels from 0 to 255, float32 (1, C, 1, 1) each.
+    is the factor and the subtrahend that normalise pixels from 0 to 255, (1, C, 1, 1) of type `dtype` each.
     """
 
     def __init__(
@@ -231,21 +231,22 @@ class Pipeline:
         seed: int,
         device: torch.device,
         channels_last: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.transforms = list(transforms)
         self.per_sample = all(getattr(transform, "per_sample", False) for transform in transforms)
-        self.seed = seed
+        self.seed, self._dtype = seed, dtype
         self._channels = len(mean)
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         # x * scale - shift, for pixels up to 255 and for pixels up to 1; computed in float64.
         inverse = 1 / torch.tensor(std, dtype=torch.float64).view(1, -1, 1, 1)
         shift = torch.tensor(mean, dtype=torch.float64).view(1, -1, 1, 1) * inverse
         self.of_bytes, self._of_floats = (
-            (scale.float().to(device), shift.float().to(device)) for scale in (inverse / 255, inverse)
+            (scale.to(device, dtype), shift.to(device, dtype)) for scale in (inverse / 255, inverse)
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise images (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1, to float32.
+        """Transform and normalise images (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1, to `dtype`.
 
         `indices` identify the samples in their data set, int64 of shape (B,), on the device of `images`. Raises `UserError` if
         the statistics do not fit the channels.
@@ -262,13 +263,13 @@ class Pipeline:
         # Arithmetic with a value per channel is slow in NHWC, so it comes before the conversion.
         converts = self._format == torch.channels_last and images.shape[1] > 1
         if images.device.type == "cpu" and (converts or 4 * images.numel() > _LARGE_BYTES):
-            normalised = torch.empty(images.shape, memory_format=self._format)
+            normalised = torch.empty(images.shape, dtype=self._dtype, memory_format=self._format)
             size = max(1, _BLOCK_BYTES // (4 * images[0].numel()))
             for given, place in zip(torch.split(images, size), torch.split(normalised, size), strict=True):
                 if converts:
-                    place.copy_(given.to(torch.float32, copy=True).mul_(scale).sub_(shift))
+                    place.copy_(given.to(self._dtype, copy=True).mul_(scale).sub_(shift))
                 else:
                     place.copy_(given).mul_(scale).sub_(shift)
             return normalised
         # Two operations instead of one fused: they round the same wherever in a batch a pixel is.
-        return images.to(torch.float32, memory_format=self._format, copy=True).mul_(scale).sub_(shift)
+        return images.to(self._dtype, memory_format=self._format, copy=True).mul_(scale).sub_(shift)

@@ -1,7 +1,7 @@
 """Mixing of the samples of a batch in training: mixup, CutMix, or one of several per batch.
 
-A way to mix is any callable `(images, targets, rng) -> (images, targets)`: images float32 (B, C, H, W) as the model takes
-them, targets float32 whose first axis is the batch (classes are already probabilities, (B, C)), and `rng` a
+A way to mix is any callable `(images, targets, rng) -> (images, targets)`: images float (B, C, H, W) as the model takes
+them, targets of their type whose first axis is the batch (classes are already probabilities, (B, C)), and `rng` a
 `runner.data.sample_rng.SampleRNG` of the samples. Partners and weights follow from the seed, the epoch and the samples of the
 batch. Own code instead of torchvision's `MixUp` and `CutMix`, which draw one weight per batch from the global generator.
 """
@@ -73,7 +73,7 @@ class CutMix:
             inside.append((middles - rng.uniform()[:, None]).abs() < half[:, None])
         rows, columns = inside
         replaced = rows.sum(1) * columns.sum(1)
-        weights = 1 - replaced.float() / (height * width)
+        weights = 1 - replaced.to(images.dtype) / (height * width)
         replacing = outside(rows, columns) == 0
         return chosen_from(replacing, _picked(images, partners), images), _blended(targets, partners, weights)
 
@@ -110,10 +110,10 @@ class Mixing:
         self.mix, self.seed, self.num_classes = mix, seed, num_classes
 
     def __call__(self, images: Tensor, targets: Tensor, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Blend images, float32 (B, C, H, W), and targets: classes, integer (B,), or numbers or probabilities, float (B, ...).
+        """Blend images, float (B, C, H, W), and targets: classes, integer (B,), or numbers or probabilities, float (B, ...).
 
         `indices` identify the samples in their data set, int64 (B,), on the same device. Returns images of the same shape, and
-        float32 targets, (B, num_classes) for classes. Raises `UserError` if targets are integers of another shape, or the
+        targets of the same type, (B, num_classes) for classes. Raises `UserError` if targets are integers of another shape, or the
         number of classes is not known.
         """
         if not targets.is_floating_point():
@@ -123,8 +123,8 @@ class Mixing:
                 allowed = "transform.mix=null, or a data set that names its classes and gives one for each sample"
                 raise UserError("transform.mix", f"blends classes as probabilities, but {what}", allowed)
             # Not one_hot, which reads the targets on the host to check them.
-            targets = (targets[:, None] == torch.arange(self.num_classes, device=targets.device)).float()
-        return self.mix(images, targets.float(), SampleRNG(self.seed, epoch, indices, _STREAM))
+            targets = targets[:, None] == torch.arange(self.num_classes, device=targets.device)
+        return self.mix(images, targets.to(images.dtype), SampleRNG(self.seed, epoch, indices, _STREAM))
 
 
 def _chance(p: float) -> float:
@@ -141,7 +141,7 @@ def _picked(images: Tensor, places: Tensor) -> Tensor:
 
 
 def _beside(weights: Tensor, values: Tensor) -> Tensor:
-    return weights.view(-1, *(1,) * (values.ndim - 1))
+    return weights.view(-1, *(1,) * (values.ndim - 1)).to(values.dtype)
 
 
 def _blended(targets: Tensor, partners: Tensor, weights: Tensor) -> Tensor:

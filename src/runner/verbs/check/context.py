@@ -83,7 +83,7 @@ class CheckContext:
         data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts unreadable images
         size = min(config.evaluate.batch_size, _SAMPLES)
         arguments = (data, config.transform, config.seed, self.device, size, config.channels_last)
-        self._splits = build_data(*arguments, make_cache=False)
+        self._splits = build_data(*arguments, make_cache=False, dtype=getattr(torch, config.dtype))
         plain = dataclasses.replace(config, compile=False)  # compiled code calls no hooks
         training = build_run(plain, data=self._splits, fresh=self.found is None)
         validate_limits(training)

@@ -1,0 +1,196 @@
+"""Measure what training with several processes promises.
+
+python scripts/scale.py equality            # the same losses on 1, 2 and 3 processes, some minutes on two cores
+python scripts/scale.py equality --short    # a few of the rows
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is there
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+import torch
+from rank_pool import RankPool, sample_ids
+
+from runner.cli import main as program
+from runner.config.errors import PREEMPTED
+
+BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # largest relative difference of a loss
+
+# 277 training samples: 13 batches, and the last one has a single sample.
+COMMON = (
+    "data=synthetic",
+    "data.dataset.samples=308",
+    "data.image_size=8",
+    "data.dataset.channels=1",
+    "data.batch_size=23",
+    "evaluate.batch_size=16",
+    "grad_clip.norm=1.0",
+    "ema=0.9",
+    "epochs=null",
+    "evaluate.every_epochs=3",
+    "log.every_steps=1",
+    "log.progress=false",
+    "log.curves=false",
+    "logger=none",
+    "threads=1",
+)
+_MLP = ("model=mlp", "model.hidden=[48]", "model.dropout=0.2")
+_CNN = ("model=small_cnn", "model.width=8", "sync_batchnorm=true")
+_VIT = ("model=vit_tiny", "model.dim=24", "model.depth=2", "model.heads=2", "model.dropout=0.1", "model.drop_path=0.2")
+_NUMBERS = ("data.dataset.kind=regression", "data.dataset.classes=1", "task=regression", "loss=mse")
+CASES = {
+    "MLP, dropout": (*_MLP, "transform=mix"),
+    "MLP, dropout, accumulate=3": (*_MLP, "transform=mix", "accumulate=3"),
+    "MLP, class weights": (*_MLP, "transform=standard", "loss.class_weights=balanced", "accumulate=3"),
+    "MLP, focal loss, label of two classes": (*_MLP, "transform=mix", "loss=focal", "loss.class_weights=balanced"),
+    "MLP, regression": (*_MLP, *_NUMBERS, "transform=mix"),
+    "ViT, dropout, drop_path": (*_VIT, "transform=mix"),
+    "CNN, sync_batchnorm, dropout": (*_CNN, "transform=mix"),
+    "CNN, sync_batchnorm, accumulate=3": (*_CNN, "transform=mix", "accumulate=3"),
+    "ResNet, sync_batchnorm, drop_path": ("model=resnet18_cifar", "model.width=4", "model.drop_path=0.2", *_CNN[2:]),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a run logged."""
+
+    losses: dict[tuple[str, int, str], float]  # by split, step and name
+    initial: str  # sha256 of the initial weights
+    ids: dict[tuple[int, int], list[int]]  # samples of each batch, by epoch and batch
+
+    def difference(self, other: Curve) -> float:
+        """The largest relative difference of a loss; infinite if one of them is missing."""
+        if self.losses.keys() != other.losses.keys():
+            return float("inf")
+        return max(abs(self.losses[key] - value) / abs(value) for key, value in other.losses.items())
+
+
+class Runs:
+    """Trains in this process and the ranks of a pool, each run in a folder of its own below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pool, self._folder, self._count = RankPool(), folder, 0
+
+    def train(
+        self, words: Sequence[str], segments: Sequence[tuple[int | None, Sequence[str]]] = ((None, ()),)
+    ) -> Curve:
+        """Train once, and again from the checkpoint for each further segment: the step to stop after, and more words."""
+        folder = self._folder / str(self._count)
+        self._count += 1
+        recorder = [
+            "+callbacks.ids._target_=rank_pool.Recorder",
+            f"+callbacks.ids.folder={folder / 'ids'}",
+            "trust=[rank_pool]",
+        ]
+        for number, (stop_at, more) in enumerate(segments):
+            begin = [f"hydra.run.dir={folder}", *([f"ckpt_path={folder}"] if number else [])]
+            stop = [f"+callbacks.ids.stop_at={'null' if stop_at is None else stop_at}"]
+            status, said = self._program([*words, *recorder, *stop, *more, *begin])
+            if status != (0 if stop_at is None else PREEMPTED):
+                raise SystemExit(f"status {status} of {' '.join([*words, *more])}\n{said}")
+        return _read(folder)
+
+    def _program(self, words: Sequence[str]) -> tuple[int, str]:
+        said = io.StringIO()
+        with self._pool.installed(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            status = program(["train", *words])
+        return status, said.getvalue()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._pool.close()
+
+
+def _read(folder: Path) -> Curve:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {
+        (row["split"], row["global_step"], name): value
+        for row in rows
+        for name, value in row.items()
+        if name in ("loss", "ema_loss", "mae", "ema_mae")
+    }
+    initial = (folder / "ids" / "initial.txt").read_text()
+    return Curve(losses, initial, sample_ids(folder / "ids"))
+
+
+def equality(options: argparse.Namespace) -> int:
+    """Compare the losses of every step on several processes with those of one."""
+    broken, lines = 0, list[str]()
+    cases = dict(list(CASES.items())[:: 3 if options.short else 1])
+    with _scratch() as folder, contextlib.closing(Runs(folder)) as runs:
+        for dtype in ("float64", "float32"):
+            bound = BOUNDS[dtype]
+            for name, case in cases.items():
+                words = (*COMMON, *case, f"dtype={dtype}", f"max_steps={options.steps}")
+                one = runs.train(words)
+                for what, found in _variants(runs, words, options):
+                    difference = found.difference(one)
+                    same_ids, same_start = found.ids == one.ids, found.initial == one.initial
+                    broken += not (difference <= bound and same_ids and same_start)
+                    cells = (name, dtype, what, f"{difference:.1e}", _yes(same_ids), _yes(same_start))
+                    lines.append(f"| {' | '.join(cells)} |")
+                    print(lines[-1], file=sys.stderr, flush=True)
+    print(f"{options.steps} steps, torch {torch.__version__}, Python {platform.python_version()}, gloo on the CPU\n")
+    print(
+        "| model and settings | dtype | processes | largest relative difference | same samples | same initial weights |"
+    )
+    print("|---|---|---|---|---|---|", *lines, sep="\n")
+    print(
+        f"\n{broken} of {len(lines)} rows are beyond {BOUNDS['float64']:g} in float64 or {BOUNDS['float32']:g} in float32."
+    )
+    return int(broken > 0)
+
+
+def _variants(runs: Runs, words: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Curve]]:
+    """The same run on other numbers of processes, and resumed on others."""
+    parallel = f"strategy={options.strategy}"
+    for ranks in (2, 3):
+        yield f"{ranks}", runs.train([*words, f"devices={ranks}", parallel])
+    third = options.steps // 4
+    workers = ("data.placement=disk", "data.num_workers=1")
+    segments = (
+        (third, ()),
+        (2 * third, ("devices=2", parallel)),
+        (3 * third, ("devices=3", parallel, *workers)),
+        (None, ("devices=1", "strategy=auto", "data.placement=auto", "data.num_workers=auto")),
+    )
+    yield "1, 2, 3, 1", runs.train(words, segments)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand."""
+    command = commands.add_parser("equality", help="the same losses on any number of processes")
+    command.add_argument("--strategy", default="ddp", help="of several processes")
+    command.add_argument("--steps", type=int, default=100)
+    command.add_argument("--short", action="store_true", help="a third of the cases")
+    command.set_defaults(run=equality)

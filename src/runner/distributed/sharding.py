@@ -1,0 +1,110 @@
+"""Weights, gradients and optimizer state divided among the ranks (FSDP), by torch's `fully_shard`.
+
+A divided tensor is a `DTensor`: it has the shape of the whole, and each rank keeps a part of its rows. Operations that DTensors
+lack work on the parts. A model that is not divided has plain tensors, which the functions here return as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.distributed.world import World
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    world: World,
+    device: torch.device,
+    *,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
+    replicas: int = 1,
+) -> Mapping[nn.Parameter, nn.Parameter]:
+    """Divide the parameters of a model, in place; all ranks call this with the same weights.
+
+    Args:
+        model: on its device.
+        blocks: modules whose weights are gathered and dropped together; what is outside of them is one more unit.
+        world: the ranks.
+        device: where the model computes.
+        reshard_after_forward: drop gathered weights after the forward pass, and gather them again for backward.
+        cpu_offload: keep the parts in the memory of the CPU, where the optimizer updates them.
+        replicas: how many groups of ranks divide a copy of the model each; it divides the number of ranks.
+
+    Returns:
+        The parameters of the model now, by those that it had.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    shape = (world.size,) if replicas == 1 else (replicas, world.size // replicas)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+    before = list(model.parameters())
+    for module in (*(block for block in blocks if block is not model), model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    return dict(zip(before, model.parameters(), strict=True))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` has divided a model: then every forward pass is one of all ranks."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the weights that forward passes without backward have left gathered."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def is_divided(tensor: Any) -> bool:
+    """Whether a tensor is divided among the ranks."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, in the same memory."""
+    if not is_divided(tensor):
+        return tensor
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on its device; all ranks have to call this."""
+    return tensor.full_tensor() if is_divided(tensor) else tensor  # type: ignore[attr-defined,no-any-return]
+
+
+def gathered(tensor: Tensor, world: World) -> Tensor:
+    """All of a tensor in the memory of rank 0's CPU, and nothing on the others; all ranks have to call this."""
+    if not is_divided(tensor):
+        return tensor
+    full = whole(tensor)
+    return full.cpu() if world.first else full.new_empty(0)
+
+
+def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, divided as `like` is; nothing is exchanged."""
+    if not is_divided(like) or is_divided(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to(like.device)
+
+
+def with_part(part: Tensor, like: Tensor) -> Tensor:
+    """The divided tensor of which `part` is this rank's part; shaped and divided as `like` is."""
+    if not is_divided(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -1,0 +1,33 @@
+"""Several ranks evaluate what one process evaluates: each sample once, and every number to the last digit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import split_sizes
+from rank_pool import RankPool
+
+
+@pytest.mark.slow
+def test_splits_of_every_size_give_the_same_numbers_on_any_number_of_ranks(pool: RankPool, tmp_path: Path) -> None:
+    # One process, without a process group.
+    expected = json.loads(json.dumps(split_sizes.all_found()))  # JSON keeps every bit of a float
+    for ranks in (2, 3, 4):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        pool(split_sizes.on_a_rank, folder, ranks)
+        found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+        for one, parts in zip(expected, zip(*found, strict=True), strict=True):
+            for kind in ("classes", "numbers"):
+                assert sorted(sum((part[kind]["ids"] for part in parts), [])) == one[kind]["ids"]
+                assert all(part[kind]["values"] == one[kind]["values"] for part in parts)
+    sizes = [size for size in split_sizes.SIZES for _ in split_sizes.BATCHES]
+    for size, one in zip(sizes, expected, strict=True):
+        assert one["classes"]["ids"] == list(range(size))
+        if size == 0:
+            assert "no sample" in one["classes"]["values"]
+            continue
+        assert set(one["classes"]["values"]) == {"loss", "accuracy", "fading"}
+        assert set(one["numbers"]["values"]) == {"loss", "mae", "rmse", "fading"}

@@ -1,0 +1,178 @@
+"""Several processes: how they start, stop, fail and start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import ForkedProgram
+
+from runner.checkpoint.file import read
+
+WORDS = (
+    "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp",
+    "model.hidden=[16]", "model.dropout=0.2", "threads=1", "logger=none", "log.every_steps=1", "log.curves=false",
+    "checkpoint.every_steps=3", "log.progress=false",
+)  # fmt: skip
+MINE = """
+import os, signal, time
+
+class Fault:
+    def __init__(self, step=5, how="raise", rank=1):
+        self.step, self.how, self.rank = step, how, rank
+
+    def on_step(self, loop):
+        if int(os.environ["RANK"]) != self.rank or loop.state.position.global_step != self.step:
+            return
+        if self.how == "raise":
+            raise ValueError("a mistake of mine")
+        if self.how == "killed" or (self.how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+class Slow:
+    def on_step(self, loop):
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workdir / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "mine")
+    monkeypatch.syspath_prepend(str(workdir))
+    return workdir
+
+
+def losses(folder: Path) -> dict[tuple[str, int], float]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {(record["split"], record["global_step"]): record["loss"] for record in records}
+
+
+def alive(folder: Path) -> list[int]:
+    """Processes whose working directory is the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes()
+            if (path / "cwd").readlink() == folder and int(path.name) != os.getpid() and b"pytest" not in command:
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., Any]) -> None:
+    one, two, three = (train(*WORDS, f"devices={ranks}", f"hydra.run.dir=of_{ranks}") for ranks in (1, 2, 3))
+    assert len(losses(one.directory)) == 25, "22 steps, 2 evaluations and the test"
+    for other in (two, three):
+        assert losses(other.directory) == pytest.approx(losses(one.directory), rel=1e-4)
+        assert (other.directory / "logs/rank_1.log").is_file()
+        assert other.summary["status"] == "finished"
+    assert two.summary["weights_sha256"] == train(*WORDS, "devices=2", "hydra.run.dir=again").summary["weights_sha256"]
+
+
+def test_a_sweep_makes_one_directory_a_job(here: Path, run: Callable[..., Any]) -> None:
+    result = run("train", *WORDS, "devices=2", "max_steps=2", "--multirun", "seed=0,1", "hydra.sweep.dir=sweep")
+    assert result.status == 0, result.err
+    assert sorted(path.parent.name for path in (here / "sweep").glob("*/summary.json")) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raise", "rank 1: ValueError: a mistake of mine"), ("killed", "rank 1 was killed by SIGKILL")]
+)
+def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], how: str, said: str) -> None:
+    result = run(
+        "train",
+        *WORDS,
+        "devices=2",
+        "+callbacks.mine._target_=mine.Fault",
+        f"+callbacks.mine.how={how}",
+        "hydra.run.dir=run",
+    )
+    assert result.status == 1
+    assert f"error: {said}" in result.err
+    assert result.err.count("error: ") == 1
+    assert ("mine.py" in result.err) == (how == "raise")
+    assert json.loads((here / "run/summary.json").read_text())["error"] == said
+
+
+def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train: Callable[..., Any]) -> None:
+    fault = ("+callbacks.mine._target_=mine.Fault", "+callbacks.mine.how=killed once", "+callbacks.mine.step=20")
+    whole = train(*WORDS, "devices=2", "hydra.run.dir=whole")
+    again = train(*WORDS, "devices=2", *fault, "max_restarts=1", "hydra.run.dir=again")
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert losses(again.directory) == losses(whole.directory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
+    here: Path, train: Callable[..., Any], number: signal.Signals
+) -> None:
+    slow = "+callbacks.slow._target_=mine.Slow"
+    program = ForkedProgram(["train", *WORDS, "devices=2", slow, "hydra.run.dir=run"])
+    deadline = time.monotonic() + 60
+    while not list((here / "run").glob("checkpoints/step_*")):
+        assert program.poll() is None, program.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    program.send_signal(number)
+    out, err = program.communicate(60)
+    while alive(here):
+        assert time.monotonic() < deadline, "a rank is left"
+        time.sleep(0.05)
+    if number == signal.SIGTERM:
+        assert program.returncode == 75, err
+        assert "stopped by SIGTERM" in out
+        step = json.loads((here / "run/summary.json").read_text())["global_step"]
+        assert read(here / "run/checkpoints/last.safetensors")["position"]["global_step"] == step
+    resumed = train("ckpt_path=run", "hydra.run.dir=run")
+    whole = train(*WORDS, "devices=2", slow, "hydra.run.dir=whole")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_torchrun_starts_ranks_that_follow_rank_0(here: Path) -> None:
+    def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "runner",
+        ]
+        return subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, check=False)
+
+    done = torchrun("train", *WORDS, "max_steps=4", "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((here / "run/summary.json").read_text())["status"] == "finished"
+    assert "step 4/4" in (here / "run/logs/rank_1.log").read_text()
+    wrong = torchrun("train", *WORDS, "epoch=3", "hydra.run.dir=wrong")
+    assert wrong.returncode != 0
+    assert wrong.stderr.count("did you mean 'epochs'") == 1
+    assert not (here / "wrong").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["devices=[0,0]"], "devices"),
+        (["devices=2", "strategy=single"], "strategy"),
+        (["devices=2", "lr=auto"], "lr"),
+        (["devices=2", "data.batch_size=auto"], "data.batch_size"),
+        (["devices=2", "post_mortem=true"], "post_mortem"),
+        (["devices=0"], "devices"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused(problems: Callable[..., Any], words: list[str], key: str) -> None:
+    assert key in problems(*words)

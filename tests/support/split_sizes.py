@@ -1,0 +1,82 @@
+"""Evaluations of splits of every size, by one process or by each of several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.data.loaders import MemoryLoader
+from runner.data.transforms.augment import Pipeline
+from runner.distributed.world import joined
+from runner.engine.evaluation import evaluate
+from runner.engine.tasks import Classification, Regression
+
+SIZES, BATCHES = range(41), (1, 3, 8)
+_CPU = torch.device("cpu")
+
+
+class Fading:
+    """A metric whose parts cannot be joined: later batches count more."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.value = torch.zeros(())
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.value = self.value * 0.7 + (outputs * targets.view(-1, 1)).mean()
+
+    def compute(self) -> Tensor:
+        return self.value
+
+
+class Noting:
+    """A source of batches that remembers which samples it gave."""
+
+    def __init__(self, source: MemoryLoader) -> None:
+        self.source, self.samples, self.batch_size, self.ids = source, source.samples, source.batch_size, list[int]()
+
+    def batches(self, *which: int) -> Iterator[Any]:
+        for batch in self.source.batches(*which):
+            self.ids += batch.indices.tolist()
+            yield batch
+
+
+def all_found() -> list[dict[str, Any]]:
+    """For every size and batch size the samples that this rank evaluated, and the metrics of each task."""
+    torch.manual_seed(0)
+    images, prepare = torch.randint(256, (41, 1, 2, 2), dtype=torch.uint8), Pipeline([], [0.5], [0.3], 0, _CPU)
+    targets = {"classes": torch.randint(3, (41,)), "numbers": torch.randn(41)}
+    tasks: dict[str, Any] = {"classes": Classification(3), "numbers": Regression()}
+    losses: dict[str, Any] = {"classes": F.cross_entropy, "numbers": F.mse_loss}
+    models = {name: nn.Sequential(nn.Flatten(), nn.Linear(4, 3 if name == "classes" else 1)) for name in tasks}
+    metrics = {name: {**task.metrics(_CPU), "fading": Fading()} for name, task in tasks.items()}
+    every = []
+    for size, batch in itertools.product(SIZES, BATCHES):
+        every.append(found := dict[str, Any]())
+        for name, task in tasks.items():
+            loader = MemoryLoader(images, targets[name], torch.arange(size), batch, 0, False, _CPU, prepare)
+            source = Noting(loader)
+            for metric in metrics[name].values():
+                metric.reset()
+            try:
+                values: Any = evaluate(models[name], source, task.targets, losses[name], metrics[name])
+            except ValueError as error:
+                values = str(error)
+            found[name] = {"ids": source.ids, "values": values}
+    return every
+
+
+def on_a_rank(folder: Path) -> None:
+    """Write them to `RANK.json`."""
+    torch.set_num_threads(1)
+    with joined(60, _CPU) as world:
+        (folder / f"{world.rank}.json").write_text(json.dumps(all_found()))
