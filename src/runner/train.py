@@ -12,14 +12,14 @@ from runner.build.describe import show_run
 from runner.build.evaluation import Evaluator
 from runner.build.finetune import freeze
 from runner.build.hardware import choose_hardware
-from runner.build.held import Held
+from runner.build.held import Held, held_by
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
 from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import ReportShare, check_same, shard_model, synchronize_norms, uneven_loss
+from runner.build.ranks import check_same, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -36,7 +36,6 @@ from runner.config.schema.train import Train
 from runner.data.build import DataModule, build_data
 from runner.distributed.agreement import Agreement
 from runner.distributed.parallel import parallelize
-from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import FiniteWatch
@@ -115,9 +114,8 @@ def build_run(
     # Activation checkpointing and compilation
     toggled = toggle(config, model, loss, precision, image)
 
-    # The weights of a sharded model are divided among the ranks, and those of the optimizer with them
-    if config.strategy == "fsdp" and world().size > 1:
-        freezing.follow_parameters(shard_model(config, model, hardware))
+    # From here on, a rank may have a part of each weight
+    freezing.follow_parameters(shard_model(config, model, hardware, warnings))
 
     # Optimizer, schedule, average of the weights
     optimizer, kernels = build_optimizer(config, model)
@@ -231,7 +229,6 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     compile_reports = [CompileReport(compilation, console.line, console.warn)] if compilation else []
     callbacks = [
         *([agreement] if agreement else []),
-        *([ReportShare(console.line)] if is_sharded(run.model) else []),
         *compile_reports,
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
@@ -293,6 +290,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         record.update(state, run.monitor.metric)
         if world().size > 1:
             record.summary["memory"] = held.by_rank()
+            console.line(held_by(world().rank, record.summary["memory"]))
         record.summary["weights_sha256"] = weights_sha256(run.model.state_dict())
         best = state.best.value if state.best else None
 

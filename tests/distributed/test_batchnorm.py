@@ -10,9 +10,9 @@ from typing import Any
 import batchnorm_ranks
 import pytest
 import torch
-from rank_pool import RankPool
 from torch import nn
 
+from rank_pool import RankPool
 from runner.config.errors import Problem, UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import split_sizes
+
 from rank_pool import RankPool
 
 

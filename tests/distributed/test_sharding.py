@@ -2,79 +2,148 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from sharded_runs import Left, make_job, train_jobs, train_on_ranks
+from safetensors.torch import load_file
 
-# 41 samples to train on: five batches, of which the last has one.
+from runner.config.errors import Problem
+
+# 41 samples to train on: five batches, of which the last has one. 5 samples to validate on: three batches.
 SMALL = (
-    "data=synthetic", "data.dataset.samples=46", "data.image_size=8", "data.batch_size=10", "data.normalize.mean=[0.5,0.5,0.5]",
-    "data.normalize.std=[0.25,0.25,0.25]", "evaluate.batch_size=2", "evaluate.test=false", "epochs=1", "device=cpu",
-    "transform=strong", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=constant", "logger=none", "callbacks=none", "threads=1",
-    "log.progress=false", "log.curves=false", "log.every_steps=1", "checkpoint.min_seconds=0", "checkpoint.every_steps=3",
-    "checkpoint.keep=9", "trust=[sharded_runs]",
+    "data=synthetic", "data.dataset.samples=46", "data.image_size=8", "data.batch_size=10", "evaluate.batch_size=2", "epochs=2",
+    "evaluate.test=false", "device=cpu", "dtype=float64", "transform=strong", "optimizer=sgd", "optimizer.lr=0.02",
+    "scheduler=constant", "callbacks=none", "log.every_steps=1", "checkpoint.min_seconds=0", "checkpoint.every_steps=3",
+    "checkpoint.keep=9", "trust=[poison]",
 )  # fmt: skip
 MLP = ("model=mlp", "model.hidden=[16]", "model.dropout=0.3")
 VIT = (
     "model=vit_tiny", "model.dim=12", "model.depth=2", "model.dropout=0.1", "model.drop_path=0.2", "model.mlp_ratio=2",
 )  # fmt: skip
-NAN = "transform.train=[{_target_:sharded_runs.Poison,sample:3}]"
-RUNS = {
-    "plain": MLP,
-    "window": (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9"),
-    "parts": (*VIT, "freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1", "epochs=2"),
-    "adamw": (*MLP, "optimizer=adamw", "optimizer.eps=0.001", "on_nonfinite=skip", NAN),
-    "still": (*MLP, "optimizer.lr=1e-30", "optimizer.weight_decay=0", "max_steps=1"),
-}  # fmt: skip
-KEYS = {
-    "parts": ("fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false"),
-    "window": ("fsdp.replicas=1",),
-}
+WINDOW = (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9")
+TWO = ("devices=2", "strategy=fsdp")
+PARTS = ("freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1")
 
 
 @pytest.fixture
-def job(compose: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
-    """The job of a run in a folder of that name."""
-    return lambda name, *words: make_job(compose, *SMALL, *words, f"hydra.run.dir={tmp_path / name}")
+def runs(train: Callable[..., Any], pool: Any) -> Iterator[Callable[..., Any]]:
+    """A quick training, on ranks that are there already if it asks for several."""
+    with pool.installed():
+        yield lambda *words: train(*SMALL, *words)
 
 
-def assert_same(some: Left, other: Left, rel: float = 1e-5) -> None:
-    """Losses and tensors are equal to rounding."""
-    name = some.directory.name
-    assert some.losses == pytest.approx(other.losses, rel=rel), name
-    assert len(some.val) == len(other.val) > 0
-    for ours, theirs in zip(some.val, other.val, strict=True):
-        assert ours == pytest.approx(theirs, rel=rel), name
-    ours, theirs = some.tensors(), other.tensors()
-    assert list(ours) == list(theirs)
-    for place, tensor in theirs.items():
-        if tensor.is_floating_point():
-            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-            torch.testing.assert_close(
-                ours[place], tensor, rtol=rel, atol=rel * largest, msg=lambda m, p=place: f"{name} {p}: {m}"
-            )
+def tensors(run: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of a run's last checkpoint."""
+    return load_file(run.directory / "checkpoints" / "last.safetensors")
+
+
+def assert_same(some: Any, other: Any) -> None:
+    """Losses and tensors are equal to the rounding of float64."""
+    pairs = list(zip(some.metrics, other.metrics, strict=True))
+    for ours, theirs in pairs:
+        names = [name for name in theirs if "loss" in name or "accuracy" in name]
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-10)
+    assert len([ours for ours, _ in pairs if ours["split"] == "val"]) == 2
+    ours, theirs = tensors(some), tensors(other)
+    assert sorted(ours) == sorted(theirs)
+    for name, tensor in theirs.items():
+        atol = 1e-10 * float(tensor.abs().amax()) if tensor.is_floating_point() and tensor.numel() else 0.0
+        torch.testing.assert_close(
+            ours[name], tensor, rtol=1e-10, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_divided_weights_train_as_one_process_does(job: Callable[..., Any], tmp_path: Path, size: int) -> None:
-    alone = [job(f"{name}_1", *words) for name, words in RUNS.items()]
-    train_jobs(alone)
-    ranks = (f"devices={size}", "strategy=fsdp")
-    divided = [job(f"{name}_{size}", *words, *ranks, *KEYS.get(name, ())) for name, words in RUNS.items()]
-    train_on_ranks(divided, size, tmp_path / "logs")
-    for name in RUNS:
-        assert_same(Left(tmp_path / f"{name}_{size}"), Left(tmp_path / f"{name}_1"))
-    bits = {Left(tmp_path / f"still_{number}").summary["weights_sha256"] for number in (1, size)}
-    assert len(bits) == 1, "initial weights differ"
-    skipped = [(tmp_path / f"adamw_{number}" / "skipped_steps").exists() for number in (1, size)]
-    assert skipped[0] == skipped[1]
-    log = (tmp_path / f"window_{size}" / "logs" / f"rank_{size - 1}.log").read_text()
-    own, all_ = re.search(r"keeps ([\d.]+) KiB of ([\d.]+) KiB of parameters", log).groups()  # type: ignore[union-attr]
-    assert float(own) <= 1.05 * float(all_) / size
-    assert re.search(rf"rank {size - 1} of {size} keeps .* of gradients, .* of optimizer state; 3 units", log)
+def test_accumulation_clipping_an_average_and_resuming_across_strategies(runs: Callable[..., Any]) -> None:
+    one, fsdp, ddp = runs(*WINDOW), runs(*WINDOW, *TWO), runs(*WINDOW, "devices=2", "strategy=ddp")
+    three = runs(*WINDOW, "devices=3", "strategy=fsdp")
+    for found in (fsdp, ddp, three):
+        assert_same(found, one)
+    for before, now in (
+        (one, TWO),
+        (fsdp, ()),
+        (fsdp, ("devices=3", "strategy=fsdp")),
+        (fsdp, ("devices=2",)),
+        (ddp, TWO),
+    ):
+        checkpoint = before.directory / "checkpoints" / "step_0000000003.safetensors"  # inside an epoch
+        alone = () if now else ("devices=1", "strategy=auto")
+        assert_same(runs(*WINDOW, *now, *alone, f"ckpt_path={checkpoint}"), one)
+    for count, run in ((2, fsdp), (3, three)):
+        for part in ("parameters", "gradients", "optimizer"):
+            whole = ddp.summary["memory"][0][part]
+            assert [rank[part] for rank in run.summary["memory"]] == pytest.approx([whole / count] * count, rel=0.15), (
+                part
+            )
+    assert "rank 1 keeps" in (fsdp.directory / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.slow
+def test_parts_of_a_model_that_are_frozen_recomputed_and_gathered_apart(runs: Callable[..., Any]) -> None:
+    keys = ("fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false")
+    assert_same(runs(*VIT, *PARTS, *TWO, *keys), runs(*VIT, *PARTS))
+
+
+@pytest.mark.slow
+def test_batchnorm_over_all_ranks(runs: Callable[..., Any]) -> None:
+    words = ("model=small_cnn", "model.width=4", "sync_batchnorm=true", "grad_clip.value=0.01")
+    assert_same(runs(*words, "devices=3", "strategy=fsdp"), runs(*words))
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[..., Any]) -> None:
+    words = (*MLP, "optimizer=adamw", "on_nonfinite=skip", "transform.train=[{_target_:poison.Poison,sample:3}]")
+    one, two = runs(*words), runs(*words, *TWO)
+    for run in (one, two):
+        assert (
+            "the images of sample 3 have values that are not finite; skipped" in (run.directory / "run.log").read_text()
+        )
+    ours, theirs = tensors(two), tensors(one)
+    for name in ("layers.0.weight", "optimizer/state/0/exp_avg_sq"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_initial_weights_have_the_same_bits(runs: Callable[..., Any]) -> None:
+    words = (*MLP, "optimizer.lr=1e-320", "optimizer.weight_decay=0", "max_steps=1", "dtype=float32")
+    assert runs(*words, *TWO).summary["weights_sha256"] == runs(*words).summary["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("compile=true", "compile"),
+        ("on_oom=split", "on_oom"),
+        ("amp=fp16", "amp"),
+        ("dist.find_unused_parameters=true", "dist.find_unused_parameters"),
+        ("optimizer._target_=torch.optim.Adafactor", "optimizer"),
+        ("fsdp.cpu_offload=true", "fsdp.cpu_offload"),
+    ],
+)
+def test_what_divided_weights_rule_out_is_refused(
+    problems: Callable[..., dict[str, Problem]], word: str, key: str
+) -> None:
+    words = ("strategy=fsdp", "devices=2", "device=cpu")
+    assert key not in problems(*words)
+    assert key in problems(*words, word)
+
+
+def test_keys_of_fsdp_have_no_effect_without_it(
+    problems: Callable[..., dict[str, Problem]], train: Callable[..., Any]
+) -> None:
+    found = problems("fsdp.replicas=2", "fsdp.reshard_after_forward=false")
+    assert {"fsdp.replicas", "fsdp.reshard_after_forward"} <= set(found)
+    said = train(*SMALL, *MLP, "strategy=fsdp", "max_steps=1").out
+    assert "strategy=fsdp has no effect" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "key"), [("fsdp.replicas=3", "fsdp.replicas"), ("fsdp.blocks=[stages.*]", "fsdp.blocks")]
+)
+def test_what_does_not_fit_ranks_or_model_is_refused(run: Callable[..., Any], pool: Any, word: str, key: str) -> None:
+    with pool.installed():
+        found = run("train", *SMALL, *VIT, *TWO, "threads=1", "logger=none", word)
+    assert found.status == 2
+    assert key in found.err

@@ -12,7 +12,7 @@ from runner.build.run import Run
 from runner.distributed.world import world
 from runner.engine.step import StepConfig
 from runner.instrument.nested import tensors_in
-from runner.runtime.memory import peak_memory
+from runner.runtime.memory import peak_memory, readable
 
 
 class Held:
@@ -53,6 +53,12 @@ class Held:
                 "peak": peak_memory(self._run.device).bytes,
             }
         )
+
+
+def held_by(rank: int, held: list[dict[str, int]]) -> str:
+    """What a rank holds, for people."""
+    parts = ", ".join(f"{readable(size)} of {part}" for part, size in held[rank].items() if part != "peak")
+    return f"rank {rank} keeps {parts}"
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from runner.build.hardware import Hardware
 from runner.build.run import Run
@@ -24,12 +24,11 @@ from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule
 from runner.distributed.batchnorm import synchronize
-from runner.distributed.sharding import is_sharded, local, shard
+from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, world
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
 from runner.runtime.blocks import named_blocks, repeated_blocks
-from runner.runtime.memory import readable
 
 _TRIED = 32  # targets
 
@@ -145,12 +144,22 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def shard_model(config: Train, model: nn.Module, hardware: Hardware) -> Mapping[nn.Parameter, nn.Parameter]:
-    """Divide the weights of a model among the ranks, as `fsdp` says; see `runner.distributed.sharding.shard`.
+def shard_model(
+    config: Train, model: nn.Module, hardware: Hardware, warnings: list[str]
+) -> Mapping[nn.Parameter, nn.Parameter]:
+    """Divide the weights of a model among the ranks if `strategy` says so; see `runner.distributed.sharding.shard`.
+
+    Returns:
+        The parameters now, by those that they replace.
 
     Raises:
         UserError: if the ranks have different weights, or the settings do not fit model, device or number of ranks.
     """
+    if config.strategy != "fsdp":
+        return {}
+    if world().size == 1:
+        warnings.append("strategy=fsdp has no effect: one process trains, and has the whole model")
+        return {}
     settings, ranks, device = config.fsdp, world(), hardware.device
     _require_same({"initial weights": weights_sha256(model.state_dict())}, ranks)
     if ranks.size % settings.replicas:
@@ -176,32 +185,3 @@ def shard_model(config: Train, model: nn.Module, hardware: Hardware) -> Mapping[
         cpu_offload=settings.cpu_offload,
         replicas=settings.replicas,
     )
-
-
-class ReportShare:
-    """Says after the first step how much of a sharded run's state this rank keeps."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report: Callable[[str], None] | None = report
-
-    def on_step(self, loop: Any) -> None:
-        """Report, once."""
-        if self._report is None:
-            return
-        report, self._report = self._report, None
-        state, ranks = loop.state, world()
-        weights = list(state.model.parameters())
-        moments = [value for values in state.optimizer.state.values() for value in values.values()]
-        trained = [weight for weight in weights if weight.requires_grad]
-        kept = {"parameters": weights, "gradients": trained, "optimizer state": moments}
-        units = sum(is_sharded(module) for module in state.model.modules())
-        parts = ", ".join(f"{_share(tensors)} of {what}" for what, tensors in kept.items())
-        report(f"fsdp: rank {ranks.rank} of {ranks.size} keeps {parts}; {units} units are gathered one by one")
-
-
-def _share(values: Iterable[Any]) -> str:
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    own, all_ = (
-        sum(tensor.numel() * tensor.element_size() for tensor in some) for some in (map(local, tensors), tensors)
-    )
-    return f"{readable(own)} of {readable(all_)}"

@@ -235,9 +235,6 @@ def _of_sharding(config: Train) -> Broken:
             "is split, but with strategy=fsdp all processes gather weights together, also if only one lacks memory"
         )
         yield "on_oom", message, f"on_oom=raise, {another}"
-    if config.data.batch_size == "auto":
-        message = "is auto, which measures memory on one process, but strategy=fsdp divides weights among several"
-        yield "data.batch_size", message, f"a number, {another}"
     if config.amp == "fp16":
         yield "amp", "is fp16, whose scaled loss strategy=fsdp does not support", f"bf16 or false, {another}"
     if config.dist.find_unused_parameters:

@@ -6,6 +6,7 @@ its own, so the mask of a sample does not depend on the number of ranks, and the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_ENTERED: list[SharedMasks] = []
 _BY_CHANNEL = {F.dropout1d: 3, F.dropout2d: 4, F.dropout3d: 5}  # dimensions of a batch
 
 
@@ -27,6 +29,15 @@ class SharedMasks(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.samples, self.own = 0, slice(0, 0)
+
+    def __enter__(self) -> SharedMasks:
+        _ENTERED.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _ENTERED.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,6 +90,11 @@ class SharedMasks(TorchFunctionMode):
         if attn_mask is not None:
             scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
         return self._dropout(F.dropout, scores.softmax(-1), dropout_p) @ value
+
+
+def masks_now() -> contextlib.AbstractContextManager[object]:
+    """The masks that are entered, to enter them again where backward repeats a forward pass: autograd leaves them."""
+    return _ENTERED[-1] if _ENTERED else contextlib.nullcontext()
 
 
 def _argument(args: Any, kwargs: Any, place: int, name: str, default: Any) -> Any:

@@ -61,9 +61,10 @@ class Freezing:
         self._held: list[Frozen] = []
 
     def follow_parameters(self, now: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Go on with the parameters that have replaced those of the model, before training."""
+        """Go on with the parameters that have replaced some of the model's, before training."""
         self.parts = tuple(
-            replace(part, parameters=tuple(now[parameter] for parameter in part.parameters)) for part in self.parts
+            replace(part, parameters=tuple(now.get(parameter, parameter) for parameter in part.parameters))
+            for part in self.parts
         )
 
     def train(self, position: Position) -> None:
