@@ -171,7 +171,8 @@ def train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None
     """
     with contextlib.ExitStack() as ending:
         best = _train(setup, record, signals, ending)
-    record.draw_curves(setup.config.log.curves)
+    if world().first:
+        record.draw_curves(setup.config.log.curves)
     return best
 
 
@@ -196,7 +197,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     warnings = [*run.warnings, *validate_limits(run)]
     fingerprint, sources = data.fingerprint(), source_digests(config)
     check_same(run, fingerprint, world())
-    agreement = Agreement(world(), signals.asked) if world().size > 1 else None
+    agreement = Agreement(world(), signals.asked, config.dist.timeout_s) if world().size > 1 else None
     interrupted = agreement.reason if agreement else signals.asked
     if found:
         warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")

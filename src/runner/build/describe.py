@@ -12,6 +12,7 @@ from runner.build.run_record import RunRecord
 from runner.config.changes import changes_result
 from runner.config.schema.train import Train
 from runner.config.targets import preferred_data
+from runner.distributed.world import world
 from runner.engine.weight_average import AveragedModel
 
 Row = tuple[str, str, str]  # label, value and reason
@@ -58,6 +59,7 @@ def describe(config: Train, run: Run) -> list[Row]:
         ("data", f"{config.data.name}, {shape}, {classes}{', '.join(counts)}", ""),
         *data.choices,
         ("device", where, run.hardware.reason),
+        *_ranks(config, plan.batch_size),
         ("precision", run.precision.name, run.precision.reason),
         *_preferred(config, data.channels),
         *run.initial.rows(),
@@ -74,6 +76,12 @@ def describe(config: Train, run: Run) -> list[Row]:
         ),
         *(_repeating(config, device) if config.deterministic else []),
     ]
+
+
+def _ranks(config: Train, batch_size: int) -> list[Row]:
+    """How many processes train."""
+    strategy, size = "ddp" if config.strategy == "auto" else config.strategy, world().size
+    return [("ranks", str(size), f"{strategy}, batches of {batch_size} divided among them")] if size > 1 else []
 
 
 def _class(node: dict[str, Any]) -> str:

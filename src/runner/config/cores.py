@@ -13,14 +13,17 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """CPU cores that this process may use, at least 1: its affinity, or a container's CPU limit if that is lower."""
+    """CPU cores that this process may use, at least 1: its affinity, or a container's CPU limit if that is lower.
+
+    Processes that train together on a machine share its cores evenly.
+    """
     if hasattr(os, "process_cpu_count"):  # Python 3.13
         usable = os.process_cpu_count()
     elif hasattr(os, "sched_getaffinity"):  # not on macOS
         usable = len(os.sched_getaffinity(0))
     else:
         usable = os.cpu_count()
-    return min((usable or 1, *_limits()))
+    return max(1, min((usable or 1, *_limits())) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _limits() -> Iterator[int]:

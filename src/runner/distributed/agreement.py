@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import signal
 import time
 from collections.abc import Callable
@@ -24,11 +25,13 @@ class Agreement:
     Args:
         world: the ranks.
         asked: what asks this rank to stop, or an empty string, see `runner.runtime.signals.StopSignals`.
+        timeout_s: seconds to wait for the other ranks.
     """
 
-    def __init__(self, world: World, asked: Callable[[], str]) -> None:
+    def __init__(self, world: World, asked: Callable[[], str], timeout_s: float) -> None:
         self._world, self._asked = world, asked
-        self._group: Any = dist.new_group(backend="gloo")  # its messages do not queue behind gradients
+        # Its messages do not queue behind gradients.
+        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self._sent: tuple[Any, torch.Tensor] | None = None
         self._reason, self._time = "", time.monotonic()
 

@@ -12,6 +12,7 @@ import torch.utils.deterministic
 
 from runner.config.cores import cores
 from runner.config.errors import UserError, nearest
+from runner.distributed.world import world
 from runner.runtime.memory import keep_freed_memory
 
 _USUAL_THREADS = torch.get_num_threads()
@@ -84,7 +85,7 @@ def configure_torch(
     Returns:
         Warnings about settings that have no effect here, or not the wanted one.
     """
-    torch.set_num_threads(threads or _USUAL_THREADS)
+    torch.set_num_threads(threads or (cores() if world().size > 1 else _USUAL_THREADS))
     if device.type == "cpu":
         keep_freed_memory()
     prepare_repeating(deterministic)
