@@ -165,8 +165,6 @@ def shard_model(
     if ranks.size % settings.replicas:
         allowed = f"a divisor of {ranks.size}, the number of processes"
         raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
-    if settings.cpu_offload and device.type == "cpu":
-        raise UserError("fsdp.cpu_offload", "has no effect on the CPU", "false, or device=cuda")
     if hardware.precision.scaler is not None:
         problem = "chose fp16 on this device, whose scaled loss strategy=fsdp does not support"
         raise UserError("amp", problem, "bf16 or false, or strategy=ddp")
@@ -182,6 +180,5 @@ def shard_model(
         ranks,
         device,
         reshard_after_forward=settings.reshard_after_forward,
-        cpu_offload=settings.cpu_offload,
         replicas=settings.replicas,
     )

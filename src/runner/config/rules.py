@@ -243,8 +243,6 @@ def _of_sharding(config: Train) -> Broken:
     if str(config.optimizer.get("_target_", "")).endswith("Adafactor"):
         message = "has moments of another shape than the weights, which strategy=fsdp cannot divide"
         yield "optimizer", message, f"another optimizer, {another}"
-    if config.fsdp.cpu_offload and config.device == "cpu":
-        yield "fsdp.cpu_offload", "has no effect on the CPU", "false, or device=cuda"
 
 
 def _of_verbs(config: Train) -> Broken:

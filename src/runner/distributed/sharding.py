@@ -22,7 +22,6 @@ def shard(
     device: torch.device,
     *,
     reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
     replicas: int = 1,
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the parameters of a model, in place; all ranks call this with the same weights.
@@ -33,21 +32,19 @@ def shard(
         world: the ranks.
         device: where the model computes.
         reshard_after_forward: drop gathered weights after the forward pass, and gather them again for backward.
-        cpu_offload: keep the parts in the memory of the CPU, where the optimizer updates them.
         replicas: how many groups of ranks divide a copy of the model each; it divides the number of ranks.
 
     Returns:
         The parameters of the model now, by those that it had.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     shape = (world.size,) if replicas == 1 else (replicas, world.size // replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     before = list(model.parameters())
     for module in (*(block for block in blocks if block is not model), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return dict(zip(before, model.parameters(), strict=True))
 
 
@@ -97,7 +94,7 @@ def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return distribute_tensor(tensor, mesh, placements, src_data_rank=None).to(like.device)
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
 def with_part(part: Tensor, like: Tensor) -> Tensor:

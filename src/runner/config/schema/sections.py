@@ -201,7 +201,6 @@ class Fsdp(Section):
 
     reshard_after_forward: bool = True
     blocks: list[str] | None = None
-    cpu_offload: bool = False
     replicas: Count = 1
 
 
