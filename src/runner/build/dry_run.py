@@ -132,10 +132,6 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
         divided, reshard = ranks // settings.replicas, settings.reshard_after_forward
         held = functools.partial(layout.fsdp_memory, weights, divided, reshard=reshard, batches=batches)
         traffic = layout.fsdp_traffic(weights, divided, reshard=reshard, batches=batches, replicas=settings.replicas)
-        if settings.cpu_offload:
-            warnings.append(
-                "fsdp.cpu_offload=true keeps parameters, gradients and optimizer state in memory of the CPU"
-            )
     else:
         traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
     memory = held(buffers=buffers, averaged=averaged, activations=activations)
