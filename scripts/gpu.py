@@ -53,7 +53,9 @@ class Entry:
 def of_tests(printed: str, folder: Path) -> list[Row]:
     """Pytest's last line, and the tests that failed."""
     lines = printed.strip().splitlines()
-    summary = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line)), "nothing ran")
+    summary = next(
+        (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "nothing ran"
+    )
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
     return [("tests with `-m gpu`", "", summary.strip("= "), "; ".join(failed))]
 
@@ -141,41 +143,35 @@ def memory(strategy: str) -> Entry:
     """An entry that compares predicted with reported memory on all GPUs, at least two."""
     ranks = str(max(2, torch.cuda.device_count()))
     options = ("--strategy", strategy, "--ranks", ranks, "--models", "vit_tiny", "--device", "{device}")
-    return Entry(f"{strategy} memory", ("scripts/scale.py", "memory", *options), 45, of_memory, also=(1,))
+    return Entry(f"{strategy} memory", ("scripts/scale.py", "memory", *options), 35, of_memory, also=(1,))
 
 
+TESTS = tuple(
+    sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu\n" in path.read_text()
+    )
+)
 IMAGES = ("data=synthetic", "data.dataset.samples=4096", "data.image_size=32", "data.batch_size=256", "threads=4")
 RESNET, VIT = ("model=resnet18_cifar",), ("model=vit_tiny",)
 LOOP = ("--contenders", "bare", "hand", "--threads", "4", "--repeats", "3", "--samples", "2560", "--device", "{device}")
-PEERS = (
-    "--contenders",
-    "runner",
-    "dataloader",
-    "accelerate",
-    "ignite",
-    "lightning",
-    "--threads",
-    "4",
-    "--repeats",
-    "3",
-)
+PEERS = ("--contenders", "runner", "accelerate", "lightning", "--threads", "4", "--repeats", "3")
 PROFILE = (*RESNET, *IMAGES, "device={device}", "trace_steps=5", "steps=10", "budget_s=20", "output={folder}/profile")
 
 ENTRIES = (
-    Entry("tests", ("-m", "pytest", "-q", "-n", "4", "-m", "gpu", "--no-header"), 130, of_tests, also=(1,)),
-    Entry("loop", ("scripts/benchmark_loop.py", "--turns", "12", *LOOP), 45, of_loops),
+    Entry("tests", ("-m", "pytest", "-q", "-n", "2", "-m", "gpu", *TESTS), 100, of_tests, also=(1,)),
+    Entry("loop", ("scripts/benchmark_loop.py", "--turns", "12", *LOOP), 60, of_loops),
     Entry("loop of a large model", ("scripts/benchmark_loop.py", "--case", "resnet18", "--turns", "6", *LOOP), 45,
           of_loops),
     Entry("peers", ("scripts/benchmark_peers.py", "--case", "digits", "--epochs", "11", "--device", "{device}", *PEERS),
-          80, of_peers, also=(1,)),
-    bench("precision and layout", 40, 60, *RESNET, "toggles=[amp,channels_last,cudnn_benchmark,tf32]"),
-    bench("fused optimizers", 20, 40, *VIT, "toggles=[optimizer.fused,optimizer.foreach]"),
-    bench("compile", 60, 90, *VIT, "toggles=[compile]", "repeats=4"),
-    bench("CUDA graphs", 40, 70, *VIT, "toggles=[]", "compile=true", "vary.compiler.mode=[reduce-overhead]", "repeats=4"),
-    bench("pinned copies", 20, 40, *RESNET, "toggles=[data.placement]", "data.placement=disk", "data.num_workers=4",
+          90, of_peers, also=(1,)),
+    bench("precision and layout", 30, 50, *RESNET, "toggles=[amp,channels_last,cudnn_benchmark,tf32]"),
+    bench("fused optimizers", 15, 30, *VIT, "toggles=[optimizer.fused,optimizer.foreach]"),
+    bench("compile", 45, 70, *VIT, "toggles=[compile]", "repeats=4"),
+    bench("CUDA graphs", 30, 55, *VIT, "toggles=[]", "compile=true", "vary.compiler.mode=[reduce-overhead]", "repeats=4"),
+    bench("pinned copies", 15, 30, *RESNET, "toggles=[data.placement]", "data.placement=disk", "data.num_workers=4",
           "vary.data.pin_memory=[false]"),
-    bench("peak memory", 20, 40, *RESNET, "toggles=[activation_checkpointing,performance]", "optimizer=adamw"),
-    Entry("host waits", ("-m", "runner", "profile", *PROFILE), 45, of_syncs),
+    bench("peak memory", 15, 30, *RESNET, "toggles=[activation_checkpointing,performance]", "optimizer=adamw"),
+    Entry("host waits", ("-m", "runner", "profile", *PROFILE), 35, of_syncs),
     memory("ddp"),
     memory("fsdp"),
 )  # fmt: skip

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runner.build.dry_run import predict
 from runner.config.app import current, launch
 from runner.config.resolve import resolve_config
@@ -53,15 +55,24 @@ class Count:
         self._path = Path(folder) / f"rank_{world().rank}.json"
         self._first, self._last = first, first + steps
         self._before, self._sent = 0, 0.0
+        self._whole: list[torch.Tensor] = []
+
+    def _note_parameters(self, module: torch.nn.Module, inputs: Any) -> None:
+        self._whole += module.parameters(recurse=False)
 
     def on_step(self, loop: Any) -> None:
         """Read the counter, or observe the next step."""
         step = loop.state.position.global_step
+        if step == self._last - 1:  # under fsdp, modules have whole parameters while they compute
+            modules = loop.state.model.modules()
+            self._hooks = [module.register_forward_pre_hook(self._note_parameters) for module in modules]
         if step == self._first:
             self._before = written()
         elif step == self._last:
             self._sent = (written() - self._before) / (self._last - self._first)
-            self._saved = SavedTensors(loop.state.model)
+            for hook in self._hooks:
+                hook.remove()
+            self._saved = SavedTensors(loop.state.model, self._whole)
             self._saved.__enter__()
         elif step == self._last + 1:
             self._saved.__exit__(None, None, None)
@@ -93,7 +104,7 @@ def config_of(words: Sequence[str]) -> Train:
 def report(words: Sequence[str]) -> list[dict[str, float]]:
     """Train a few steps on real ranks; returns what each of them reports."""
     with tempfile.TemporaryDirectory() as folder:
-        callback = ("callbacks.count._target_=scale.Count", f"callbacks.count.folder={folder}")
+        callback = ("callbacks.count._target_=scale_memory.Count", f"callbacks.count.folder={folder}")
         paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             [sys.executable, "-m", "runner", "train", *words, *callback, f"output_root={folder}"],
@@ -115,7 +126,8 @@ def compare(words: Sequence[str]) -> list[tuple[str, int, list[float], float]]:
     for rank in ranks:
         rank["total"] = sum(rank[name] for name in HELD)
     predicted = vars(found.memory) | {"total": found.memory.total - found.memory.gathered - found.memory.average}
-    predicted |= {"sent": found.traffic.total, "peak": found.memory.total}
+    # Gloo reduces and scatters by an all-reduce, which moves twice as much.
+    predicted |= {"sent": found.traffic.total + found.traffic.reduce_scatter, "peak": found.memory.total}
     rows = []
     for name in (*HELD, "total", "sent" if found.device.type == "cpu" else "peak"):
         reported = [rank[name] for rank in ranks]

@@ -76,13 +76,15 @@ def test_shards_of_fsdp_are_padded_in_their_first_dimension() -> None:
     # The rest (32 + 20), the largest block, and its gradients; without resharding all parameters.
     assert memory.gathered == 52 + 160 + 160
     assert fsdp_memory(WEIGHTS, 4, reshard=False).gathered == 260 + 160
+    assert fsdp_memory(WEIGHTS, 4, batches=2).gathered == 52 + 160 + 240
 
 
-def test_fsdp_gathers_blocks_twice_and_scatters_gradients_once() -> None:
-    # N - 1 shards each: 88 in forward, those of the blocks (64) in backward, 80 of gradients.
-    assert fsdp_traffic(WEIGHTS, 4) == Traffic(all_gather=3 * (88 + 64), reduce_scatter=240)
+def test_fsdp_gathers_parameters_twice_and_scatters_gradients_once() -> None:
+    # N - 1 shards each: 88 in forward and in backward, 80 of gradients.
+    assert fsdp_traffic(WEIGHTS, 4) == Traffic(all_gather=3 * 88 * 2, reduce_scatter=240)
     assert fsdp_traffic(WEIGHTS, 4, reshard=False) == Traffic(all_gather=3 * 88, reduce_scatter=240)
-    assert fsdp_traffic(WEIGHTS, 4, batches=2).total == 2 * fsdp_traffic(WEIGHTS, 4).total
+    assert fsdp_traffic(WEIGHTS, 4, batches=2) == Traffic(all_gather=3 * 88 * 4, reduce_scatter=240)
+    assert fsdp_traffic(WEIGHTS, 4, replicas=2) == Traffic(all_reduce=80, all_gather=3 * 88 * 2, reduce_scatter=240)
     assert fsdp_traffic(WEIGHTS, 1).total == 0
 
 
@@ -101,7 +103,10 @@ def test_the_sizes_of_a_real_model(compose: Callable[..., Any]) -> None:
     shards = MLP_BYTES - 4 * 10 + 4 * 12  # 16 rows divide by 4; 10 of the last layer's bias and weight do not
     shards = (shards + 4 * 16 * 2) // 4
     assert sharded.memory.parameters == sharded.memory.average == shards
-    assert sharded.traffic.reduce_scatter == 2 * 3 * shards
+    assert sharded.traffic == Traffic(all_gather=3 * shards * 2 * 2, reduce_scatter=3 * shards)
+    kept = layout_of(compose, "devices=4", "strategy=fsdp", "fsdp.reshard_after_forward=false", "fsdp.replicas=2")
+    assert kept.memory.parameters == MLP_BYTES // 2
+    assert kept.traffic == Traffic(all_reduce=MLP_BYTES // 2, all_gather=MLP_BYTES // 2, reduce_scatter=MLP_BYTES // 2)
     assert layout_of(compose, "devices=2").memory.activations > found.memory.activations
 
 
@@ -135,7 +140,8 @@ def test_the_table_is_printed_and_nothing_is_written(run: Callable[..., Any], st
 @pytest.mark.parametrize(
     ("words", "key", "fix"),
     [
-        (("devices=2", "strategy=single"), "devices", "devices=1"),
+        (("devices=2", "strategy=single"), "strategy", "devices=1"),
+        (("devices=3", "strategy=fsdp", "fsdp.replicas=2"), "fsdp.replicas", "a divisor of 3"),
         (("devices=2", "dist.link_gb_s=0"), "dist.link_gb_s", "a number above 0"),
         (("devices=64", "model=resnet18_cifar", "data=synthetic", "data.image_size=8"), "data.batch_size", "a larger"),
     ],

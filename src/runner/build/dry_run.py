@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,11 +23,12 @@ from runner.distributed import layout
 from runner.distributed.layout import Memory, Traffic, Weight
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
-from runner.runtime.blocks import repeated_blocks
+from runner.runtime.blocks import named_blocks, repeated_blocks
 from runner.runtime.memory import readable
 from runner.tracking.console import Console
 
 _WARMUP, _STEPS, _BUDGET_S = 3, 7, 20.0
+_ALONE = {"devices": 1, "strategy": "auto", "compile": False, "sync_batchnorm": False}  # how the steps are measured
 
 
 @dataclass(frozen=True)
@@ -102,30 +104,37 @@ def predict(config: Train, build: Callable[[Train], Run]) -> Layout:
     """The layout that `devices` and `strategy` ask for, from a few steps of a single process; see `dry_run`."""
     ranks, strategy = _asked(config)
     here = config.device if config.device in ("auto", "cpu") or torch.cuda.is_available() else "cpu"
-    run = build(with_changes(config, {"device": here, "devices": 1, "compile": False}))
+    run = build(with_changes(config, _ALONE | {"device": here}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
         batch = run.plan.size(0)
         samples = layout.samples_of_ranks(batch, ranks)
-        samples = samples[0], max(1, samples[1])  # a rank without samples computes with one
+        samples = samples[0], max(1 + config.sync_batchnorm, samples[1])  # a rank without samples computes with one
         problem = f"{batch} is {samples[1]} for each of {ranks} ranks, and a step with these fails: "
         with explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices"):
             activations, compute_s = _measure(run, samples[1])
         weights = _weights(run)
-    rest = {"buffers": sum(buffer.nbytes for buffer in run.model.buffers()), "averaged": run.state.averaged is not None}
+    buffers, averaged = sum(buffer.nbytes for buffer in run.model.buffers()), run.state.averaged is not None
+    held = functools.partial(layout.ddp_memory, weights)
     warnings = [*run.warnings, *validate_limits(run)]
     if config.compile:
         warnings.append("compile has no effect on the measured steps, and may make real ones faster and smaller")
+    if config.sync_batchnorm:
+        warnings.append("sync_batchnorm=true has no effect on the measured steps, and sends some more")
     if config.devices == "auto":
         warnings.append(f"devices=auto is {ranks} on this machine; a number predicts others")
     if samples[0] == 0:
         warnings.append(f"data.batch_size={batch} is smaller than {ranks} ranks, so some have nothing to do")
     if strategy == "fsdp":
-        reshard = getattr(getattr(config, "fsdp", None), "reshard_after_forward", True)
-        memory = layout.fsdp_memory(weights, ranks, reshard=reshard, activations=activations, **rest)
-        traffic = layout.fsdp_traffic(weights, ranks, reshard=reshard, batches=config.accumulate)
+        settings, batches = config.fsdp, config.accumulate
+        if ranks % settings.replicas:
+            allowed = f"a divisor of {ranks}, the number of processes"
+            raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
+        divided, reshard = ranks // settings.replicas, settings.reshard_after_forward
+        held = functools.partial(layout.fsdp_memory, weights, divided, reshard=reshard, batches=batches)
+        traffic = layout.fsdp_traffic(weights, divided, reshard=reshard, batches=batches, replicas=settings.replicas)
     else:
-        memory = layout.ddp_memory(weights, activations=activations, **rest)
-        traffic = layout.ddp_traffic(weights, ranks, buffers=rest["buffers"])
+        traffic = layout.ddp_traffic(weights, ranks, buffers=buffers)
+    memory = held(buffers=buffers, averaged=averaged, activations=activations)
     link = config.dist.link_gb_s
     return Layout(ranks, strategy, batch, samples, memory, traffic, compute_s, run.device, link, warnings)
 
@@ -135,12 +144,10 @@ def _asked(config: Train) -> tuple[int, str]:
     if config.devices == "auto":
         ranks = max(1, torch.cuda.device_count())
     else:
-        ranks = len(config.devices) if isinstance(config.devices, list) else config.devices
-    if ranks == 0 or (config.strategy == "single" and ranks > 1):
-        raise UserError("devices", f"asks for {ranks} devices, and strategy={config.strategy}", "devices=1, or another")
+        ranks = max(1, len(config.devices)) if isinstance(config.devices, list) else config.devices
     if config.strategy == "auto":
         return ranks, "ddp" if ranks > 1 else "single"
-    return ranks, config.strategy
+    return (1 if config.strategy == "single" else ranks), config.strategy
 
 
 def _measure(run: Run, samples: int) -> tuple[int, float]:
@@ -166,7 +173,9 @@ def _measure(run: Run, samples: int) -> tuple[int, float]:
 
 def _weights(run: Run) -> list[Weight]:
     """The sizes of the parameters, of the optimizer state after some steps, and the blocks they are in."""
-    units = {id(parameter): name for name, block in repeated_blocks(run.model) for parameter in block.parameters()}
+    chosen = run.config.fsdp.blocks
+    blocks = repeated_blocks(run.model) if chosen is None else named_blocks(run.model, chosen, "fsdp.blocks", "null")
+    units = {id(parameter): name for name, block in blocks for parameter in block.parameters()}
     found = []
     for parameter in run.model.parameters():
         unit, trained = units.get(id(parameter), ""), parameter.requires_grad

@@ -82,7 +82,7 @@ def samples_of_ranks(batch: int, ranks: int) -> tuple[int, int]:
 def ddp_memory(weights: Sequence[Weight], *, buffers: int = 0, averaged: bool = False, activations: int = 0) -> Memory:
     """What a rank of DistributedDataParallel holds: all of everything, whatever N is; also of a single process.
 
-    The gradients lie in the buckets that are communicated, so these add nothing. Left out are the second set of buckets
+    The gradients lie in the buckets that are communicated, so these add nothing. Not counted are the second set of buckets
     while DistributedDataParallel sorts them in its first step, and the copies that gloo makes of a message.
     """
     trained = sum(weight.bytes for weight in weights if weight.trained)
@@ -101,6 +101,7 @@ def fsdp_memory(
     ranks: int,
     *,
     reshard: bool = True,
+    batches: int = 1,
     buffers: int = 0,
     averaged: bool = False,
     activations: int = 0,
@@ -108,15 +109,15 @@ def fsdp_memory(
     """What a rank holds under `fully_shard`, with a unit for each block and one for the rest.
 
     Parameters, gradients, optimizer state and averages are shards, see `Weight.share`; step counters and buffers are whole.
-    Gathered are the rest, which stays so from forward to backward, and the largest block with its gradients; all
-    parameters without `reshard`. Left out is what is gathered early for the next block, which takes at most as much as the
-    largest block again, and the flat copies that collectives work on. With accumulation, the gradients are assumed to be
-    reduced in every batch.
+    Gathered are the rest and the largest block, or without `reshard` all parameters; and the gradients of one unit, or with
+    accumulation those of all. Not counted are what is gathered early for the next block, which takes at most as much as the
+    largest block again, and the flat copies that collectives work on.
 
     Args:
         weights: all parameters.
-        ranks: N.
-        reshard: whether blocks are released after forward and gathered again in backward.
+        ranks: N, that divide a copy of the model.
+        reshard: whether parameters are dropped after forward and gathered again in backward.
+        batches: that are accumulated.
         buffers: bytes of buffers.
         averaged: whether an average of the weights is kept.
         activations: bytes that autograd keeps, without parameters.
@@ -126,8 +127,8 @@ def fsdp_memory(
     for weight in weights:
         sizes[weight.unit] += weight.bytes
         gradients[weight.unit] += weight.bytes * weight.trained
-    blocks = sizes.keys() - {""}
-    resident = sizes[""] + max((sizes[block] for block in blocks), default=0) if reshard else sum(sizes.values())
+    rest = sizes.pop("", 0)
+    gathered = rest + (max if reshard else sum)(sizes.values() or [0])
     return Memory(
         parameters=sum(weight.share(ranks) for weight in weights),
         gradients=sum(weight.share(ranks) for weight in trained),
@@ -135,7 +136,7 @@ def fsdp_memory(
         buffers=buffers,
         average=sum(weight.share(ranks) for weight in trained) * averaged,
         activations=activations,
-        gathered=resident + max(gradients.values(), default=0),
+        gathered=gathered + (max if batches == 1 else sum)(gradients.values() or [0]),
     )
 
 
@@ -143,7 +144,7 @@ def ddp_traffic(weights: Sequence[Weight], ranks: int, *, buffers: int = 0) -> T
     """What a rank of DistributedDataParallel sends: a ring all-reduce of the gradients moves 2 (N - 1) / N of their bytes.
 
     Only the last of accumulated batches communicates. It begins with rank 0 giving the buffers to the others; along a ring,
-    each rank passes them on once. Left out are the messages in which ranks agree on when to stop, of 16 bytes, and those of
+    each rank passes them on once. Not counted are the messages in which ranks agree on when to stop, of 16 bytes, and those of
     logging and evaluation.
     """
     if ranks == 1:
@@ -152,34 +153,38 @@ def ddp_traffic(weights: Sequence[Weight], ranks: int, *, buffers: int = 0) -> T
     return Traffic(all_reduce=round(2 * (ranks - 1) / ranks * gradients), broadcast=buffers)
 
 
-def fsdp_traffic(weights: Sequence[Weight], ranks: int, *, reshard: bool = True, batches: int = 1) -> Traffic:
+def fsdp_traffic(
+    weights: Sequence[Weight], ranks: int, *, reshard: bool = True, batches: int = 1, replicas: int = 1
+) -> Traffic:
     """What a rank sends under `fully_shard`: each collective moves N - 1 shards, (N - 1) / N of the padded bytes.
 
-    Each batch gathers all parameters in forward, with `reshard` those of the blocks again in backward, and reduces and
-    scatters the gradients in float32. Buffers are not sent.
+    Each batch gathers all parameters in forward, and with `reshard` again in backward. The last of accumulated batches
+    reduces and scatters the gradients in float32, and the replicas average their shards of them. Buffers are not sent.
 
     Args:
         weights: all parameters.
-        ranks: N.
-        reshard: see `fsdp_memory`.
-        batches: that are accumulated; each communicates.
+        ranks: N, that divide a copy of the model.
+        reshard, batches: see `fsdp_memory`.
+        replicas: copies of the model.
     """
     every = sum(weight.share(ranks) for weight in weights)
-    blocks = sum(weight.share(ranks) for weight in weights if weight.unit)
     trained = sum(weight.share(ranks) for weight in weights if weight.trained)
-    each = batches * (ranks - 1)
-    return Traffic(all_gather=each * (every + blocks * reshard), reduce_scatter=each * trained)
+    return Traffic(
+        all_reduce=round(2 * (replicas - 1) / replicas * trained),
+        all_gather=batches * (ranks - 1) * every * (1 + reshard),
+        reduce_scatter=(ranks - 1) * trained,
+    )
 
 
 def link_seconds(sent: int, gb_s: float) -> float:
-    """Seconds to send so many bytes at `gb_s` times 10^9 bytes a second; leaves out the latency of each message."""
+    """Seconds to send so many bytes at `gb_s` times 10^9 bytes a second; does not count the latency of each message."""
     return sent / (gb_s * 1e9)
 
 
 def step_seconds(compute_s: float, link_s: float) -> tuple[float, float]:
     """Seconds of a step if all communication overlaps with computation, and if none does.
 
-    `compute_s` is that of one device with the samples of a rank and the optimizer over all parameters. Left out are waiting
+    `compute_s` is that of one device with the samples of a rank and the optimizer over all parameters. Not counted are waiting
     for the slowest rank and for data.
     """
     return max(compute_s, link_s), compute_s + link_s
