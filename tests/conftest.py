@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -32,6 +33,11 @@ gc.disable()
 # One thread a process: the tests run in as many processes as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Folders of tests are in memory, where there is room: flushing a file to a disk takes milliseconds, and a run flushes a dozen.
+_MEMORY = Path("/dev/shm")
+if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
 # A process that `nohup` or a shell's background job starts ignores some signals, and so would every run of the tests.
 for _name in ("SIGHUP", "SIGQUIT", "SIGXCPU"):
     signal.signal(getattr(signal, _name), signal.SIG_DFL)
@@ -41,7 +47,18 @@ FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 
 
 # Fixtures that run the program or compose its config.
-PROGRAM = {"run", "train", "spawn", "compose", "made_once", "start", "on_terminal", "project", "workplaces"}
+PROGRAM = {
+    "run",
+    "train",
+    "train_once",
+    "spawn",
+    "compose",
+    "made_once",
+    "start",
+    "on_terminal",
+    "project",
+    "workplaces",
+}
 
 
 def pytest_collection_finish() -> None:
@@ -132,6 +149,29 @@ def train(run: Callable[..., Result]) -> Callable[..., Result]:
     def call(*words: str) -> Result:
         result = run("train", *FAST, *words)
         assert result.status == 0, result.err + result.out
+        return result
+
+    return call
+
+
+# Results of trainings with their directories, for all tests of a process.
+_TRAINED: dict[tuple[str, ...], tuple[Result, Path]] = {}
+
+
+@pytest.fixture
+def train_once(
+    train: Callable[..., Result], workdir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Result]:
+    """A training that other tests use, too: the first one trains, and each has a copy of the directory for itself."""
+
+    def call(*words: str) -> Result:
+        if words not in _TRAINED:
+            result = train(*words)
+            kept = tmp_path_factory.mktemp("trained") / "run"
+            _TRAINED[words] = result, shutil.copytree(result.directory, kept, symlinks=True)
+            return result
+        result, kept = _TRAINED[words]
+        shutil.copytree(kept, result.directory, symlinks=True)
         return result
 
     return call

@@ -37,6 +37,7 @@ FILE = re.compile(
 START = ["python", "-m", "runner"]
 # What the messages in the docs show instead of the folder that the program was started in.
 ELSEWHERE = "/home/you"
+QUIET = ("logger=none", "threads=1", "evaluate.test=false", "log.curves=false", "log.progress=false")
 
 
 class Example(NamedTuple):
@@ -115,7 +116,7 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "untrusted.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
     with inside(found["docs"]):
-        assert call("train", "debug=smoke", "threads=1", "logger=none", "evaluate.test=false")[0] == 0
+        assert call("train", "debug=smoke", *QUIET)[0] == 0
     return found
 
 
@@ -181,7 +182,7 @@ def test_commands_and_messages_are_found_in_the_docs() -> None:
 def test_the_package_of_ones_own_trains_and_resumes(workplaces: dict[str, Path]) -> None:
     options = ("model=net", "data=bars", "transform=gain", "callbacks=stop_at", "logger=text")
     with inside(workplaces["docs"]):
-        status, out, err = call("train", "--config-dir", "my_conf", *options, "epochs=2", "threads=1")
+        status, out, err = call("train", "--config-dir", "my_conf", *options, "epochs=2", *QUIET[1:])
         assert status == 0, err
         directory = Path(out.strip().splitlines()[-1])
         assert "val after step 16" in (directory / "evaluations.txt").read_text()
@@ -195,8 +196,7 @@ def test_the_package_of_ones_own_trains_and_resumes(workplaces: dict[str, Path])
 
 def test_the_optimizer_of_ones_own_resumes_to_the_bit_and_does_what_it_says(workplaces: dict[str, Path]) -> None:
     def weights(*words: str) -> tuple[str, Path]:
-        settings = ("threads=1", "logger=none", "evaluate.test=false")
-        status, out, err = call("train", *settings, *words)
+        status, out, err = call("train", *QUIET, *words)
         assert status == 0, err
         directory = Path(out.strip().splitlines()[-1])
         return json.loads((directory / "summary.json").read_text())["weights_sha256"], directory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -169,7 +170,11 @@ def _filling(filler: Path, left: int) -> Prepare:
 
     def fill(phase: str, at: int) -> None:
         if (phase, at) == ("after fetch", 10):
-            filler.write_bytes(b"x" * max(0, shutil.disk_usage(filler.parent).free - left))
+            try:
+                filler.write_bytes(b"x" * max(0, shutil.disk_usage(filler.parent).free - left))
+            except OSError as error:  # a checkpoint that is being written took the rest, so less is left
+                if error.errno != errno.ENOSPC:
+                    raise
 
     return lambda: telling(fill)
 

@@ -93,9 +93,9 @@ def test_work_is_done_in_order_and_its_errors_are_raised_where_the_program_looks
     assert done == [1]
 
 
-def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(train: Callable[..., Any]) -> None:
-    plain = train(*SMALL)
-    other = train(*SMALL, "checkpoint.async=true")
+def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(train_once: Callable[..., Any]) -> None:
+    plain = train_once(*SMALL)
+    other = train_once(*SMALL, "checkpoint.async=true")
     assert plain.summary["weights_sha256"] == other.summary["weights_sha256"]
     names = sorted(path.name for path in (plain.directory / "checkpoints").iterdir())
     assert names == sorted(path.name for path in (other.directory / "checkpoints").iterdir())
@@ -107,8 +107,10 @@ def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(train: C
 
 
 @pytest.mark.parametrize("name", ["step_0000000007.safetensors", "best.safetensors"])
-def test_what_was_saved_in_the_background_resumes_to_the_same_bits(train: Callable[..., Any], name: str) -> None:
-    whole = train(*SMALL, "checkpoint.async=true")
+def test_what_was_saved_in_the_background_resumes_to_the_same_bits(
+    train: Callable[..., Any], train_once: Callable[..., Any], name: str
+) -> None:
+    whole = train_once(*SMALL, "checkpoint.async=true")
     rest = train(f"ckpt_path={whole.directory / 'checkpoints' / name}")
     assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
@@ -270,9 +272,9 @@ def test_a_best_state_that_was_put_off_is_kept_when_the_run_fails(run: Callable[
 
 
 def test_going_on_from_an_older_checkpoint_makes_it_the_last(
-    run: Callable[..., Any], train: Callable[..., Any], own: None
+    run: Callable[..., Any], train: Callable[..., Any], train_once: Callable[..., Any], own: None
 ) -> None:
-    whole = train(*SMALL)
+    whole = train_once(*SMALL)
     digest = whole.summary["weights_sha256"]
     older = whole.directory / "checkpoints" / "step_0000000007.safetensors"
     words = (f"ckpt_path={older}", f"hydra.run.dir={whole.directory}", "+callbacks.fail._target_=own.Fail")

@@ -144,8 +144,8 @@ def poisoned(checkpoint: Path, target: Path, place: str, evil: str) -> Path:
 
 
 @pytest.fixture
-def checkpoint(train: Callable[..., Any]) -> Path:
-    return train(*SMALL).directory / "checkpoints" / "last.safetensors"
+def checkpoint(train_once: Callable[..., Any]) -> Path:
+    return train_once(*SMALL).directory / "checkpoints" / "last.safetensors"
 
 
 def test_a_config_that_names_other_things_builds_none_of_them(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from runner.config import keys
+from runner.config import app, keys, overrides
+from runner.config.composition import Composition
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
@@ -25,6 +27,19 @@ FILES = [path for path in FILES if "local" not in path.relative_to(shipped()).pa
 
 groups = pytest.mark.parametrize("group", SOURCES.groups())
 files = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(shipped())))
+
+
+@pytest.fixture
+def compose() -> Callable[..., Composition]:
+    """What words amount to, without the run of Hydra that the fixture for all tests makes of them."""
+
+    def call(*words: str, verb: str = "train") -> Composition:
+        schema = VERBS[verb]
+        checked = overrides.check_overrides([*words], schema, SOURCES, multirun=True)
+        with app.application(call, SOURCES) as application:
+            return app.compose(application, verb, checked, schema, SOURCES, lambda _: [])[0]
+
+    return call
 
 
 def command(option: Option) -> tuple[str, list[str]]:

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import psutil
 import pytest
@@ -396,12 +396,14 @@ opened(Path(sys.argv[1]), Made(before=kill))
 
 
 def test_a_process_killed_at_work_leaves_nothing_that_is_read(tmp_path: Path) -> None:
-    program = KILLED.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, check=False)
+    script = tmp_path / "script" / "killed.py"
+    script.parent.mkdir()
+    script.write_text(KILLED.format(tests=str(Path(__file__).parent)))
+    done = forked.run([str(tmp_path / "caches")], script=str(script))
     assert done.returncode == -signal.SIGKILL
-    left = [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+    left = [path for path in (tmp_path / "caches").iterdir() if "unfinished" in path.name]
     assert len(left) == 1
-    found = opened(tmp_path)
+    found = opened(tmp_path / "caches")
     assert found.complaint == ""
     check(found.images, Made())
     assert not left[0].exists()

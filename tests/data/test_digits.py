@@ -1,8 +1,5 @@
 """The digits data set."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -37,14 +34,6 @@ def test_grey_levels_span_the_whole_byte():
 
 def test_only_the_training_split_is_given():
     assert list(digits()) == ["train"]
-
-
-def test_reading_imports_neither_scikit_learn_nor_torchvision():
-    code = (
-        "import sys; from runner.data.sources.digits import digits; digits();"
-        "assert not {'sklearn', 'scipy', 'torchvision'} & set(sys.modules), 'a slow import'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("spec", ["nowhere", None])

@@ -76,11 +76,14 @@ def test_result_and_class_names_equal_those_of_torchvision(tmp_path, name):
     assert torch.equal(ours["test"].targets, theirs.targets)
 
 
-def test_reading_idx_files_does_not_import_torchvision(tmp_path):
+def test_models_that_are_not_built_digits_and_idx_files_import_no_slow_library(tmp_path):
     _write_family(tmp_path)
     code = (
-        f"import sys; from runner.data.sources.torchvision_sets import mnist; mnist({str(tmp_path)!r}, False);"
-        "assert 'torchvision' not in sys.modules"
+        "import sys, runner.models.torchvision_zoo, runner.models.vit, runner.models.mlp, runner.models.small_cnn;"
+        "import runner.models.resnet_cifar;"
+        "from runner.data.sources.digits import digits; digits();"
+        f"from runner.data.sources.torchvision_sets import mnist; mnist({str(tmp_path)!r}, False);"
+        "assert not {'sklearn', 'scipy', 'torchvision'} & set(sys.modules), 'a slow import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -56,7 +56,10 @@ class Putting:
     def __call__(self, images, rng):
         return images.clone().put_(torch.tensor([0]), torch.zeros(1, dtype=images.dtype))
 """
-FEW = ("epochs=1", "limit.train_batches=3", "evaluate.test=false", "threads=1", "logger=none")
+FEW = (
+    "epochs=1", "limit.train_batches=3", "limit.eval_batches=1", "evaluate.test=false", "threads=1", "logger=none",
+    "log.progress=false", "log.curves=false",
+)  # fmt: skip
 
 
 @pytest.fixture

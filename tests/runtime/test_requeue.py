@@ -50,7 +50,7 @@ def again(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("how", ["SIGUSR2", "error"])
 def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(
-    again: Callable[..., Any], train: Callable[..., Any], how: str
+    again: Callable[..., Any], train_once: Callable[..., Any], how: str
 ) -> None:
     first = again(f"+callbacks.stop.how={how}")
     assert first.status == {"SIGUSR2": 75, "error": 1}[how], first.err
@@ -58,7 +58,7 @@ def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(
     assert second.status == 0, second.err
     assert second.directory == first.directory
     assert second.summary["status"] == "finished"
-    assert second.summary["weights_sha256"] == train(*SMALL).summary["weights_sha256"]
+    assert second.summary["weights_sha256"] == train_once(*SMALL).summary["weights_sha256"]
     steps = [line["global_step"] for line in second.metrics if line["split"] == "train"]
     assert steps == sorted(set(steps))
     assert steps[-1] == second.summary["global_step"]
@@ -114,7 +114,7 @@ def test_ckpt_path_beside_it_is_refused(again: Callable[..., Any]) -> None:
     assert "resume: is auto" in result.err
 
 
-def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], train: Callable[..., Any]) -> None:
+def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], train_once: Callable[..., Any]) -> None:
     words = ("callbacks.stop._target_=stop.Late", "~callbacks.stop.step", "max_time=1", "log.every_steps=3")
     first = again(*words)
     assert first.status == 75, first.err + first.out
@@ -125,7 +125,7 @@ def test_when_the_time_is_up_the_run_saves_and_stops(again: Callable[..., Any], 
         pass
     ended = json.loads((first.directory / "summary.json").read_text())
     assert ended["status"] == "finished"
-    assert ended["weights_sha256"] == train(*SMALL).summary["weights_sha256"]
+    assert ended["weights_sha256"] == train_once(*SMALL).summary["weights_sha256"]
 
 
 @pytest.mark.parametrize(

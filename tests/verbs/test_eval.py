@@ -27,9 +27,21 @@ SMALL = (
 EVAL = ("eval", "threads=1", "json=true")
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Confusion matrices take half of an evaluation, so they are only drawn where a test asks for `pictures`."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("runner.tracking.plots.confusion_matrix", lambda *_: None)
+
+
 @pytest.fixture
-def trained(train: Callable[..., Any]) -> Any:
-    return train(*SMALL)
+def pictures() -> None:
+    """Draw confusion matrices."""
+
+
+@pytest.fixture
+def trained(train_once: Callable[..., Any]) -> Any:
+    return train_once(*SMALL)
 
 
 @pytest.fixture
@@ -67,6 +79,7 @@ def test_the_batch_size_of_an_evaluation_and_workers_change_nothing_worth_a_digi
     assert small["confusion"] == whole["confusion"]
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, evaluate: Callable[..., Any]) -> None:
     found = evaluate(f"ckpt_path={trained.directory}")
     matrix = torch.tensor(found["confusion"])
@@ -82,6 +95,7 @@ def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, eva
         image.verify()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_people_get_the_same_numbers_in_full(trained: Any, run: Callable[..., Any]) -> None:
     result = run("eval", "threads=1", f"ckpt_path={trained.directory}")
     assert result.status == 0
@@ -155,8 +169,10 @@ def test_a_mistake_is_a_sentence(words: tuple[str, ...], message: str, trained: 
     assert "Traceback" not in result.err
 
 
-def test_regression_has_its_metrics_and_no_confusion(train: Callable[..., Any], evaluate: Callable[..., Any]) -> None:
-    result = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse")
+def test_regression_has_its_metrics_and_no_confusion(
+    train_once: Callable[..., Any], evaluate: Callable[..., Any]
+) -> None:
+    result = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse")
     found = evaluate(f"ckpt_path={result.directory}")
     assert found["metrics"] == result.summary["test"]
     assert "confusion" not in found
@@ -259,12 +275,12 @@ def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Callabl
 
 
 def test_an_unknown_view_and_a_mean_without_classes_are_sentences(
-    trained: Any, train: Callable[..., Any], run: Callable[..., Any]
+    trained: Any, train_once: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
     unknown = run(*EVAL, f"ckpt_path={trained.directory}", "tta=[flip,five_crops]")
     assert unknown.status == 2
     assert "five_crop" in unknown.err
-    numbers = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
+    numbers = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
     assert run(*EVAL, f"ckpt_path={numbers}", "tta=flip").status == 0
     result = run(*EVAL, f"ckpt_path={numbers}", "tta=flip", "tta_mean=probabilities")
     assert result.status == 2

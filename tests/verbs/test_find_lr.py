@@ -95,7 +95,7 @@ def test_what_cannot_be_searched_is_a_sentence(run: Callable[..., Any], words: t
 def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(
     train: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    searched = train(*SMALL, *QUICK, "lr=auto")
+    searched = train(*SMALL, *QUICK, "max_steps=5", "lr=auto")
     config = yaml.safe_load((searched.directory / "config.yaml").read_text())
     rate = config["optimizer"]["lr"]
     assert config["lr"] is None
@@ -105,7 +105,7 @@ def test_lr_auto_trains_with_the_bits_of_the_rate_that_it_found(
     assert json.loads((searched.directory / "lr_range.json").read_text())["recommended"] == rate
     assert float(json.loads(run("find-lr", *SMALL, *STEPS, "json=true").out)["recommended"]) == rate
     for word in (f"optimizer.lr={rate}", f"lr={rate}"):
-        given = train(*SMALL, *QUICK, word)
+        given = train(*SMALL, *QUICK, "max_steps=5", word)
         assert given.summary["weights_sha256"] == searched.summary["weights_sha256"]
         assert yaml.safe_load((given.directory / "config.yaml").read_text()) == config
 

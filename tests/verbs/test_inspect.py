@@ -230,8 +230,8 @@ def test_only_what_is_asked_for_is_done(inspect: Callable[..., Any]) -> None:
 
 
 @pytest.fixture
-def trained(train: Callable[..., Any]) -> Any:
-    return train(*SMALL, "epochs=1", "optimizer.lr=0.02")
+def trained(train_once: Callable[..., Any]) -> Any:
+    return train_once(*SMALL, "epochs=1", "optimizer.lr=0.02")
 
 
 def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(

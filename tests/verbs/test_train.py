@@ -189,9 +189,9 @@ def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
 
 
 def test_an_occupied_directory_is_refused_and_stays_as_it_is(
-    train: Callable[..., Any], run: Callable[..., Any]
+    train_once: Callable[..., Any], run: Callable[..., Any]
 ) -> None:
-    first = train(*SMALL, "evaluate.test=false")
+    first = train_once(*SMALL, "evaluate.test=false")
     before = {path: path.read_bytes() for path in first.directory.rglob("*") if path.is_file()}
     result = run("train", *SMALL, f"hydra.run.dir={first.directory}")
     assert result.status == 2
@@ -214,8 +214,8 @@ def test_a_damaged_last_checkpoint_is_passed_over_with_a_warning(train: Callable
     assert "truncated" in " ".join(rest.out.split())
 
 
-def test_metrics_lines_are_json_with_numbers_in_full(train: Callable[..., Any]) -> None:
-    result = train(*SMALL, "evaluate.test=false")
+def test_metrics_lines_are_json_with_numbers_in_full(train_once: Callable[..., Any]) -> None:
+    result = train_once(*SMALL, "evaluate.test=false")
     last = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()][-1]
     assert last["loss"] == result.summary["last"]["loss"]
 
@@ -275,18 +275,20 @@ def test_another_target_on_the_line_drops_the_facts_that_it_does_not_take(train:
     assert "Sequential, 650 parameters" in train(*words, "debug=smoke").out
 
 
-def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(train: Callable[..., Any]) -> None:
-    first = train(*SMALL, "epochs=2", "evaluate.test=false")
+def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(
+    train: Callable[..., Any], train_once: Callable[..., Any]
+) -> None:
+    first = train_once(*SMALL, "evaluate.test=false")
     for size in (4, 32):
         again = train(f"ckpt_path={first.directory}", "epochs=4", f"data.batch_size={size}")
         epochs = [line["epoch"] for line in again.metrics if line["split"] == "val"]
         assert epochs == [1, 2, 3, 4]
 
 
-def test_two_processes_never_write_one_directory(train: Callable[..., Any], spawn: Callable[..., Any]) -> None:
+def test_two_processes_never_write_one_directory(train_once: Callable[..., Any], spawn: Callable[..., Any]) -> None:
     from runner.tracking.run_directory import RunDirectory
 
-    first = train(*SMALL, "evaluate.test=false")
+    first = train_once(*SMALL, "evaluate.test=false")
     held = RunDirectory(first.directory)
     held.lock()
     before = {path: path.stat().st_mtime_ns for path in first.directory.rglob("*")}

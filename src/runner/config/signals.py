@@ -5,6 +5,7 @@ from __future__ import annotations
 import _weakrefset
 import contextlib
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -22,11 +23,13 @@ _AGAIN_S = 1.0
 def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterator[None]:
     """Raise what `error` makes in the code inside after that many seconds, whatever it waits for.
 
-    Only for the main thread, and on systems that have `signal.setitimer`. One call into compiled code is not interrupted.
+    Only for the main thread, and on systems that have `signal.setitimer`. One call into compiled code is not interrupted,
+    nor an import: a package of which a part was imported fails when it is imported again.
     """
+    imports = _imports(sys._getframe())
 
     def expire(number: int, frame: FrameType | None) -> None:
-        if _in_destructor(frame):
+        if _in_destructor(frame) or _imports(frame) > imports:
             signal.setitimer(signal.ITIMER_REAL, _SOON_S, _AGAIN_S)
             return
         raise error()
@@ -48,3 +51,12 @@ def _in_destructor(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _imports(frame: FrameType | None) -> int:
+    """How many imports are not finished yet."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return count
