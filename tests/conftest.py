@@ -33,6 +33,11 @@ gc.disable()
 # One thread a process: the tests run in as many processes as there are cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Folders of tests are in memory, where there is room: flushing a file to a disk takes milliseconds, and a run flushes a dozen.
+_MEMORY = Path("/dev/shm")
+if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
 # A process that `nohup` or a shell's background job starts ignores some signals, and so would every run of the tests.
 for _name in ("SIGHUP", "SIGQUIT", "SIGXCPU"):
     signal.signal(getattr(signal, _name), signal.SIG_DFL)
