@@ -107,9 +107,15 @@ def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Call
     assert finite(result.directory)
 
 
-@pytest.mark.parametrize("optimizer", ["optimizer=sgd", "optimizer=rmsprop"])
-@pytest.mark.parametrize("amp", AMP)
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+# Every two of a policy, a precision and an optimizer occur together.
+@pytest.mark.parametrize(
+    ("policy", "amp", "optimizer"),
+    [
+        (policy, amp, ("optimizer=sgd", "optimizer=rmsprop")[(row + column) % 2])
+        for row, policy in enumerate(("skip", "rollback"))
+        for column, amp in enumerate(AMP)
+    ],
+)
 def test_training_goes_on_without_the_step(faulty: Callable[..., Any], policy: str, amp: str, optimizer: str) -> None:
     result = faulty("Input", policy, amp, optimizer, "optimizer.lr=0.01")
     assert result.status == 0, result.err + result.out
