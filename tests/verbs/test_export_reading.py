@@ -124,10 +124,10 @@ def photograph(number: int, mode: str) -> Image.Image:
     return Image.fromarray(fine.clip(0, 255).astype(np.uint8)).convert(mode)
 
 
-@pytest.fixture
-def photographs(workdir: Path) -> Path:
-    folder = workdir / "photographs"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of many kinds; to be read only."""
+    folder = tmp_path_factory.mktemp("photographs")
     for number in range(IMAGES):
         mode = ("RGB", "RGB", "L", "CMYK")[number % 4]
         exif = Image.Exif()
@@ -199,7 +199,7 @@ def agrees(run: Callable[..., Any], trained: Any, photographs: Path, words: tupl
     included = [word.removeprefix("export.") for word in words if word.startswith("export.")]
     exported = run("export", "threads=1", f"ckpt_path={trained.directory}", "format=onnx", "batch_sizes=[1]", *included)
     assert exported.status == 0, exported.err
-    table = photographs.parent / "predictions.jsonl"
+    table = Path("predictions.jsonl")
     predicted = run(
         "predict", "threads=1", f"ckpt_path={trained.directory}", f"input={photographs}", f"output={table}",
         "probabilities=true", "data.num_workers=0",
