@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from runner.distributed.world import meeting
 
@@ -29,7 +29,7 @@ def lead(job: Any) -> Any:
     global _jobs
     _jobs += 1
     _store().set(f"job/{_jobs}", pickle.dumps(job))
-    return dist.PrefixStore(f"job/{_jobs}/ranks", _store())
+    return PrefixStore(f"job/{_jobs}/ranks", _store())
 
 
 def dismiss() -> None:
@@ -67,4 +67,4 @@ def follow(entry: Callable[[Any, Any], Any]) -> None:
         job = pickle.loads(_store().get(f"job/{_jobs}"))  # from rank 0 of this run, through its launcher's store
         if job is None:
             return
-        entry(job, dist.PrefixStore(f"job/{_jobs}/ranks", _store()))
+        entry(job, PrefixStore(f"job/{_jobs}/ranks", _store()))
