@@ -41,10 +41,14 @@ def capture() -> dict[str, Any]:
         state["mps"] = torch.mps.get_rng_state()
     if ranks.size > 1:
         states = ranks.gather(state)
-        values = {repr(mapped(one, lambda tensor, _: tensor.numpy().tobytes())) for one in states}
+        values = {repr(mapped(one, _bytes)) for one in states}
         if len(values) > 1:  # a model or a transform drew different numbers on them
             state["ranks"] = states
     return state
+
+
+def _bytes(tensor: torch.Tensor, place: str) -> Any:
+    return tensor.numpy().tobytes()
 
 
 def restore(state: dict[str, Any]) -> None:
