@@ -16,13 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import scale_equality
 import scale_kills
 import scale_memory
+import scale_speed
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for module in (scale_equality, scale_memory, scale_kills):
+    for module in (scale_equality, scale_memory, scale_kills, scale_speed):
         module.add_command(commands)
     return parser.parse_args(words)
 
