@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -57,17 +57,14 @@ def losses(folder: Path) -> dict[tuple[str, int], float]:
     return {(record["split"], record["global_step"]): record["loss"] for record in records}
 
 
-def alive(folder: Path) -> list[int]:
-    """Processes whose working directory is the folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes()
-            if (path / "cwd").readlink() == folder and int(path.name) != os.getpid() and b"pytest" not in command:
-                found.append(int(path.name))
-        except OSError:
-            continue
-    return found
+def ranks_of(launcher: int) -> list[int]:
+    """The processes of the ranks: children of a child of the launcher, its fork server."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    return [rank for server in children.get(launcher, []) for rank in children.get(server, [])]
 
 
 def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., Any]) -> None:
@@ -124,9 +121,11 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
         assert program.poll() is None, program.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    ranks = ranks_of(program.pid)
+    assert len(ranks) >= 2
     program.send_signal(number)
     out, err = program.communicate(60)
-    while alive(here):
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, "a rank is left"
         time.sleep(0.05)
     if number == signal.SIGTERM:

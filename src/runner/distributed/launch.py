@@ -24,6 +24,7 @@ from runner.config.errors import FAILED, PREEMPTED, explain
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
 _COLLECTED_S = 1.0
+_WATCHED_S = 0.5  # between two looks at the launcher
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -92,7 +93,7 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
             signals_to_handle=_FORWARDED,
         )
         try:
-            elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ))
+            elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ), os.getpid())
         except SignalException:
             pass  # the ranks have saved, and say so
         except ChildFailedError as error:
@@ -125,14 +126,22 @@ def _outcomes(scratch: Path, failures: dict[int, Any], size: int) -> list[Outcom
     return [found[rank] for rank in sorted(found)]
 
 
-def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: str, environment: dict[str, str]) -> None:
+def _rank(
+    entry: Callable[[Any], float | None],
+    job: Any,
+    scratch: str,
+    logs: str,
+    environment: dict[str, str],
+    launcher: int,
+) -> None:
     """What each process runs."""
     rank = int(os.environ["RANK"])
     for name, value in environment.items():  # the fork server may be older than what is set now
         os.environ.setdefault(name, value)
     with contextlib.suppress(OSError):
         os.setsid()  # a terminal's signals come through the launcher, once
-    _end_with_parent()
+    done = threading.Event()
+    threading.Thread(target=_watch, args=(launcher, done), daemon=True).start()
     if rank:
         log = os.open(Path(logs) / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
@@ -141,9 +150,11 @@ def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: st
         outcome = Outcome(rank, 0, entry(job))
     except (Exception, SystemExit) as error:
         outcome = outcome_of(rank, error)
-    path = Path(scratch) / f"rank_{rank}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(asdict(outcome)))
-    path.with_suffix(".tmp").replace(path)
+    with contextlib.suppress(OSError):  # a launcher that was killed reads nothing, and its folder may be gone
+        path = Path(scratch) / f"rank_{rank}.json"
+        path.with_suffix(".tmp").write_text(json.dumps(asdict(outcome)))
+        path.with_suffix(".tmp").replace(path)
+    done.set()
     if outcome.status == PREEMPTED:
         # The agent, which a signal has ended too, may not collect what this returns, and torch would wait for it.
         leave = threading.Timer(_COLLECTED_S, os._exit, (0,))
@@ -153,6 +164,16 @@ def _rank(entry: Callable[[Any], float | None], job: Any, scratch: str, logs: st
         raise SystemExit(outcome.status)
 
 
+def _watch(launcher: int, done: threading.Event) -> None:
+    """Once the launcher is gone, ask this rank to save and stop, and end the process when it has."""
+    while Path(f"/proc/{launcher}").exists() or not Path("/proc/self").exists():
+        time.sleep(_WATCHED_S)
+    if not done.is_set():
+        os.kill(os.getpid(), signal.SIGTERM)
+    done.wait()
+    os._exit(0)
+
+
 def outcome_of(rank: int, error: BaseException) -> Outcome:
     """The outcome of a rank that an exception ended."""
     status, sentence, text = explain(error)
@@ -160,7 +181,7 @@ def outcome_of(rank: int, error: BaseException) -> Outcome:
     return Outcome(rank, status, sentence=sentence, text=text, lost=lost, ended=time.time())
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have the kernel send SIGTERM when the parent dies, so that a killed launcher leaves no rank behind; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)

@@ -20,7 +20,7 @@ from runner.config.durations import seconds
 from runner.config.errors import OK, PREEMPTED, USAGE
 from runner.config.reading import read_summary
 from runner.distributed import follow
-from runner.distributed.launch import Outcome, RankFailed, outcome_of, run_ranks
+from runner.distributed.launch import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
 from runner.distributed.world import joined, started_by_launcher
 from runner.engine.errors import Preempted
 from runner.runtime.determinism import operations_named
@@ -86,6 +86,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
 
 def _lead(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
     """Train as rank 0 of those that torchrun or SLURM started."""
+    end_with_parent()
     store = follow.lead(Job.of(record.composition, setup, record.directory.path))
     try:
         with joined(setup.config.dist.timeout_s, device_of_rank(setup.config), store):
@@ -98,6 +99,7 @@ def _lead(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None
 
 def main_of_follower() -> int:
     """A rank other than 0 that torchrun or SLURM started: train what rank 0 says, and return the exit status."""
+    end_with_parent()
     status = OK
 
     def job_of_rank_0(job: Job, store: Any) -> None:
