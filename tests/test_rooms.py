@@ -15,7 +15,7 @@ ROOMS = ("data", "models", "optim", "engine", "checkpoint", "runtime", "tracking
 MAY_IMPORT = {
     **{room: {room, "config", "distributed", "instrument"} for room in ROOMS},
     "instrument": {"instrument", "config"},
-    "distributed": {"distributed", "config"},
+    "distributed": {"distributed", "config", "instrument"},
     "config": {"config"},
     "build": {"build", "config", "distributed", *ROOMS},
     "train": {"build", "config", "distributed", *ROOMS},

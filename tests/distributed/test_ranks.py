@@ -110,12 +110,12 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
     assert losses(again.directory) == losses(whole.directory)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("number", "size"), [(signal.SIGTERM, 2), (signal.SIGKILL, 3)])
 def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
-    here: Path, train: Callable[..., Any], number: signal.Signals
+    here: Path, train: Callable[..., Any], number: signal.Signals, size: int
 ) -> None:
     slow = "+callbacks.slow._target_=mine.Slow"
-    program = ForkedProgram(["train", *WORDS, "devices=2", slow, "hydra.run.dir=run"])
+    program = ForkedProgram(["train", *WORDS, f"devices={size}", slow, "hydra.run.dir=run"])
     deadline = time.monotonic() + 60
     while not list((here / "run").glob("checkpoints/step_*")):
         assert program.poll() is None, program.communicate()
@@ -134,7 +134,7 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
         step = json.loads((here / "run/summary.json").read_text())["global_step"]
         assert read(here / "run/checkpoints/last.safetensors")["position"]["global_step"] == step
     resumed = train("ckpt_path=run", "hydra.run.dir=run")
-    whole = train(*WORDS, "devices=2", slow, "hydra.run.dir=whole")
+    whole = train(*WORDS, f"devices={size}", slow, "hydra.run.dir=whole")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 

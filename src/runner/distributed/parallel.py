@@ -16,6 +16,7 @@ from runner.distributed.dropout import SharedMasks
 from runner.distributed.sharding import is_sharded
 from runner.distributed.share import rows
 from runner.distributed.world import World
+from runner.instrument.no_trace import SavedBuffers, SavedRNG
 
 _Objective = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,16 +53,31 @@ class ParallelStep:
         """The mean loss of this rank's rows; its backward pass averages the gradients."""
         if self._retries or self._sharded:
             return self._objective(images, targets)
-        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
-        if self._parallel is None or trained != self._trained:  # weights are frozen and unfrozen as training goes on
-            self._trained = trained
-            self._parallel = DistributedDataParallel(
-                _Learner(self._model, self._objective),
-                find_unused_parameters=self._find_unused,
-                gradient_as_bucket_view=True,
-            )
+        assert self._parallel is not None, "the step has built it"
         loss: Tensor = self._parallel(images, targets)
         return loss
+
+    def _build(self, parts: Any, batch: Any) -> None:
+        """Build torch's module for what is trained now, and let it see one backward pass, which changes nothing.
+
+        It sorts the gradients into buckets in the order in which the first backward pass computes them. The order of a sum over
+        ranks depends on the buckets, so a resumed run has to have them from its first step on.
+        """
+        self._parallel = DistributedDataParallel(
+            _Learner(self._model, self._objective),
+            find_unused_parameters=self._find_unused,
+            gradient_as_bucket_view=True,
+        )
+        if self._find_unused:  # the order is never changed
+            return
+        buffers, generators = SavedBuffers(self._model, parts.loss), SavedRNG()
+        with parts.autocast():
+            loss = self._parallel(batch.images, parts.targets(batch.targets))
+        loss.backward()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        buffers.restore()
+        generators.restore()
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """Around batches whose gradients are added up before they are averaged."""
@@ -84,6 +100,10 @@ class ParallelStep:
         set_rows(self._norms, (count, samples))
         try:
             with self._masks:
+                trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+                if trained != self._trained and not (self._retries or self._sharded):
+                    self._trained = trained  # weights are frozen and unfrozen as training goes on
+                    self._build(parts, batch)
                 self._step(state, parts, batch, weight * (count * self._world.size / samples), count, update)
         finally:
             set_rows(self._norms, None)
