@@ -35,7 +35,9 @@ def program(words: list[str]) -> None:
     from runner.cli import main
 
     multiprocessing.set_start_method(None, force=True)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     sys.exit(main(words))
 
 
