@@ -34,12 +34,12 @@ os._exit(0)
 """
 # Stops the process right after the first step and prints how long reading the data took.
 FIRST_STEP = """
-import os, sys, time
+import importlib, os, sys, time
 import runner.cli
 from runner.verbs._launch import Job
 
 def stop_after_first_step():
-    import runner.train as train
+    train = importlib.import_module("runner.train")
     build_data, seconds = train.build_data, []
 
     def timed(*args, **named):

@@ -39,7 +39,9 @@ class RunRecord:
         self.summary: dict[str, Any] = {"status": "running", "error": None}  # what `summary.json` contains
         self.exit_code = OK
         self._directory: RunDirectory | None = None
-        self._error: BaseException | None = None  # to debug
+        self.error: BaseException | None = None  # what ended the run early
+        self.left: Path | None = None  # directory of the run that had finished before
+        self._to_debug: BaseException | None = None
         self._began = time.perf_counter()
 
     @property
@@ -106,6 +108,7 @@ class RunRecord:
     def leave(self, finished: RunDirectory) -> float | None:
         """Report a run that `resume=auto` found finished, leave it as it is, and return its best monitored value."""
         print(f"{finished.path} has finished already", flush=True)
+        self.left = finished.path
         if self._directory is not None:
             self._directory.unlock()
             self._directory = None
@@ -149,6 +152,7 @@ class RunRecord:
 
     def fail(self, error: BaseException) -> None:
         """Record why the run ended early, and report it."""
+        self.error = error
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
@@ -162,7 +166,7 @@ class RunRecord:
         is_mistake = isinstance(error, UserError | BadMetric)
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
         if self.composition.values.get("post_mortem") is True and unexpected:
-            self._error = error
+            self._to_debug = error
         if is_mistake and os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exception(error)
 
@@ -189,8 +193,8 @@ class RunRecord:
 
         A failed job of a sweep does not end it.
         """
-        if self._error is not None:
-            post_mortem(self._error)
+        if self._to_debug is not None:
+            post_mortem(self._to_debug)
         if self._directory is not None:
             print(self._directory.path, flush=True)
         in_sweep = self.composition.job_dir is not None

@@ -21,6 +21,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.tracking.files import write_json
 from runner.verbs._checkpoint import (
+    ResolvedCheckpoint,
     as_list,
     num_classes_of,
     output_folder,
@@ -43,6 +44,26 @@ def run(composition: Composition) -> float:
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Eval)
     config, found = resolved.config, resolved.found
+    record = evaluation(resolved, report)
+    classes = unique_names(resolved.classes)
+    folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
+    same_data = config.data.name == stored_data(found).get("name")
+    title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
+    name = config.split if same_data else f"{config.data.name}_{config.split}"
+    written = _write(record, folder, name, title, classes)
+    if not report.json(record, written=[str(path) for path in written]):
+        _show(record, title, report)
+        report.lines(*written)
+    return float(record["metrics"]["loss"])
+
+
+def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, Any]:
+    """The metrics of a checkpoint on a split, as `eval` writes them; warnings go to the report.
+
+    Raises:
+        UserError: if the data cannot be read, or do not fit the checkpoint.
+    """
+    config = resolved.config
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)
     splits.bad_samples.open(None, report.warn)
@@ -88,15 +109,7 @@ def run(composition: Composition) -> float:
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
-    folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
-    same_data = config.data.name == stored_data(found).get("name")
-    title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
-    name = config.split if same_data else f"{config.data.name}_{config.split}"
-    written = _write(record, folder, name, title, classes)
-    if not report.json(record, written=[str(path) for path in written]):
-        _show(record, title, report)
-        report.lines(*written)
-    return float(record["metrics"]["loss"])
+    return record
 
 
 def _is_of_softmax(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:

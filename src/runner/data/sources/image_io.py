@@ -6,9 +6,10 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ def middle_square(height: int, width: int, share: float = 1.0) -> Region:
 
 
 def read_image(
-    path: Path,
+    path: Path | BinaryIO,
     image_size: int | None,
     channels: Literal[1, 3] = 3,
     cut: Cut = middle_square,
@@ -67,7 +68,7 @@ def read_image(
     palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read.
 
     Args:
-        path, max_pixels: the file, and the most pixels that it may have.
+        path, max_pixels: the file, maybe an open one, and the most pixels that it may have.
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
@@ -77,7 +78,8 @@ def read_image(
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:
-        with open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
+        opening = open_regular(path) if isinstance(path, Path) else contextlib.nullcontext(path)
+        with opening as file, Image.open(file, formats=_FORMATS) as opened:
             width, height = opened.size
             if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
                 raise UserError(

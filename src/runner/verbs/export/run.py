@@ -28,6 +28,7 @@ from runner.runtime.device import configure_torch
 from runner.tracking.environment import versions
 from runner.tracking.files import write_json, writing
 from runner.verbs._checkpoint import (
+    MODEL,
     DataFacts,
     ResolvedCheckpoint,
     as_list,
@@ -54,7 +55,7 @@ def run(composition: Composition) -> float:
         SystemExit: with exit status 1 if a format differs from the model by more than `tolerance`.
     """
     report = Report(composition.values["json"])
-    resolved = resolve_checkpoint(composition, Export)
+    resolved = resolve_checkpoint(composition, Export, MODEL)
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
     config = dataclasses.replace(resolved.config, channels_last=False)
     resolved = dataclasses.replace(resolved, config=config)

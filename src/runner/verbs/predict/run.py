@@ -31,6 +31,7 @@ from runner.tracking.files import write_atomically, writing
 from runner.tracking.formats import clean, compact, number
 from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._checkpoint import (
+    MODEL,
     ResolvedCheckpoint,
     as_list,
     num_classes_of,
@@ -64,7 +65,7 @@ def run(composition: Composition) -> float:
         Images a second, for sweepers.
     """
     report = Report(composition.values["json"])
-    resolved = resolve_checkpoint(composition, Predict)
+    resolved = resolve_checkpoint(composition, Predict, MODEL)
     config = resolved.config
     words = as_list(config.input)
     if not words:
