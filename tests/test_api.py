@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,7 @@ from runner import compose, evaluate, load, predict, train
 from runner.config.errors import UserError
 
 WORDS = ("model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.progress=false", "log.curves=false")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 OWN = """
 import torch
 from runner.data.sources.digits import digits
@@ -197,3 +199,23 @@ def test_a_model_needs_no_package_that_only_trained_it(
         assert "data.dataset._target_: 'only_here.data' comes from a file" in refused.err
         assert "optimizer" not in refused.err
     assert "only_here" not in sys.modules, "nobody imported it"
+
+
+def test_the_code_of_the_page_runs(workdir: Path) -> None:
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["scores"]["metrics"]["accuracy"] > 0.5
+
+
+def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(DOCS / "first_model.ipynb", as_version=4)
+    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Jupyter's own packages
+        nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(workdir)}}).execute()
+    assert list((workdir / "outputs/digits").glob("*/checkpoints/best.safetensors"))

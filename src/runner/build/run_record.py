@@ -121,6 +121,7 @@ class RunRecord:
         config, found = self.setup.config, self.setup.found
         self.summary["started"] = next_start_time(Path(config.output_root) / config.name)
         self.summary["resumed_from"] = str(found.path) if found else None
+        self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
         if found is not None and found.path.parent.name == "checkpoints":
             before = read_summary(found.path.parents[1]) or {}
             self.summary |= {"init_from": before["init_from"]} if "init_from" in before else {}

@@ -40,7 +40,7 @@ _OF = {
         ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
     """,
     Change.ALLOWED: """
-        name output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
+        name tags notes output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
         watch.shapes watch.finite data.name data.root data.download data.placement data.cache data.cache_dir
         data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
