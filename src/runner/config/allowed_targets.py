@@ -31,6 +31,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "runner.data.sources.torchvision_sets",
         "runner.data.sources.folders",
         "runner.data.sources.synthetic",
+        "runner.data.sources.tables",
         "torchvision.datasets",
         "torch.utils.data.dataset",
         "torchvision.transforms",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.config.merge import FACTS
 from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
@@ -106,7 +107,7 @@ def build_data(
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
-    facts = {name: getattr(data, name) for name in ("root", "download", "image_size", "max_pixels")}
+    facts = {name: getattr(data, name) for name in FACTS["data.dataset"]}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
     parts = make_splits(datasets, data.split)
     sample_train = callables("transform.sample_train", transform.sample_train)

@@ -25,7 +25,7 @@ from runner.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
-_FOLDER = "runner.data.sources.folders.image_folder"
+_DECODED = ("runner.data.sources.folders.image_folder", "runner.data.sources.tables.image_table")
 _FEW = 64  # images that are read sooner than worker processes start
 _MOST_WORKERS = 8
 
@@ -52,7 +52,7 @@ class ImageFiles(ImageFolder):
         self._transforms = list(transforms) or [functools.partial(fitted, height=shape[1], width=shape[2])]
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
         cut = self._cut
         image, target = super().__getitem__(index) if cut is None else self.read_part(index, cut.region, cut.size)
@@ -164,7 +164,7 @@ def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) ->
     """Channels of the decoded files, edge of the square that they are resized to, and its share of the shorter side."""
     dataset, (channels, height, width) = data.dataset, shape
     size, share = None, 1.0
-    if dataset.get("_target_") == _FOLDER:
+    if dataset.get("_target_") in _DECODED:
         channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
         share = dataset.get("crop_share", share) if size is not None else share
     if not with_transforms:
