@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 BOMB = """
@@ -92,3 +91,17 @@ def test_a_table_of_numbers_read_by_workers(story: Callable[..., Any], pictures:
         "data=csv", f"data.root={pictures}", "data.dataset.label_columns=age", "data.dataset.kind=regression", *SMALL,
         "task=regression", "loss=mse", "data.num_workers=2", "data.cache=disk",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("accumulate=2",), ("data.num_workers=2", "data.hflip=0.5", "transform=strong")])
+def test_balanced_classes(story: Callable[..., Any], pictures: Path, words: tuple[str, ...]) -> None:
+    rest = story(
+        "data=csv",
+        f"data.root={pictures}",
+        "data.sampler=balanced",
+        *SMALL,
+        *words,
+        step=3 if "accumulate=2" in words else 6,
+    )
+    row = next(line for line in rest.out.splitlines() if line.strip().startswith("sampler"))
+    assert row.split()[1] == "balanced"

@@ -153,6 +153,12 @@ def _of_data(config: Train) -> Broken:
     if split.folds is None and split.fold > 0:
         message = "picks one of several folds, but data.split.folds is null"
         yield "data.split.fold", message, "data.split.folds=5, or another number of folds"
+    if data.sampler is not None and not data.shuffle:
+        message = "is false, but data.sampler=balanced draws in random order"
+        yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
+    if data.sampler is not None and config.task.get("_target_") == "runner.engine.tasks.Regression":
+        message = "is balanced, which draws every class equally often, and task=regression has none"
+        yield "data.sampler", message, "data.sampler=null, or task=classification"
     if (mean is None) != (std is None):
         allowed = "both, or null for both to measure them on the training split"
         yield "data.normalize", "has only one of mean and std", allowed
