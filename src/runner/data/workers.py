@@ -228,3 +228,6 @@ def _end_workers() -> None:
     for loader in list(_LOADERS):
         worker_failures.kill(loader._iterator)
         loader.close()
+        # Epochs that are still open have nothing left to end. Where dill is installed, torch imports it, it keeps __main__,
+        # and what that holds is freed when this program's modules are empty already.
+        loader._persistent = True
