@@ -105,3 +105,13 @@ def test_balanced_classes(story: Callable[..., Any], pictures: Path, words: tupl
     )
     row = next(line for line in rest.out.splitlines() if line.strip().startswith("sampler"))
     assert row.split()[1] == "balanced"
+
+
+def test_a_model_of_timm(story: Callable[..., Any], pictures: Path) -> None:
+    pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
+    words = [word for word in SMALL if not word.startswith(("model", "data.image_size"))]
+    rest = story(
+        "data=csv", f"data.root={pictures}", *words, "model=timm", "model.name=test_resnet", "data.image_size=32",
+        "model.options={drop_rate: 0.2}",
+    )  # fmt: skip
+    assert rest.summary["status"] == "finished"

@@ -108,9 +108,10 @@ def _of_weights(config: Train) -> Broken:
     drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
     if len(drawn) > 1:
         yield "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them"
-    if drawn and config.model.get("weights") is not None:
-        message = f"has {', '.join(drawn)}, which would overwrite the weights that model.weights loads"
-        yield "init", message, "model.weights=null, or init without it"
+    for key, none in (("weights", None), ("pretrained", False)):
+        if drawn and config.model.get(key) not in (None, False):
+            message = f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
+            yield "init", message, f"model.{key}={'null' if none is None else 'false'}, or init without it"
     if config.init_mismatch != "head" and config.init_from is None:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
