@@ -115,3 +115,11 @@ def test_a_model_of_timm(story: Callable[..., Any], pictures: Path) -> None:
         "model.options={drop_rate: 0.2}",
     )  # fmt: skip
     assert rest.summary["status"] == "finished"
+
+
+def test_a_data_set_of_hugging_face(story: Callable[..., Any], pictures: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'runner[huggingface]')")
+    files = [str(pictures / f"{index}.png") for index in range(40)]
+    rows = datasets.Dataset.from_dict({"image": files, "label": ["cat" if index % 5 else "dog" for index in range(40)]})
+    rows.cast_column("image", datasets.Image()).save_to_disk(str(pictures / "saved"))
+    story("data=huggingface", f"data.root={pictures}", "data.dataset.path=saved", *SMALL, "data.num_workers=2")

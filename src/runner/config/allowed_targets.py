@@ -32,6 +32,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "runner.data.sources.folders",
         "runner.data.sources.synthetic",
         "runner.data.sources.tables",
+        "runner.data.sources.hugging_face",
         "torchvision.datasets",
         "torch.utils.data.dataset",
         "torchvision.transforms",

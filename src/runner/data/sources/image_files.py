@@ -25,7 +25,11 @@ from runner.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
-_DECODED = ("runner.data.sources.folders.image_folder", "runner.data.sources.tables.image_table")
+_DECODED = (
+    "runner.data.sources.folders.image_folder",
+    "runner.data.sources.tables.image_table",
+    "runner.data.sources.hugging_face.hugging_face",
+)
 _FEW = 64  # images that are read sooner than worker processes start
 _MOST_WORKERS = 8
 

@@ -131,7 +131,7 @@ def image_table(
     base = Path(root).expanduser()
     found = _read(base / Path(table).expanduser(), needed, delimiter)
     paths = _paths(found, image_column, base, missing_allowed=on_error == "skip")
-    targets, classes = _targets(found, labels, kind)
+    targets, classes = column_targets(found, labels, kind)
     groups = None if group_column is None else [found.text(group_column, row) for row in range(len(paths))]
     return {
         split: TableImages(
@@ -232,8 +232,8 @@ def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list
     return paths
 
 
-def _targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[Tensor, tuple[str, ...]]:
-    """Targets (N, ...) and the names of the classes."""
+def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[Tensor, tuple[str, ...]]:
+    """Targets (N, ...) of the columns `labels` and the names of the classes, see `image_table`."""
     count = len(table.columns[labels[0]])
     if kind is None and len(labels) == 1:
         kind = "classification"
