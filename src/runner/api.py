@@ -72,9 +72,7 @@ class Preprocess:
 
     def batch(self, sources: Sequence[Path | bytes]) -> Tensor:
         """The same for files, or their content."""
-        pixels = torch.stack(
-            [self._files.read(path if isinstance(path, Path) else io.BytesIO(path)) for path in sources]
-        )
+        pixels = torch.stack([self._files.read(source) for source in sources])
         return prepared(self._pipeline, pixels.to(self._device))
 
 

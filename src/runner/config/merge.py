@@ -22,7 +22,7 @@ from runner.config.validate import shown
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "image_size", "max_pixels"),
+    "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error"),
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts"),
     "task": ("num_classes",),

@@ -84,6 +84,7 @@ class Data(Section):
     shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
     shuffle: bool = True
+    sampler: Literal["balanced"] | None = None
     drop_last: bool = False
     placement: Literal["auto", "device", "ram", "disk"] = "auto"
     cache: Literal["disk"] | None = None

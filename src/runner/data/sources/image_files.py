@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,11 @@ from runner.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
-_FOLDER = "runner.data.sources.folders.image_folder"
+_DECODED = (
+    "runner.data.sources.folders.image_folder",
+    "runner.data.sources.tables.image_table",
+    "runner.data.sources.hugging_face.hugging_face",
+)
 _FEW = 64  # images that are read sooner than worker processes start
 _MOST_WORKERS = 8
 
@@ -53,16 +57,17 @@ class ImageFiles(ImageFolder):
         self._transforms = list(transforms) or [functools.partial(fitted, height=shape[1], width=shape[2])]
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
         return self.read(self.path(index)), 0
 
-    def read(self, source: Path | BinaryIO) -> Tensor:
-        """The image of a file, which need not be one of the data set; raises `UserError` if it cannot be decoded."""
+    def read(self, source: Path | bytes) -> Tensor:
+        """The image of a file, or of the content of one, which need not be in the data set; raises `UserError` if it cannot be decoded."""
         cut, size = functools.partial(middle_square, share=self.crop_share), self.image_size
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
-        image = image_io.read_image(source, size, self.channels, cut, self.max_pixels)
+        path, content = (source, None) if isinstance(source, Path) else (Path("image"), source)
+        image = image_io.read_image(path, size, self.channels, cut, self.max_pixels, content)
         return as_tensor(transformed(image, self._transforms))
 
     def blank(self) -> Tensor:
@@ -178,7 +183,7 @@ def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) ->
     """Channels of the decoded files, edge of the square that they are resized to, and its share of the shorter side."""
     dataset, (channels, height, width) = data.dataset, shape
     size, share = None, 1.0
-    if dataset.get("_target_") == _FOLDER:
+    if dataset.get("_target_") in _DECODED:
         channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
         share = dataset.get("crop_share", share) if size is not None else share
     if not with_transforms:

@@ -6,10 +6,10 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 
 from __future__ import annotations
 
-import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -56,11 +56,12 @@ def middle_square(height: int, width: int, share: float = 1.0) -> Region:
 
 
 def read_image(
-    path: Path | BinaryIO,
+    path: Path,
     image_size: int | None,
     channels: Literal[1, 3] = 3,
     cut: Cut = middle_square,
     max_pixels: int = Data.max_pixels,
+    content: bytes | None = None,
 ) -> Tensor:
     """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
@@ -68,17 +69,18 @@ def read_image(
     palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read.
 
     Args:
-        path, max_pixels: the file, maybe an open one, and the most pixels that it may have.
+        path, max_pixels: the file, and the most pixels that it may have.
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
+        content: bytes of a file that is not on disk; `path` is then its name in messages.
 
     Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:
-        opening = open_regular(path) if isinstance(path, Path) else contextlib.nullcontext(path)
+        opening = open_regular(path) if content is None else io.BytesIO(content)
         with opening as file, Image.open(file, formats=_FORMATS) as opened:
             width, height = opened.size
             if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
