@@ -26,6 +26,11 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
+def digits(value: float) -> str:
+    """Six significant digits, which tell evaluations of large splits apart: 0.18559986352920532 is `0.1856`."""
+    return f"{value:.6g}"
+
+
 def compact(value: float) -> str:
     """Three significant digits with k, M, G or T: 12345 is `12.3k`."""
     if not math.isfinite(value):
