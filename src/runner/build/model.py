@@ -23,9 +23,7 @@ from runner.engine.tasks import MultiLabel, Regression, Task
 from runner.optim.losses import CrossEntropy, Focal
 from runner.tracking.formats import is_number
 
-_SUPPORTED = (
-    "one class number per sample (task=classification), a vector of 0 and 1 (task=multilabel), or numbers (task=regression)"
-)
+_SUPPORTED = "a class number per sample (task=classification), a vector of 0 and 1 (task=multilabel) or of numbers (task=regression)"
 
 
 class KnownData(Protocol):
@@ -65,7 +63,9 @@ def build_task(config: Train, data: KnownData) -> Task:
     facts, shape = _task_facts(data), data.target_shape or ()
     shipped = str(config.task["_target_"]).startswith("runner.")
     if shipped and len(shape) > 1 and math.prod(shape) > 1:
-        problem = f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
+        problem = (
+            f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
+        )
         raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a task of your own")
     if facts["num_classes"] is None and config.task.get("num_classes", 0) is None:
         allowed = "task=regression loss=mse for numbers, or the number of classes"
@@ -131,7 +131,9 @@ def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
     loss = build("loss", config.loss, facts=facts | {"label_counts": _label_counts(task, data)})
     if isinstance(loss, CrossEntropy | Focal) and isinstance(task, MultiLabel | Regression):
         what, fit = ("sigmoid", "loss=bce") if isinstance(task, MultiLabel) else ("number", "loss=mse")
-        problem = f"{type(loss).__name__} is for one class per sample, and each output of this task is a {what} of its own"
+        problem = (
+            f"{type(loss).__name__} is for one class per sample, and each output of this task is a {what} of its own"
+        )
         raise UserError("loss", problem, f"{fit}, or task=classification")
     if isinstance(loss, nn.Module):
         return loss

@@ -44,8 +44,10 @@ class Task(Protocol):
         """Fresh metrics by name; each takes (logits, targets) batch by batch."""
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
-        """Fresh metrics with several values, for `eval`: `per_class` (C,) and `confusion` (C, C); `label_...` (L,) or `output_...` (K,)
-        with a value of each; or nothing."""
+        """Fresh metrics with several values, for `eval`.
+
+        `per_class` (C,) and `confusion` (C, C); `label_...` (L,) or `output_...` (K,) with a value of each; or nothing.
+        """
 
 
 class Classification:

@@ -236,7 +236,9 @@ def _positive_weights(
         if given != "auto":
             raise ValueError(f"pos_weight must be a number, a list of numbers, 'auto' or null, got '{given}'")
         if label_counts is None:
-            raise ValueError("pos_weight=auto needs a data set with an attribute targets, in which labels can be counted")
+            raise ValueError(
+                "pos_weight=auto needs a data set with an attribute targets, in which labels can be counted"
+            )
         if empty := (label_counts[1] == 0).nonzero().flatten().tolist():
             raise ValueError(f"pos_weight=auto needs training samples with every label; labels without: {empty}")
         if full := (label_counts[0] == 0).nonzero().flatten().tolist():

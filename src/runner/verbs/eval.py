@@ -20,8 +20,8 @@ from runner.config.schema.verbs import Eval
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.optim.losses import BinaryCrossEntropy
-from runner.tracking.formats import digits, number
 from runner.tracking.files import write_json
+from runner.tracking.formats import digits, number
 from runner.verbs._checkpoint import (
     activation_of,
     as_list,
@@ -88,7 +88,9 @@ def run(composition: Composition) -> float:
     if "per_class" in computed:
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     for kind in ("label", "output"):
-        scores = {name.removeprefix(f"{kind}_"): found for name, found in computed.items() if name.startswith(f"{kind}_")}
+        scores = {
+            name.removeprefix(f"{kind}_"): found for name, found in computed.items() if name.startswith(f"{kind}_")
+        }
         if scores:
             names = classes or [str(number) for number in range(task.outputs(splits.classes))]
             rows = zip(names, zip(*scores.values(), strict=True), strict=True)

@@ -50,7 +50,7 @@ def pixels_of(images: Tensor, splits: DataModule) -> list[Pixels]:
 
 def words_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
     """A line or two for each target: the class, the two largest shares of a blended sample, or the number."""
-    if targets.is_floating_point() and targets.ndim == 2 and targets.shape[1] == len(classes) and classes:
+    if targets.ndim == 2 and targets.shape[1] == len(classes) and classes:
         if not bool(((targets.float().sum(1) - 1).abs() < 1e-3).all()):  # labels, of which a sample has any number
             return [
                 [f"{classes[place]}" + (f" {percent(row[place])}" if row[place] < 1 else "") for place in _largest(row)]

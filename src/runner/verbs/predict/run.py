@@ -27,7 +27,7 @@ from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
 from runner.runtime.precision import Precision
 from runner.tracking.files import write_atomically, writing
-from runner.tracking.formats import clean, compact, number
+from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._checkpoint import (
     ResolvedCheckpoint,
@@ -38,7 +38,7 @@ from runner.verbs._checkpoint import (
     split_of,
     with_tta,
 )
-from runner.verbs._report import Report, amount
+from runner.verbs._report import Report
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.predict.inputs import INPUTS, files_in, split_in
 from runner.verbs.predict.rows import SHOWN, RowBuilder, labels_of, numbered
