@@ -23,7 +23,7 @@ from runner.engine.tasks import MultiLabel, Regression, Task
 from runner.optim.losses import CrossEntropy, Focal
 from runner.tracking.formats import is_number
 
-_SUPPORTED = "a class number per sample (task=classification), a vector of 0 and 1 (task=multilabel) or of numbers (task=regression)"
+_SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
 
 
 class KnownData(Protocol):
