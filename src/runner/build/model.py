@@ -66,7 +66,7 @@ def build_task(config: Train, data: KnownData) -> Task:
         problem = (
             f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
         )
-        raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a task of your own")
+        raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a custom task")
     if facts["num_classes"] is None and config.task.get("num_classes", 0) is None:
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, as the data has no classes", allowed)

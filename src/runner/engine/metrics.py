@@ -128,7 +128,7 @@ class LabelCounts(Additive):
 class AveragePrecision(Additive):
     """Average precision of each of L labels: the mean of the precision at each sample that has the label, by falling logit.
 
-    Samples with equal logits count together. A label that no sample has is NaN, and left out of the mean. Logits (B, L) and
+    Samples with equal logits count together. A label that no sample has is NaN, and does not count in the mean. Logits (B, L) and
     targets (B, L), of which those above 0.5 are true, are kept until the end.
 
     Args:
