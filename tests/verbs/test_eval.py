@@ -18,7 +18,7 @@ from runner.config.schema.verbs import Eval
 from runner.engine.tasks import Classification
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
 from runner.verbs import _checkpoint
-from runner.verbs.eval import _is_of_softmax
+from runner.verbs.eval import _takes_logits
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -248,8 +248,8 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
      (MeanSquaredError(3), False)],
     ids=["cross_entropy", "focal", "bce", "mse"],
 )  # fmt: skip
-def test_losses_is_of_softmax_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
-    assert _is_of_softmax(loss, Classification(3), torch.device("cpu")) is expected
+def test_losses_takes_logits_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
+    assert _takes_logits(loss, Classification(3), torch.device("cpu")) is expected
 
 
 def test_numbers_that_are_none_are_null_in_json(
