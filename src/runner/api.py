@@ -42,7 +42,7 @@ from runner.runtime.device import choose_device
 from runner.runtime.precision import choose_precision
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
-from runner.verbs._checkpoint import MODEL, resolve_checkpoint, run_directory_of, unique_names
+from runner.verbs._checkpoint import MODEL, class_names, resolve_checkpoint, run_directory_of
 from runner.verbs._launch import job_of
 from runner.verbs._report import Report
 from runner.verbs.predict.inputs import files_in
@@ -109,7 +109,8 @@ class Trained:
         Raises:
             UserError: if an image cannot be read.
         """
-        rows = RowBuilder(tuple(unique_names(self.classes)), top_k, probabilities, logits=False)
+        threshold = getattr(self.task, "threshold", None)
+        rows = RowBuilder(self.classes, top_k, probabilities, logits=False, threshold=threshold)
         precision = choose_precision(self.config.amp, self.device, self.config.dtype)
         sources, predicted = _sources(images), []
         with evaluating(self.model):
@@ -214,7 +215,7 @@ def load(
     record = resolved.record()
     return Trained(
         model=model.to(choose_precision(resolved.config.amp, place, resolved.config.dtype).weights),
-        classes=tuple(data.classes),
+        classes=class_names(resolved, task),
         preprocess=Preprocess(files, resolved.input_pipeline(place), place),
         config=resolved.config,
         path=resolved.found.path,

@@ -51,6 +51,7 @@ from runner.runtime.peak_flops import kind_of
 from runner.runtime.shapes import ShapeWatch
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
+from runner.tracking.formats import WEIGHTS_STEP
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.skipped_steps import SkippedSteps
 
@@ -299,7 +300,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         if data.test is not None and config.evaluate.test:
             record.summary |= evaluator.test(saving.manager)
             epoch = state.position.epoch + (state.position.batch > 0)
-            buffer("test", record.summary["test"], state.position.global_step, epoch)
+            tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
+            buffer("test", tested, state.position.global_step, epoch)
     except Interrupted:
         raise Preempted(interrupted() or signals.asked()) from None
     return best

@@ -24,10 +24,10 @@ from runner.config.validate import shown
 FACTS: dict[str, tuple[str, ...]] = {
     "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error"),
     "model": ("in_channels", "image_size", "num_classes"),
-    "loss": ("num_classes", "class_counts"),
-    "task": ("num_classes",),
+    "loss": ("num_classes", "class_counts", "label_counts"),
+    "task": ("num_classes", "num_outputs"),
     "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock"),
-    "metrics": ("num_classes", "task"),
+    "metrics": ("num_classes", "num_labels", "threshold", "task"),
     "callbacks": ("monitor", "mode"),
     "logger": ("warn",),
     "optimizer": ("foreach", "fused"),

@@ -78,6 +78,11 @@ class DataModule:
         """Channels, height and width of an image."""
         return self.channels, *self.image_size
 
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Shape of the target of a sample."""
+        return tuple(self.example[1].shape[1:])
+
     def eval_split(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
         return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.hardware import choose_hardware
-from runner.build.model import KnownData, build_model, build_task, prepared
+from runner.build.model import KnownData, build_model, build_task, num_classes_of, prepared
 from runner.checkpoint import find
 from runner.checkpoint.weights import part_with, weights_of
 from runner.config import stored
@@ -55,6 +55,7 @@ class DataFacts:
     classes: tuple[str, ...]  # their names; empty for regression
     channels: int  # colour channels of an image
     image_size: tuple[int, int]  # height, width
+    target_shape: tuple[int, ...] | None = None  # is not stored; the config has what follows from it
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,8 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
     Raises:
         UserError: if there are no probabilities to average, or a view cannot be made of such images.
     """
-    probabilities = mean == "probabilities"
-    if probabilities and num_classes_of(task) is None:
+    activation = activation_of(task) if mean == "probabilities" else None
+    if mean == "probabilities" and activation is None:
         raise UserError("tta_mean", "this task has no classes, and so no probabilities", "logits")
     views = views_named(as_list(names))
     try:
@@ -262,13 +263,21 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
             view(image)
     except ValueError as error:
         raise UserError("tta", str(error), "other views") from error
-    return TTAModel(model, views, probabilities)
+    return TTAModel(model, views, activation)
 
 
-def num_classes_of(task: Task) -> int | None:
-    """The number of classes of a classification task; None for other tasks."""
-    count = getattr(task, "num_classes", None)
-    return count if isinstance(count, int) else None
+def activation_of(task: Task) -> str | None:
+    """What makes probabilities of the outputs: `softmax`, `sigmoid`, or None for a task without classes."""
+    found: str | None = getattr(task, "activation", None if num_classes_of(task) is None else "softmax")
+    return found
+
+
+def class_names(resolved: ResolvedCheckpoint[Any], task: Task) -> tuple[str, ...]:
+    """Names of the classes or labels, numbers if the data has no names; empty for a task without."""
+    count, classes = num_classes_of(task), unique_names(resolved.classes)
+    if count is None:
+        return ()
+    return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
 
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:

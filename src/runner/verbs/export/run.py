@@ -31,6 +31,7 @@ from runner.verbs._checkpoint import (
     MODEL,
     DataFacts,
     ResolvedCheckpoint,
+    activation_of,
     as_list,
     output_folder,
     resolve_checkpoint,
@@ -178,6 +179,8 @@ def _record(
             "layout": "NCHW",
         },
         "output": {"name": OUTPUT, "shape": ["batch", task.outputs(data.classes)], "dtype": "float32"},
+        "activation": activation_of(task),
+        "threshold": getattr(task, "threshold", None),
         "preprocessing": {
             "colours": {3: "RGB", 1: "grey"}.get(data.channels, f"{data.channels} channels"),
             "image_size": list(data.image_size),
