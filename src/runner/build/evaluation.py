@@ -81,7 +81,7 @@ class Evaluator:
     def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
         state, summary = self._run.state, dict[str, Any]()
         if state.best is not None and world().decide(manager.best.is_file):
-            kind = load_best(self._run, file.read(manager.best, part_with()))
+            kind = load_best(self._run, file.read(manager.best, part_with(), later=True))
             if state.averaged is not None or kind != "raw":
                 summary["test_weights"] = kind
             results = self.weights("test")

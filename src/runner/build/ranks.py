@@ -58,9 +58,9 @@ class Job:
         """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
         found = None
         if restarted() and find.named(self.directory / "checkpoints", "last"):
-            found = find.load(str(self.directory), self.directory.parent, prefer="last")
+            found = find.load(str(self.directory), self.directory.parent, prefer="last", later=True)
         elif self.checkpoint is not None:
-            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint), [])
+            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint, later=True), [])
         return Setup(self.config, found, self.differences, warnings=self.warnings)
 
 

@@ -71,14 +71,14 @@ class _Claims(TorchFunctionMode):
         return False if function == _IS_META else function(*args, **(kwargs or {}))
 
 
-class Deferred(TorchDispatchMode):
+class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within, `construct` builds a model whose weights have no values, and whatever uses weights computes theirs first.
 
     Values that are computed are not kept: memory has to hold the largest weight, not all of them.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reason = ""  # why the model was built with all its weights
         self._calls: list[_Call] = []
         self._constructing = False
@@ -87,13 +87,13 @@ class Deferred(TorchDispatchMode):
         self._claims = _Claims()
 
     def __enter__(self) -> Deferred:
-        self._claims.__enter__()
-        super().__enter__()
+        self._claims.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *trace: Any) -> None:
-        super().__exit__(*trace)
-        self._claims.__exit__(*trace)
+        super().__exit__(*trace)  # type: ignore[no-untyped-call]
+        self._claims.__exit__(*trace)  # type: ignore[no-untyped-call]
 
     def construct(self, build: Callable[[], T]) -> T:
         """What `build` returns, with weights without values; with values, and a `reason`, if that is impossible."""
