@@ -24,6 +24,7 @@ from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
+from runner.distributed.sharding import Part
 from runner.distributed.world import Channel, world
 
 FORMAT = 2
@@ -173,7 +174,7 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
         return value
     if key == "model" and isinstance(value, dict):
         encoded: Any = {
-            name: encode(item, str(name) if isinstance(item, torch.Tensor) else f"model/{name}", tensors)
+            name: encode(item, str(name) if isinstance(item, torch.Tensor | Part) else f"model/{name}", tensors)
             for name, item in value.items()
         }
     else:

@@ -45,7 +45,7 @@ class _View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _View:
-        place = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        place = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
         return cls(tensor.untyped_storage(), tensor.dtype, place)
 
     @property

@@ -84,7 +84,7 @@ class Channel:
     """Messages between the ranks apart from those of training, for a thread; all ranks make it together."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        self._group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order; all have to call this."""
