@@ -191,7 +191,7 @@ def shard_model(
     blocks = repeated_blocks(model)
     if settings.blocks is not None:
         blocks = named_blocks(model, settings.blocks, "fsdp.blocks", "null")
-    return shard(
+    replaced = shard(
         model,
         [module for _, module in blocks],
         ranks,
@@ -200,3 +200,6 @@ def shard_model(
         replicas=settings.replicas,
         prepare=lambda module: deferred.materialize(module, device) if deferred else None,
     )
+    if deferred:
+        deferred.finish()
+    return replaced

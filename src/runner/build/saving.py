@@ -16,7 +16,7 @@ from runner.checkpoint.manager import CheckpointManager, require_space, scarce, 
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
-from runner.distributed.sharding import only_local
+from runner.distributed.sharding import is_sharded, only_local
 from runner.distributed.world import Channel, world
 from runner.engine.callbacks import Checkpointing
 from runner.engine.errors import Diverged, Interrupted, Preempted
@@ -58,7 +58,9 @@ class Saving:
         clock: Callable[[], float] | None = None,
     ) -> None:
         settings = run.config.checkpoint
-        sharded = settings.sharded and world().size > 1
+        sharded = settings.sharded and is_sharded(run.model)
+        if settings.sharded and not sharded:
+            record.console.warn("checkpoint.sharded=true has no effect: no weights are divided among processes")
         self._channel = Channel(run.config.dist.timeout_s) if sharded else None
         self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first, self._channel)
         self.callback = Checkpointing(  # decides when to save

@@ -226,8 +226,6 @@ def _of_sharding(config: Train) -> Broken:
         for key in (field.name for field in dataclasses.fields(config.fsdp)):
             if getattr(config.fsdp, key) != getattr(type(config.fsdp)(), key):
                 yield f"fsdp.{key}", f"has no effect with strategy={config.strategy}", "strategy=fsdp"
-        if config.checkpoint.sharded:
-            yield "checkpoint.sharded", f"has no effect with strategy={config.strategy}", "false, or strategy=fsdp"
         return
     another = "or strategy=ddp"
     if config.compile is not False:

@@ -7,6 +7,8 @@ advances as usual. So a weight's values can be computed at any time, by repeatin
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +30,15 @@ _NEED_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNKNOWN = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _take_from_system(size: int) -> None:
+    """Let glibc take memory of at least `size` bytes from the system, and give it back once it is free.
+
+    By default it keeps what large tensors leave behind between smaller ones, which would be as much as the whole model.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # of another library
+        ctypes.CDLL(None).mallopt(-3, size)  # M_MMAP_THRESHOLD
 
 
 def is_blank(tensor: Tensor) -> bool:
@@ -87,6 +98,7 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._claims = _Claims()
 
     def __enter__(self) -> Deferred:
+        _take_from_system(1 << 20)
         self._claims.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -126,6 +138,11 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     is_blank(tensor) for tensor in tensors_in(value)
                 ):
                     raise NotImplementedError(f"{type(module).__name__}.{name} holds tensors")
+
+    def finish(self) -> None:
+        """Forget what was recorded, once all weights have values."""
+        self._calls.clear()
+        _take_from_system(32 << 20)
 
     def materialize(self, module: nn.Module, device: torch.device) -> None:
         """Give values to all weights of a module, in place; what they replace stays usable as a key only."""
