@@ -265,8 +265,8 @@ def test_large_tensors_stay_in_the_file_until_they_are_needed(train_once: Callab
     left = [name for name, tensor in contents["model"].items() if is_blank(tensor)]
     assert left
     assert all(torch.equal(loaded(tensor), whole["model"][name]) for name, tensor in contents["model"].items())
-    header = layout.read_header(path.open("rb"))
     with path.open("r+b") as opened:  # altered after it was verified
+        header = layout.read_header(opened)
         opened.seek(header.tensors[left[0]].begin)
         opened.write(b"other")
     with pytest.raises(file.DamagedCheckpoint):
