@@ -42,7 +42,7 @@ from runner.runtime.device import choose_device
 from runner.runtime.precision import choose_precision
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
-from runner.verbs._checkpoint import MODEL, class_names, resolve_checkpoint, run_directory_of
+from runner.verbs._checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
 from runner.verbs._launch import job_of
 from runner.verbs._report import Report
 from runner.verbs.predict.inputs import files_in
@@ -109,7 +109,7 @@ class Trained:
         Raises:
             UserError: if an image cannot be read.
         """
-        threshold = getattr(self.task, "threshold", None)
+        threshold = getattr(self.task, "threshold", 0.5) if activation_of(self.task) == "sigmoid" else None
         rows = RowBuilder(self.classes, top_k, probabilities, logits=False, threshold=threshold)
         precision = choose_precision(self.config.amp, self.device, self.config.dtype)
         sources, predicted = _sources(images), []

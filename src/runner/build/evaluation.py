@@ -86,7 +86,7 @@ class Evaluator:
         state = self._run.state
         summary: dict[str, Any] = {"test_step": state.position.global_step}
         if state.best is not None and world().decide(manager.best.is_file):
-            contents = file.read(manager.best, part_with())
+            contents = file.read(manager.best, part_with(), later=True)
             kind = load_best(self._run, contents)
             summary["test_step"] = contents["position"]["global_step"]
             if state.averaged is not None or kind != "raw":

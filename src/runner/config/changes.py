@@ -45,7 +45,7 @@ _OF = {
         data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
         devices strategy max_restarts dist.timeout_s dist.find_unused_parameters fsdp.reshard_after_forward fsdp.blocks
-        fsdp.replicas dry_run dist.link_gb_s
+        fsdp.replicas fsdp.lazy_init checkpoint.sharded dry_run dist.link_gb_s
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }

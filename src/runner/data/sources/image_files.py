@@ -62,7 +62,7 @@ class ImageFiles(ImageFolder):
         return self.read(self.path(index)), 0
 
     def read(self, source: Path | bytes) -> Tensor:
-        """The image of a file, or of the content of one, which need not be in the data set; raises `UserError` if it cannot be decoded."""
+        """The image of a file, or of its content; raises `UserError` if it cannot be decoded."""
         cut, size = functools.partial(middle_square, share=self.crop_share), self.image_size
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
