@@ -26,7 +26,8 @@ from runner.config.sources import Sources, shipped
 from runner.verbs import _table as table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 README = REPOSITORY / "README.md"
 DOCUMENTS = [path for path in (README, *PAGES) if path.is_file()]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -361,5 +362,6 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
-    assert not [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in index]
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    names = [page.relative_to(DOCS).as_posix() for page in PAGES]
+    assert not [name for name in names if name != "index.md" and f"({name})" not in index]
