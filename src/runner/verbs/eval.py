@@ -17,6 +17,7 @@ from runner.build.probe import probe
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
+from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.tracking.files import write_json
@@ -70,8 +71,11 @@ def run(composition: Composition) -> float:
                 report.warn(
                     "tta_mean=probabilities: the averaged views have no loss, as this loss does not take softmax logits"
                 )
+    splits.bad_samples.join(world())
     if summary := splits.bad_samples.summary():
         report.warn(summary)
+    if not world().first:
+        return scalars["loss"]
     limit = config.limit.eval_batches
     record: dict[str, Any] = {
         **resolved.record(),
