@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,8 +83,8 @@ class Agent:
 
 
 @pytest.fixture
-def agent(here: Path) -> Iterator[Agent]:
-    yield Agent()
+def agent(here: Path) -> Agent:
+    return Agent()
 
 
 def test_ranks_with_other_data_or_weights_are_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
