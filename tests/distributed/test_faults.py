@@ -87,7 +87,7 @@ def agent(here: Path) -> Agent:
     return Agent()
 
 
-def test_ranks_with_other_data_or_weights_are_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
+def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
     with pool.installed():
         result = run("train", *WORDS, "devices=2", "data.dataset._target_=mine.data", "hydra.run.dir=run")
     assert result.status == 2

@@ -184,15 +184,17 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
     """
     if world.size == 1:
         return
-    own = {"a different config": _digest(stored.dump(run.config)), "different data": _digest(repr(fingerprint))}
+    own = {"a different version of torch": torch.__version__, "different data": _digest(repr(fingerprint))}
+    own |= {"a different config": _digest(stored.dump(run.config))}
     own |= {} if is_sharded(run.model) else {_WEIGHTS: weights_sha256(run.model.state_dict())}
-    _require_same(own | {"a different version of torch": torch.__version__}, world)
+    _require_same(own, world)
 
 
 def _require_same(own: dict[str, str], world: World) -> None:
+    """Check what may differ, causes first: the config has facts that come from the data."""
     for rank, other in enumerate(ranks := world.gather(own)):
         if wrong := [name for name in own if other[name] != ranks[0][name]]:
-            problem = f"rank {rank} of {world.size} has {' and '.join(wrong)} from rank 0"
+            problem = f"rank {rank} of {world.size} has {wrong[0]} from rank 0"
             raise UserError("devices", problem, "the same files, packages and environment for every rank")
 
 
