@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
-from runner.config.secrets import mask_text, mask_words
-from runner.tracking.formats import clean
+from runner.config.secrets import mask_words
+from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
 from runner.verbs._table import VERBS, Verb
 
@@ -168,11 +168,6 @@ def _report_errors(run: Callable[[Composition], float | None], composition: Comp
         status, _, text = explain(error)
         print_error(text)
         raise SystemExit(status) from None
-
-
-def print_error(text: str) -> None:
-    """Print an error to standard error, without secrets and control characters."""
-    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
 
 
 def complete_verb(verb: Verb, argv: Sequence[str]) -> int:

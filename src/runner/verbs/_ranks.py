@@ -27,6 +27,7 @@ from runner.distributed import follow
 from runner.distributed.launch import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
 from runner.distributed.world import joined, started_by_launcher
 from runner.verbs._checkpoint import resolve_checkpoint
+from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
 
 _HEARD_S = 5.0
@@ -73,8 +74,6 @@ def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
     try:
         follow.follow(work)
     except RankFailed as failed:
-        from runner.verbs._launch import print_error
-
         print_error(f"{failed}{failed.hint}")
         time.sleep(_HEARD_S)  # rank 0 reports it, if it can; the launcher ends all ranks when this one does
     return status
