@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.config.errors import FAILED, OK, USAGE, UserError, nearest, too_many_files
-from runner.verbs._launch import complete_verb, launch_verb, print_error
+from runner.verbs._errors import print_error
+from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
 
 INTERRUPTED = 128 + signal.SIGINT

@@ -114,6 +114,7 @@ def launch(
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
     sweep_root: Callable[[dict[str, Any]], Path],
+    restarted: bool = False,
 ) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
 
@@ -125,6 +126,7 @@ def launch(
         also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
             report has them all.
         sweep_root: claims the folder of a sweep, given the composed values.
+        restarted: whether this process continues the work of one that was started with the same words and died.
 
     Returns:
         The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
@@ -160,7 +162,7 @@ def launch(
         if common := _of_every_job(cfg, checked.accepted, also(composition)):
             raise ConfigError(common)
         given = [word.split("=", 1)[1].strip("'\"") for word in checked.accepted if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), checked.accepted, composition.resumes)):
+        if given and (problem := why_occupied(Path(given[-1]), checked.accepted, restarted or composition.resumes)):
             raise ConfigError([problem])
         folder = Path(given[-1]) if given else sweep_root(composition.values)
         words = [*checked.accepted, *([] if given else [f"hydra.sweep.dir='{folder}'"])]

@@ -34,7 +34,8 @@ _OF = {
         epochs max_steps lr optimizer scheduler loss grad_clip.norm grad_clip.value grad_clip.agc
         transform.sample_train transform.sample_eval transform.train transform.eval transform.mix data.shift data.hflip
         data.normalize.mean data.normalize.std data.on_error data.max_pixels
-        device threads dtype amp channels_last sync_batchnorm compile compiler.mode compiler.fullgraph compiler.dynamic
+        device devices strategy dist.find_unused_parameters fsdp.blocks fsdp.replicas threads dtype amp channels_last sync_batchnorm
+        compile compiler.mode compiler.fullgraph compiler.dynamic
         cudnn_benchmark tf32 matmul_precision deterministic on_nonfinite on_oom
         evaluate.every_epochs evaluate.every_steps limit.eval_batches metrics callbacks checkpoint.monitor checkpoint.mode
         ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
@@ -44,8 +45,7 @@ _OF = {
         watch.shapes watch.finite data.name data.root data.download data.placement data.cache data.cache_dir
         data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
-        devices strategy max_restarts dist.timeout_s dist.find_unused_parameters fsdp.reshard_after_forward fsdp.blocks
-        fsdp.replicas fsdp.lazy_init checkpoint.sharded dry_run dist.link_gb_s
+        max_restarts dist.timeout_s fsdp.reshard_after_forward fsdp.lazy_init checkpoint.sharded dry_run dist.link_gb_s
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }

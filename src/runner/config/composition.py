@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,20 @@ class Composition:
     def runs(self) -> Path:
         """The folder that run directories of this name are made in."""
         return Path(str(self.values["output_root"])) / str(self.values["name"])
+
+    def to_plain(self) -> dict[str, Any]:
+        """The composition as what JSON can contain."""
+        folders = {"job_dir": self.job_dir, "run_dir": self.run_dir}
+        paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
+        own = {name: getattr(self, name) for name in ("values", "overrides", "group_choices", "primary")}
+        return {**own, **paths, "sources": [str(folder) for folder in self.sources.extra]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Composition:
+        """What `to_plain` was called on."""
+        paths = {name: Path(plain[name]) if plain[name] else None for name in ("job_dir", "run_dir")}
+        sources = Sources([Path(folder) for folder in plain["sources"]])
+        return cls(**{**plain, **paths, "sources": sources})
 
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""

@@ -20,6 +20,7 @@ class Verb:
     sweeps: str = ""
     # Whether each job has a run directory, where `run` reports its own errors, and a sweep ends with a table
     keeps_runs: bool = False
+    on_ranks: bool = False  # whether several processes can share the work: `devices`, torchrun, SLURM
     # Keys that take one value or a list: `key=a,b` means `key=[a,b]` unless `--multirun` makes it a sweep
     lists: tuple[str, ...] = ()
     only_lists: tuple[str, ...] = ()  # keys that take nothing but a list: `key=a` means `key=[a]`
@@ -92,6 +93,7 @@ _ENTRIES = (
         "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",
         "runner.verbs.eval",
         sweeps="evaluations",
+        on_ranks=True,
         lists=("tta",),
     ),
     Verb(
@@ -125,6 +127,7 @@ _ENTRIES = (
         "Predict the classes of images: files, folders or a split, written as CSV, JSON lines or Parquet.",
         "runner.verbs.predict.run",
         sweeps="predictions",
+        on_ranks=True,
         lists=("input", "features", "tta"),
     ),
     Verb(
@@ -146,6 +149,7 @@ _ENTRIES = (
         "runner.verbs.train",
         sweeps="{name}/sweeps",
         keeps_runs=True,
+        on_ranks=True,
     ),
 )
 VERBS = {verb.name: verb for verb in _ENTRIES}
