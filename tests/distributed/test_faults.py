@@ -24,11 +24,17 @@ WORDS = (
     "checkpoint.min_seconds=0", "max_steps=4",
 )  # fmt: skip
 MINE = """
-import os, signal
+import os, signal, time
 from runner.data.sources.synthetic import synthetic
 
 def data(**given):
     return synthetic(**given | {"seed": int(os.environ.get("RANK", "0"))})
+
+class Late:
+    def on_step(self, loop):
+        if os.environ["RANK"] == "0" and loop.state.position.global_step == 3:
+            os.kill(int(os.environ["LAUNCHER"]), signal_module.SIGTERM)
+            time.sleep(60)
 
 class Fault:
     def __init__(self, step=2, signal="SIGSTOP"):
@@ -76,6 +82,19 @@ def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatc
     assert result.status == 1
     assert "error: rank 1 took no part for dist.timeout_s" in result.err
     assert result.err.count("error: ") == 1
+
+
+def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoint(
+    here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.distributed.launch._PATIENCE_S", 2)
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    result = run("train", *WORDS, "devices=2", "+callbacks.mine._target_=mine.Late", "hydra.run.dir=run")
+    assert result.status == 75, result.err
+    newest = max(path.name for path in (here / "run/checkpoints").glob("step_*"))
+    said = json.loads((here / "run/summary.json").read_text())["error"]
+    expected = f"stopped by SIGTERM, and rank 0 did not save within 2 s and was killed; the newest checkpoint is {newest}"
+    assert said == expected
 
 
 def test_ranks_that_were_started_with_other_words_are_named(agent: Agent, here: Path) -> None:

@@ -14,6 +14,7 @@ from runner.build.dry_run import dry_run
 from runner.build.ranks import Job, check_one_process, count_ranks, device_of_rank
 from runner.build.run_record import RunRecord
 from runner.build.setup import Setup, resolve, why_occupied
+from runner.checkpoint import find
 from runner.config.app import Composition, current
 from runner.config.durations import seconds
 from runner.config.errors import PREEMPTED, USAGE
@@ -87,7 +88,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     finally:
         record.summary |= read_summary(directory) or {}
     if outcome.status == PREEMPTED:
-        raise Preempted(outcome.sentence.removeprefix(Preempted.prefix))
+        newest = [path.name for path in find.step_files(directory / "checkpoints")][:1] if outcome.unsaved else []
+        saved = f"; the newest checkpoint is {newest[0]}" if newest else ""
+        raise Preempted(outcome.sentence.removeprefix(Preempted.prefix) + saved)
     return outcome.value
 
 
