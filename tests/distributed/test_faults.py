@@ -93,7 +93,9 @@ def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoin
     assert result.status == 75, result.err
     newest = max(path.name for path in (here / "run/checkpoints").glob("step_*"))
     said = json.loads((here / "run/summary.json").read_text())["error"]
-    expected = f"stopped by SIGTERM, and rank 0 did not save within 2 s and was killed; the newest checkpoint is {newest}"
+    expected = (
+        f"stopped by SIGTERM, and rank 0 did not save within 2 s and was killed; the newest checkpoint is {newest}"
+    )
     assert said == expected
 
 
