@@ -145,38 +145,45 @@ def equality(options: argparse.Namespace) -> int:
             for name, case in cases.items():
                 words = (*COMMON, *case, f"dtype={dtype}", f"max_steps={options.steps}")
                 one = runs.train(words)
-                for what, found in _variants(runs, words, options):
-                    difference = found.difference(one)
-                    same_ids, same_start = found.ids == one.ids, found.initial == one.initial
-                    broken += not (difference <= bound and same_ids and same_start)
-                    cells = (name, dtype, what, f"{difference:.1e}", _yes(same_ids), _yes(same_start))
-                    lines.append(f"| {' | '.join(cells)} |")
-                    print(lines[-1], file=sys.stderr, flush=True)
+                for strategy in options.strategies:
+                    for what, found in _variants(runs, words, options.steps, strategy):
+                        difference = found.difference(one)
+                        same_ids, same_start = found.ids == one.ids, found.initial == one.initial
+                        broken += not (difference <= bound and same_ids and same_start)
+                        cells = (name, dtype, strategy, what, f"{difference:.1e}", _yes(same_ids), _yes(same_start))
+                        lines.append(f"| {' | '.join(cells)} |")
+                        print(lines[-1], file=sys.stderr, flush=True)
     print(f"{options.steps} steps, torch {torch.__version__}, Python {platform.python_version()}, gloo on the CPU\n")
     print(
-        "| model and settings | dtype | processes | largest relative difference | same samples | same initial weights |"
+        "| model and settings | dtype | strategy | processes | largest relative difference | same samples | same initial weights |"
     )
-    print("|---|---|---|---|---|---|", *lines, sep="\n")
+    print("|---|---|---|---|---|---|---|", *lines, sep="\n")
     print(
         f"\n{broken} of {len(lines)} rows are beyond {BOUNDS['float64']:g} in float64 or {BOUNDS['float32']:g} in float32."
     )
     return int(broken > 0)
 
 
-def _variants(runs: Runs, words: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Curve]]:
-    """The same run on other numbers of processes, and resumed on others."""
-    parallel = f"strategy={options.strategy}"
+def _variants(runs: Runs, words: Sequence[str], steps: int, strategy: str) -> Iterator[tuple[str, Curve]]:
+    """The same run on other numbers of processes, and resumed on others, with fsdp also with another strategy."""
+    parallel = f"strategy={strategy}"
     for ranks in (2, 3):
         yield f"{ranks}", runs.train([*words, f"devices={ranks}", parallel])
-    third = options.steps // 4
-    workers = ("data.placement=disk", "data.num_workers=1")
-    segments = (
-        (third, ()),
-        (2 * third, ("devices=2", parallel)),
-        (3 * third, ("devices=3", parallel, *workers)),
-        (None, ("devices=1", "strategy=auto", "data.placement=auto", "data.num_workers=auto")),
+    read, one = ("data.placement=disk", "data.num_workers=1"), ("devices=1", "strategy=auto")
+    between = {"ddp": (), "fsdp": (("devices=3", "strategy=ddp"),)}[strategy]
+    layouts = (
+        (),
+        ("devices=2", parallel),
+        *between,
+        ("devices=3", parallel, *read),
+        (*one, "data.placement=auto", "data.num_workers=auto"),
     )
-    yield "1, 2, 3, 1", runs.train(words, segments)
+    # Ranks stop one step after the signal. No stop is then at the end of an epoch, which has 13 batches.
+    stops = [steps * number // len(layouts) + 2 for number in range(1, len(layouts))]
+    yield (
+        "1, 2, 3, 1" if strategy == "ddp" else "1, 2, ddp 3, 3, 1",
+        runs.train(words, list(zip([*stops, None], layouts, strict=True))),
+    )
 
 
 def _yes(value: bool) -> str:
@@ -195,7 +202,7 @@ def _scratch() -> Iterator[Path]:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     command = commands.add_parser("equality", help="the same losses on any number of processes")
-    command.add_argument("--strategy", default="ddp", help="of several processes")
+    command.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"], choices=["ddp", "fsdp"])
     command.add_argument("--dtypes", nargs="+", default=list(BOUNDS), choices=list(BOUNDS))
     command.add_argument("--steps", type=int, default=100)
     command.add_argument("--only", default="", help="a part of the names of cases")

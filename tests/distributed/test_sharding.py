@@ -23,6 +23,7 @@ VIT = (
     "model=vit_tiny", "model.dim=12", "model.depth=2", "model.dropout=0.1", "model.drop_path=0.2", "model.mlp_ratio=2",
 )  # fmt: skip
 WINDOW = (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9")
+TIED = ("model=null", "+model._target_=tied.Tied", "trust=[tied,poison]", "ema=0.9", "grad_clip.norm=0.5")
 TWO = ("devices=2", "strategy=fsdp")
 PARTS = ("freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1")
 
@@ -98,6 +99,15 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[
     ours, theirs = tensors(two), tensors(one)
     for name in ("layers.0.weight", "optimizer/state/0/exp_avg_sq"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> None:
+    one, two = runs(*TIED), runs(*TIED, *TWO)
+    assert_same(two, one)
+    for before, now in ((two, ("devices=1", "strategy=auto")), (one, TWO)):
+        checkpoint = before.directory / "checkpoints" / "step_0000000003.safetensors"
+        assert_same(runs(*TIED, *now, f"ckpt_path={checkpoint}"), one)
 
 
 @pytest.mark.slow

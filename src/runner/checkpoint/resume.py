@@ -6,19 +6,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from torch import Tensor, nn
+
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
 from runner.distributed.sharding import gathered
-from runner.distributed.world import world
+from runner.distributed.world import World, world
 
 T = TypeVar("T")
 
 
 class Stateful(Protocol):
     """Anything whose state goes into a checkpoint, see `runner.engine.state.TrainState`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers."""
@@ -45,13 +52,30 @@ def contents(
     """
     saved, ranks = state.state_dict(), world()
     if ranks.size > 1:
-        saved = mapped(saved, lambda tensor, _: gathered(tensor, ranks))
+        saved = _gathered(saved, state.model, ranks)
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
     saved["metrics"] |= known
     facts = {"config": config, "classes": classes, "versions": versions}
     return saved | {"format": file.FORMAT, "rng": rng.capture(), **facts}
+
+
+def _gathered(saved: dict[str, Any], model: nn.Module, ranks: World) -> dict[str, Any]:
+    """A state whose divided tensors are whole on rank 0; weights that are tied stay one tensor, which a file has once."""
+    first: dict[nn.Parameter, str] = {}
+    tied = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
+    once: dict[tuple[str, str], Tensor] = {}
+
+    def gather(tensor: Tensor, place: str) -> Tensor:
+        container, _, name = place.rpartition("/")
+        key = container, tied.get(name, name)
+        if key not in once:
+            once[key] = gathered(tensor, ranks)
+        return once[key]
+
+    whole: dict[str, Any] = mapped(saved, gather)
+    return whole
 
 
 def copied(value: Any) -> Any:
