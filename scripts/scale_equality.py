@@ -88,17 +88,16 @@ class Curve:
 
 
 class Runs:
-    """Trains in this process and the ranks of a pool, each run in a folder of its own below `folder`."""
+    """Trains in this process and the ranks of a pool, each run in a folder of its own below `parent`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._pool, self._folder, self._count = RankPool(), folder, 0
+    def __init__(self, parent: Path) -> None:
+        self._pool, self._parent, self._count = RankPool(), parent, 0
 
     def train(
         self, words: Sequence[str], segments: Sequence[tuple[int | None, Sequence[str]]] = ((None, ()),)
     ) -> Curve:
         """Train once, and again from the checkpoint for each further segment: the step to stop after, and more words."""
-        folder = self._folder / str(self._count)
-        self._count += 1
+        folder = self._new_folder()
         recorder = [
             "+callbacks.ids._target_=rank_pool.Recorder",
             f"+callbacks.ids.folder={folder / 'ids'}",
@@ -107,16 +106,25 @@ class Runs:
         for number, (stop_at, more) in enumerate(segments):
             begin = [f"hydra.run.dir={folder}", *([f"ckpt_path={folder}"] if number else [])]
             stop = [f"+callbacks.ids.stop_at={'null' if stop_at is None else stop_at}"]
-            status, said = self._program([*words, *recorder, *stop, *more, *begin])
-            if status != (0 if stop_at is None else PREEMPTED):
-                raise SystemExit(f"status {status} of {' '.join([*words, *more])}\n{said}")
+            self._program([*words, *recorder, *stop, *more, *begin], 0 if stop_at is None else PREEMPTED)
         return _read(folder)
 
-    def _program(self, words: Sequence[str]) -> tuple[int, str]:
+    def finished(self, words: Sequence[str]) -> Path:
+        """The directory of a run that has trained to its end."""
+        folder = self._new_folder()
+        self._program([*words, f"hydra.run.dir={folder}"], 0)
+        return folder
+
+    def _new_folder(self) -> Path:
+        self._count += 1
+        return self._parent / str(self._count)
+
+    def _program(self, words: Sequence[str], expected: int) -> None:
         said = io.StringIO()
         with self._pool.installed(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             status = program(["train", *words])
-        return status, said.getvalue()
+        if status != expected:
+            raise SystemExit(f"status {status} of {' '.join(words)}\n{said.getvalue()}")
 
     def close(self) -> None:
         """End the ranks."""
@@ -139,7 +147,7 @@ def equality(options: argparse.Namespace) -> int:
     """Compare the losses of every step on several processes with those of one."""
     broken, lines = 0, list[str]()
     cases = {name: case for name, case in CASES.items() if options.only in name}
-    with _scratch() as folder, contextlib.closing(Runs(folder)) as runs:
+    with scratch() as folder, contextlib.closing(Runs(folder)) as runs:
         for dtype in options.dtypes:
             bound = BOUNDS[dtype]
             for name, case in cases.items():
@@ -178,7 +186,7 @@ def _variants(runs: Runs, words: Sequence[str], steps: int, strategy: str) -> It
         ("devices=3", parallel, *read),
         (*one, "data.placement=auto", "data.num_workers=auto"),
     )
-    # Ranks stop one step after the signal. No stop is then at the end of an epoch, which has 13 batches.
+    # Ranks stop two steps after the signal. No stop is then at the end of an epoch, which has 13 batches.
     stops = [steps * number // len(layouts) + 2 for number in range(1, len(layouts))]
     yield (
         "1, 2, 3, 1" if strategy == "ddp" else "1, 2, ddp 3, 3, 1",
@@ -191,7 +199,8 @@ def _yes(value: bool) -> str:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch() -> Iterator[Path]:
+    """A folder for a while."""
     folder = Path(tempfile.mkdtemp())
     try:
         yield folder
