@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,38 +204,40 @@ def attempt(kind: Kind, rng: random.Random, folder: Path, layout: Layout, other:
 def kills(options: argparse.Namespace) -> int:
     """Kill and resume `options.count` times in each way."""
     CONTEXT.set_forkserver_preload(["runner.verbs.train"])
-    rng, broken = random.Random(options.seed), 0
-    print("| strategy | ended early | attempts | ended in the right bits, or with as many steps in another layout |")
-    print("|---|---|---|---|")
-    layouts = [Layout(strategy, size) for strategy in options.strategies for size in (2, 3)]
+    rng = random.Random(options.seed)
+    own = [Layout(strategy, size) for strategy in options.strategies for size in (2, 3)]
+    every = [Layout("auto", 1), *(Layout(strategy, size) for strategy in ("ddp", "fsdp") for size in (2, 3))]
+    cells = [(name, strategy) for name in KINDS if options.only in name for strategy in options.strategies]
+    tried, right = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as scratch:
         expected = {}
-        for layout in layouts:
+        for layout in own:
             folder = Path(scratch) / f"whole_{layout.strategy}_{layout.size}"
             start(folder, *WORDS, *layout.words).join()
             expected[layout] = json.loads((folder / "summary.json").read_text())["weights_sha256"]
-        numbers = itertools.count()
-        for name, strategy in itertools.product(KINDS, options.strategies):
-            if options.only not in name:
-                continue
-            right = 0
-            for number in range(options.count):
-                layout = Layout(strategy, rng.choice((2, 3)))
-                other = layout if number % 2 == 0 else rng.choice([Layout("auto", 1), *layouts])
-                folder = Path(scratch) / str(next(numbers))
-                wrong = attempt(KINDS[name], rng, folder, layout, other, expected[layout])
-                right += not wrong
-                if wrong:
-                    print(f"{name}, {layout} resumed with {other}: {wrong}", file=sys.stderr, flush=True)
-            broken += options.count - right
-            print(f"| {strategy} | {name} | {options.count} | {right} |", flush=True)
-    return int(broken > 0)
+        for number, (name, strategy) in itertools.product(range(options.count), cells):
+            if time.monotonic() > deadline:
+                break
+            layout = Layout(strategy, rng.choice((2, 3)))
+            other = layout if number % 2 == 0 else rng.choice(every)
+            folder = Path(scratch) / f"{name} {strategy} {number}".replace(" ", "_").replace(",", "")
+            wrong = attempt(KINDS[name], rng, folder, layout, other, expected[layout])
+            tried[name, strategy] += 1
+            right[name, strategy] += not wrong
+            print(f"{name}, {layout} resumed with {other}: {wrong or 'right'}", file=sys.stderr, flush=True)
+    print("| strategy | ended early | attempts | ended in the right bits, or with as many steps in another layout |")
+    print("|---|---|---|---|")
+    for name, strategy in cells:
+        print(f"| {strategy} | {name} | {tried[name, strategy]} | {right[name, strategy]} |")
+    return int(right != tried)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     command = commands.add_parser("kills", help="killed at random moments, resumed")
     command.add_argument("--count", type=int, default=20, help="of each kind")
+    command.add_argument("--minutes", type=float, default=1000, help="begin no further attempt after so many")
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--only", default="", help="a part of the names of kinds")
     command.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"], choices=["ddp", "fsdp"])
