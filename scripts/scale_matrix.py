@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,18 +54,17 @@ def difference(some: Path, other: Path) -> float:
     return largest
 
 
-def resumed(runs: Runs, words: Sequence[str], step: int) -> list[Resumed]:
+def resumed(runs: Runs, words: Sequence[str], step: int) -> Iterator[Resumed]:
     """Train in each layout, and resume from the checkpoint of each after `step` in each layout."""
     saving = (f"checkpoint.every_steps={step}", "checkpoint.keep=99", "checkpoint.min_seconds=0")
     whole = {name: runs.finished([*words, *layout, *saving]) for name, layout in LAYOUTS.items()}
-    last, found = "checkpoints/last.safetensors", []
+    last = "checkpoints/last.safetensors"
     for writer, folder in whole.items():
         checkpoint = f"ckpt_path={folder}/checkpoints/step_{step:010}.safetensors"
         for resumer, layout in LAYOUTS.items():
             end = runs.finished([*words, *layout, *saving, checkpoint])
             differences = [difference(end / last, whole[name] / last) for name in ("1 process", resumer)]
-            found.append(Resumed(writer, resumer, *differences))
-    return found
+            yield Resumed(writer, resumer, *differences)
 
 
 def matrix(options: argparse.Namespace) -> int:
