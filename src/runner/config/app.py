@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import io
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.utils import configure_log
 from hydra.errors import HydraException
@@ -25,6 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import overrides
 from runner.config.composition import Composition as Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.file_mistakes import problems_in_file
+from runner.config.hydra_messages import as_problem
 from runner.config.hydra_nodes import unasked
 from runner.config.keys import flatten
 from runner.config.output_folders import not_folders, why_occupied
@@ -144,7 +148,7 @@ def launch(
         others = [word for word in argv if word not in flags.overrides]
         return _main(task, primary, [*others, *checked.accepted]), None
     primary = (flags.config_name or primary).removesuffix(".yaml")
-    with application(task, sources) as app:
+    with application(task, sources, schema) as app:
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):
@@ -196,7 +200,7 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
 
 
 @contextlib.contextmanager
-def application(task: Callable[[DictConfig], Any], sources: Sources) -> Iterator[Any]:
+def application(task: Callable[[DictConfig], Any], sources: Sources, schema: type) -> Iterator[Any]:
     """Hydra's object for an application that searches the shipped configs and those of the user."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     name = task.__module__.rpartition(".")[2]
@@ -204,12 +208,32 @@ def application(task: Callable[[DictConfig], Any], sources: Sources) -> Iterator
         # As `--config-dir` does; an override of `hydra.searchpath` would not find a primary config.
         loader: Any = GlobalHydra.instance().config_loader()
         path = loader.get_search_path()
-        schema = path.get_path().pop()  # has to stay the last
+        last = path.get_path().pop()  # has to stay the last
         for folder in sources.extra:
             path.append("command-line", f"file://{folder}")
-        path.append(schema.provider, schema.path)
+        path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
-        yield GlobalHydra.instance().hydra
+        with _files_checked(sources, schema):
+            yield GlobalHydra.instance().hydra
+
+
+@contextlib.contextmanager
+def _files_checked(sources: Sources, schema: type) -> Iterator[None]:
+    """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
+    source: Any = SourcesRegistry.instance().resolve("file")
+    load_config = source.load_config
+
+    def check_and_load(self: Any, config_path: str) -> Any:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if problems := problems_in_file(path, Path(self.path), schema, sources):
+            raise ConfigError(problems)
+        return load_config(self, config_path)
+
+    source.load_config = check_and_load
+    try:
+        yield
+    finally:
+        source.load_config = load_config
 
 
 def compose(
@@ -231,30 +255,43 @@ def compose(
         message, close = f"there is no config '{primary}'", nearest(primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     words = overrides.first_of_sweeps(checked.accepted)
-    names, failure = [], []
+    names, failure = list[str](), list[Problem]()
     try:
         cfg: DictConfig = app.compose_config(primary, words, RunMode.RUN)
-        values = _plain(cfg)
-        names = list(flatten(values))
-    except (HydraException, OmegaConfBaseException) as error:
-        failure = [_as_problem(error)]
-    else:
+        names = list(flatten(OmegaConf.to_container(cfg, resolve=False)))
+        composition = Composition(
+            values={},
+            overrides=overrides.canonical(word for word in words if not word.startswith("hydra")),
+            group_choices=_choices(cfg.hydra),
+            sources=sources,
+            primary=primary,
+        )
+        composition = _with_values(composition, cfg, names)
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
             problems += overrides.intervals(checked.accepted)
+    except ConfigError as error:
+        failure = list(error.problems)
+    except (HydraException, OmegaConfBaseException) as error:
+        failure = [as_problem(error)]
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
     problems += unasked(cfg, checked.accepted)
-    composition = Composition(
-        values=values,
-        overrides=overrides.canonical(word for word in words if not word.startswith("hydra")),
-        group_choices=_choices(cfg.hydra),
-        sources=sources,
-        primary=primary,
-    )
     if problems:
         raise ConfigError([*problems, *also(composition)])
     return composition, cfg
+
+
+def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) -> Composition:
+    """The composition with the values of its config.
+
+    Raises:
+        ConfigError: for an interpolation that cannot be resolved.
+    """
+    try:
+        return dataclasses.replace(composition, values=_plain(cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
@@ -263,19 +300,6 @@ def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Prob
     if any(key.split(".")[0] in ("data", "experiment", "debug") for key in swept):
         return []
     return [problem for problem in problems if problem.key.startswith("data.split")]
-
-
-def _as_problem(error: Exception) -> Problem:
-    """A message of Hydra's or OmegaConf's in the form of all others."""
-    group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
-    if group in ("hydra/launcher", "hydra/sweeper"):
-        others = getattr(error, "options", None) or []
-        message = f"there is no '{option}': its plugin is not installed, or the name is wrong"
-        allowed = ", ".join(others) + "; pip install 'runner[joblib]', 'runner[submitit]' or 'runner[optuna]' adds one"
-        return Problem(group, message, allowed, nearest(option, others))
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
-    return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
 
 
 def _is_sweep(cfg: DictConfig) -> bool:

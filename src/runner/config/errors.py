@@ -81,14 +81,14 @@ class ConfigError(UserError):
         Exception.__init__(self, "\n".join([title, *lines]))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str:
     """The choice spelled most like `word`, or the only one that begins with it; an empty string if none comes close."""
     pool = list(choices)
     longer = [choice for choice in pool if len(word) > 1 and choice.lower().startswith(word.lower())]
     if len(longer) == 1:
         return longer[0]
     by_lower = {choice.lower(): choice for choice in pool}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
     return by_lower[found[0]] if found else ""
 
 

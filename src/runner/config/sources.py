@@ -75,6 +75,13 @@ class Sources:
             if not path.is_dir():
                 raise UserError(f"--config-dir: there is no folder {path}")
         self.folders = [shipped(), *self.extra]
+        self._groups: list[str] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sources) and self.folders == other.folders
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.folders))
 
     def hidden(self) -> list[Path]:
         """Files of the user's folders that are never read, because a shipped file of the same name comes first."""
@@ -83,9 +90,12 @@ class Sources:
 
     def groups(self) -> list[str]:
         """Names of all config groups, sorted; nested ones as `a/b`."""
+        if self._groups is not None:
+            return self._groups
         found = {path.parent.relative_to(folder) for folder in self.folders for path in folder.rglob("*.yaml")}
         own = [group for group in found if group.parts and group.parts[0] not in ("local", "hydra")]
-        return sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
+        self._groups = sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
+        return self._groups
 
     def options(self, group: str) -> list[Option]:
         """Options of `group` in order of name; those whose names start with `_` are parts of others and not listed."""
