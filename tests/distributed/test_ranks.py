@@ -23,7 +23,10 @@ WORDS = (
     "checkpoint.every_steps=3", "log.progress=false",
 )  # fmt: skip
 MINE = """
-import os, signal, time
+import os, pathlib, signal, subprocess, time
+
+def parent_of(process):
+    return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 class Fault:
     def __init__(self, step=5, how="raise", rank=1):
@@ -34,7 +37,11 @@ class Fault:
             return
         if self.how == "raise":
             raise ValueError("a mistake of mine")
-        if self.how == "killed" or (self.how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
+        if self.how == "killed while the launcher is busy":
+            launcher = parent_of(parent_of(os.getpid()))
+            os.kill(launcher, signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {launcher}"], start_new_session=True)
+        if self.how.startswith("killed while") or (self.how == "killed once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"):
             os.kill(os.getpid(), signal.SIGKILL)
 
 class Slow:
@@ -84,7 +91,11 @@ def test_a_sweep_makes_one_directory_a_job(here: Path, run: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("raise", "rank 1: ValueError: a mistake of mine"), ("killed", "rank 1 was killed by SIGKILL")]
+    ("how", "said"),
+    [
+        ("raise", "rank 1: ValueError: a mistake of mine"),
+        ("killed while the launcher is busy", "rank 1 was killed by SIGKILL"),
+    ],
 )
 def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], how: str, said: str) -> None:
     result = run(

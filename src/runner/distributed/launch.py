@@ -24,6 +24,7 @@ from runner.config.errors import FAILED, PREEMPTED, explain
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
 _COLLECTED_S = 1.0
+_NOTICED_S = 10.0  # for the agent to find the rank that was killed, before those that lost it end too
 _WATCHED_S = 0.5  # between two looks at the launcher
 _DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -160,7 +161,10 @@ def _rank(
         leave = threading.Timer(_COLLECTED_S, os._exit, (0,))
         leave.daemon = True
         leave.start()
-    elif outcome.status:
+    elif outcome.lost:
+        # The agent asks for one exit code only, that of whichever rank it finds first, and ends the others by a signal.
+        time.sleep(_NOTICED_S)
+    if outcome.status not in (0, PREEMPTED):
         raise SystemExit(outcome.status)
 
 
