@@ -12,6 +12,7 @@ from runner.config.keys import closest
 
 _KEY = re.compile(r"Interpolation key '(.*)' not found")
 _RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
+_ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
 _VARIABLE = re.compile(r"Environment variable '(.*)' not found")
 
 
@@ -46,6 +47,8 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     if match := _VARIABLE.search(text):
         allowed = f"export {match[1]}=..., or a default: ${{oc.env:{match[1]},VALUE}}"
         return Problem(key, f"reads the environment variable {match[1]}, which is not set", allowed)
+    if match := _ABSENT.search(text):
+        return Problem(match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known))
     if "Recursive interpolation" in text:
         return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

@@ -13,6 +13,7 @@ from runner.config.schema.sections import HasTarget
 from runner.config.synonyms import key_meant
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
+_TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # sections of other programs
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
 
 
@@ -97,7 +98,7 @@ def closest(key: str, pool: Sequence[str]) -> str:
         min(same_leaf, key=len, default="")
         or key_meant(key)
         or nearest(key, pool, _ALIKE)
-        or by_leaf.get(nearest(leaf, by_leaf, _ALIKE), "")
+        or ("" if leaf in _TOO_GENERAL else by_leaf.get(nearest(leaf, by_leaf, _ALIKE), ""))
     )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
-from runner.config.allowed_targets import refusal, remedy, section_of
+from runner.config.allowed_targets import IF_TRUSTED, packages_in, refusal, remedy, section_of
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.schema.train import Train
@@ -111,14 +112,28 @@ def _refused(values: dict[str, Any], composition: Composition) -> list[Problem]:
         if isinstance(number, int) and number > _MOST and number != own.get(key):
             message = f"cannot be {number}, as it comes from a file"
             problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
-    trust = [*composed["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
+    trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
+    for package in trust:
+        if not all(part.isidentifier() for part in package.split(".")):
+            problems.append(Problem("trust", f"'{package}' is no name of a package", f"{package.split('.')[0]}"))
     # The command line allows a target only in the section that names it: a data set is no loss.
     named = {(section_of(key), path) for key, path in targets_in(composed)}
     for key, target in targets_in(values):
         section = section_of(key)
         if (section, target) not in named and (reason := refusal(target, trust, section)):
             problems.append(Problem(f"{key}._target_", f"'{target}' {reason}", remedy(target, trust, section)))
-    return problems
+    return _with_one_trust(problems, trust)
+
+
+def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Problem]:
+    """The problems with one value of `trust` that solves all of them, as a second one would replace the first."""
+    found = [re.fullmatch(r"trust=\[(.*)\] .*", problem.allowed) for problem in problems]
+    packages = ",".join(dict.fromkeys([*trust, *(match[1] for match in found if match)]))
+    allowed = f"trust=[{packages}] {IF_TRUSTED}"
+    return [
+        dataclasses.replace(problem, allowed=allowed) if match else problem
+        for problem, match in zip(problems, found, strict=True)
+    ]
 
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:

@@ -32,7 +32,9 @@ _OF = {
     "device": "gpu cuda accelerator use_cuda no_cuda cpu gpu_id use_gpu",
     "devices": "gpus num_gpus n_gpus n_gpu ngpu ngpus nproc nproc_per_node world_size num_processes num_devices",
     "strategy": "ddp fsdp distributed parallel backend",
-    "amp": "precision fp16 bf16 half mixed_precision use_amp mixed autocast",
+    "amp=fp16": "fp16 half",
+    "amp=bf16": "bf16 bfloat16",
+    "amp": "precision mixed_precision use_amp mixed autocast",
     "compile": "torch_compile jit",
     "ckpt_path": """checkpoint ckpt resume_from resume_from_checkpoint checkpoint_path load load_from restore restore_from
         resume_path weights_path""",
@@ -40,7 +42,7 @@ _OF = {
     "checkpoint.monitor": "monitor_metric early_stop_metric metric_for_best_model",
     "checkpoint.keep": "save_total_limit save_top_k max_to_keep",
     "init_from": "finetune finetune_from pretrained_path pretrained_model init_checkpoint load_weights",
-    "model.weights": "pretrained pretrained_weights imagenet use_pretrained",
+    "model.weights": "weights pretrained pretrained_weights imagenet use_pretrained",
     "freeze": "freeze_backbone frozen freeze_layers",
     "accumulate": """grad_accum gradient_accumulation_steps accumulate_grad_batches accumulation_steps grad_accumulation
         accum_iter gradient_accumulation""",

@@ -87,13 +87,9 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
 
 
 def _unknown(section: type, key: str, fields: Iterable[str]) -> Problem:
-    """The problem of a key that a section does not have, which may be another section's."""
-    part = key.rpartition(".")[2]
-    close = nearest(part, fields)
-    if close and key != part:
-        close = f"{key.rpartition('.')[0]}.{close}"
-    allowed = ", ".join(fields) if key != part else "a key of the schema (python -m runner show prints them all)"
-    return Problem(key, "is not a key", allowed, close or keys.closest(key, keys.all_keys(section)))
+    """The problem of a key that a section does not have; it may be one of another section."""
+    close = nearest(key.rpartition(".")[2], fields) or keys.closest(key, keys.all_keys(section))
+    return Problem(key, "is not a key", ", ".join(fields), close)
 
 
 def shown(value: Any) -> str:
