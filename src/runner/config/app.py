@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import io
 import os
 import re
@@ -98,8 +97,14 @@ def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
         options = [option for action in parser._actions for option in action.option_strings]
         raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
     for name, (given, fix) in {
-        "--experimental-rerun": (flags.experimental_rerun, "it reads a pickle, which could run anything; use ckpt_path="),
-        "--config-path": (flags.config_path, "it would replace the configs of the program; add yours with --config-dir"),
+        "--experimental-rerun": (
+            flags.experimental_rerun,
+            "it reads a pickle, which could run anything; use ckpt_path=",
+        ),
+        "--config-path": (
+            flags.config_path,
+            "it would replace the configs of the program; add yours with --config-dir",
+        ),
         "--package": (flags.package, "it would move all keys; select an option with group=option, such as model=mlp"),
     }.items():
         if given:
@@ -169,7 +174,8 @@ def launch(
         if checked.problems or unknown:
             raise ConfigError([*checked.problems, *unknown])
         others = [word for word in argv if word not in flags.overrides]
-        return _main(task, primary, [*others, *checked.accepted], _files_checked(sources, schema)), None
+        with _files_checked(sources, schema):
+            return _main(task, primary, [*others, *checked.accepted]), None
     primary = (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources, schema) as app:
         composition, cfg = compose(app, primary, checked, schema, sources, also)
@@ -366,14 +372,13 @@ def _status(run: Callable[[], Any]) -> int:
     return 0
 
 
-def _main(task: Callable[[DictConfig], Any], primary: str, argv: list[str], files: Any = contextlib.nullcontext()) -> int:
-    """Hand over to Hydra as if it had been started by itself, with `files` entered; returns the exit status."""
+def _main(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
+    """Hand over to Hydra as if it had been started by itself; returns the exit status."""
     saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself
     try:
-        with files:
-            return _status(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
+        return _status(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
     finally:
         sys.argv = saved
         os.environ["HYDRA_FULL_ERROR"] = shown or "0"

@@ -80,4 +80,3 @@ class Composition:
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in problems
         ]
-

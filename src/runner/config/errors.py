@@ -108,7 +108,13 @@ def too_many_files(error: BaseException) -> str:
 
 def file_error(error: OSError) -> str:
     """The sentence for a file or folder that the system refuses, or an empty string for another error."""
-    if error.filename is None or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR):
+    if error.filename is None or error.errno not in (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+    ):
         return ""
     allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
     return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"

@@ -29,7 +29,9 @@ def problems_in_file(path: Path, folder: Path, schema: type, sources: Sources) -
         UserError: if it cannot be read.
     """
     stat = path.stat()
-    return _problems(path, path.relative_to(folder).parent.as_posix(), schema, sources, (stat.st_mtime_ns, stat.st_size))
+    return _problems(
+        path, path.relative_to(folder).parent.as_posix(), schema, sources, (stat.st_mtime_ns, stat.st_size)
+    )
 
 
 @functools.lru_cache(maxsize=512)
@@ -75,8 +77,8 @@ def _package(path: Path, text: str, group: str, sources: Sources) -> tuple[str |
 
 def _is_global_group(group: str, sources: Sources) -> bool:
     """Whether the shipped options of a group set keys at the top level, as an experiment does."""
-    shipped = [path for path in (sources.folders[0] / group).glob("*.yaml")] if group else []
-    return bool(shipped) and all(_GLOBAL in path.read_text(encoding="utf-8", errors="replace")[:512] for path in shipped[:1])
+    shipped = next((sources.folders[0] / group).glob("*.yaml"), None) if group else None
+    return shipped is not None and _GLOBAL in shipped.read_text(encoding="utf-8", errors="replace")
 
 
 def _not_a_mapping(path: Path, node: yaml.Node, key: str) -> Problem:
@@ -110,7 +112,9 @@ def _entry(
         return
     last, at = str(key.value), place(path, key)
     if not yaml_files.is_plain(value):
-        yield Problem(place(path, value), f"has the tag {value.tag.replace('tag:yaml.org,2002:', '!!')}", "a plain value")
+        yield Problem(
+            place(path, value), f"has the tag {value.tag.replace('tag:yaml.org,2002:', '!!')}", "a plain value"
+        )
     if isinstance(value, yaml.ScalarNode) and "${" in value.value:
         try:
             grammar_parser.parse(value.value)
@@ -128,7 +132,9 @@ def _entry(
     dotted = f"{package}.{name}" if package else name
     if "." in last and keys.find(schema, dotted) is not None:
         inner = "".join(f"\n{'  ' * depth}{part}:" for depth, part in enumerate(last.split(".")))
-        yield Problem(at, f"'{last}' is one key to YAML, not {last.count('.') + 1}", f"nested keys, {' '.join(inner.split())} ...")
+        yield Problem(
+            at, f"'{last}' is one key to YAML, not {last.count('.') + 1}", f"nested keys, {' '.join(inner.split())} ..."
+        )
     elif ("=" in last or ":" in last) and keys.find(schema, last.split("=")[0].split(":")[0].strip()) is not None:
         yield _not_a_mapping(path, key, "")
     elif _holds_keys(schema, dotted) and not isinstance(value, yaml.MappingNode):
@@ -138,14 +144,18 @@ def _entry(
 def _holds_keys(schema: type, key: str) -> bool:
     """Whether every value of a dotted key is a mapping, maybe null apart."""
     members = [member for member in keys.members(keys.find(schema, key)) if member is not type(None)]
-    return bool(members) and all(dataclasses.is_dataclass(each) or get_origin(keys.bare(each)) is dict for each in members)
+    return bool(members) and all(
+        dataclasses.is_dataclass(each) or get_origin(keys.bare(each)) is dict for each in members
+    )
 
 
 def _no_section(path: Path, key: str, value: yaml.Node, sources: Sources, at: str) -> Iterator[Problem]:
     """What is wrong with a value where a section or a component is meant."""
     group = key.replace(".", "/")
     if isinstance(value, yaml.SequenceNode):
-        yield Problem(place(path, value), f"{key} is a list, where keys are meant", "key: value, without a dash before it")
+        yield Problem(
+            place(path, value), f"{key} is a list, where keys are meant", "key: value, without a dash before it"
+        )
     elif not yaml_files.is_text(value) or value.value.startswith("${") or value.value == "???":
         return  # null, or a number that the types refuse
     elif group in sources.groups() and ":" not in value.value and "=" not in value.value:
@@ -168,7 +178,8 @@ def _defaults(path: Path, root: yaml.MappingNode, group: str, sources: Sources) 
             continue
         for item in node.value:
             if isinstance(item, yaml.MappingNode) and len(item.value) == 1:
-                yield from _default(path, *item.value[0], group, sources)
+                [(key, value)] = item.value
+                yield from _default(path, key, value, group, sources)
             elif not yaml_files.is_text(item):
                 message = "an item of defaults has to be one option, such as 'override /model: mlp'"
                 yield Problem(place(path, item), message, "a dash before each option")

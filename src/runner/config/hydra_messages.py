@@ -43,12 +43,16 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     if match := _RESOLVER.search(text):
         resolvers = ["oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "oc.create", "oc.decode", "oc.deprecated"]
         resolvers = [name for name in resolvers if OmegaConf.has_resolver(name)]
-        return Problem(key, f"uses '{match[1]}', which is no resolver", ", ".join(resolvers), nearest(match[1], resolvers))
+        return Problem(
+            key, f"uses '{match[1]}', which is no resolver", ", ".join(resolvers), nearest(match[1], resolvers)
+        )
     if match := _VARIABLE.search(text):
         allowed = f"export {match[1]}=..., or a default: ${{oc.env:{match[1]},VALUE}}"
         return Problem(key, f"reads the environment variable {match[1]}, which is not set", allowed)
     if match := _ABSENT.search(text):
-        return Problem(match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known))
+        return Problem(
+            match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known)
+        )
     if "Recursive interpolation" in text:
         return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

@@ -60,7 +60,7 @@ def merge_with_checkpoint(
     values |= {key: composition.values[key] for key in _OF_THE_CALL}
     _fetch_nothing(values, composition.values)
     if problems := _refused(values, composition):
-        raise ConfigError([dataclasses.replace(problem, origin=where) for problem in problems])
+        raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
     _fetch_nothing(original, composition.values)  # which is no change of the user's
     changed = stored.differences(original, values)
     return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
@@ -115,7 +115,11 @@ def _refused(values: dict[str, Any], composition: Composition) -> list[Problem]:
     trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
     for package in trust:
         if not all(part.isidentifier() for part in package.split(".")):
-            problems.append(Problem("trust", f"'{package}' is no name of a package", f"{package.split('.')[0]}"))
+            problems.append(
+                Problem(
+                    "trust", f"'{package}' is no name of a package", f"trust=[{package.split('.')[0]}]", origin="trust"
+                )
+            )
     # The command line allows a target only in the section that names it: a data set is no loss.
     named = {(section_of(key), path) for key, path in targets_in(composed)}
     for key, target in targets_in(values):
@@ -128,7 +132,9 @@ def _refused(values: dict[str, Any], composition: Composition) -> list[Problem]:
 def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Problem]:
     """The problems with one value of `trust` that solves all of them, as a second one would replace the first."""
     found = [re.fullmatch(r"trust=\[(.*)\] .*", problem.allowed) for problem in problems]
-    packages = ",".join(dict.fromkeys([*trust, *(match[1] for match in found if match)]))
+    needed = [match[1] for match in found if match]
+    others = (name for name in trust if name.isidentifier() and name not in ("True", "all"))
+    packages = ",".join(dict.fromkeys([*others, *needed]))
     allowed = f"trust=[{packages}] {IF_TRUSTED}"
     return [
         dataclasses.replace(problem, allowed=allowed) if match else problem

@@ -74,7 +74,9 @@ def _checked(
         return word
     if override.is_sweep_override() and not multirun:
         value_text = word.partition("=")[2]
-        allowed = f"one value, a list in brackets: '{key}=[{value_text}]', or quotes around text: '{key}=\"{value_text}\"'"
+        allowed = (
+            f"one value, a list in brackets: '{key}=[{value_text}]', or quotes around text: '{key}=\"{value_text}\"'"
+        )
         if options is not None:
             allowed = "one option" + (f", or several: '{key}=[{value_text}]'" if key in ("callbacks", "logger") else "")
         return Problem(key, "has several values, which needs the flag --multirun", allowed)

@@ -79,7 +79,9 @@ class Sources:
                 raise UserError("--config-dir", what, allowed)
             if not any(path.rglob("*.yaml")):
                 other = next(path.rglob("*.yml"), None)
-                allowed = f"rename {other.name} to {other.stem}.yaml" if other else "files such as experiment/mine.yaml in it"
+                allowed = (
+                    f"rename {other.name} to {other.stem}.yaml" if other else "files such as experiment/mine.yaml in it"
+                )
                 raise UserError("--config-dir", f"{path} has no .yaml file", allowed)
         self.folders = [shipped(), *self.extra]
         self._groups: list[str] | None = None

@@ -85,7 +85,13 @@ _OPTIONS = {
 _VALUES = {
     "device": {"gpu": "cuda"},
     "amp": {"16": "fp16", "fp32": "false", "32": "false", "float16": "fp16", "bfloat16": "bf16", "half": "fp16"},
-    "dtype": {"float16": "amp=fp16", "bfloat16": "amp=bf16", "fp16": "amp=fp16", "bf16": "amp=bf16", "float": "float32"},
+    "dtype": {
+        "float16": "amp=fp16",
+        "bfloat16": "amp=bf16",
+        "fp16": "amp=fp16",
+        "bf16": "amp=bf16",
+        "float": "float32",
+    },
     "resume": dict.fromkeys(("true", "yes", "on"), "auto"),
 }
 
@@ -114,7 +120,9 @@ def option_meant(group: str, name: str) -> str:
 def target_meant(group: str, name: str) -> str:
     """The words that select a class of torch or of one's own, where an option is expected; empty if it is no such name."""
     if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
-        return f"'~{group}' '+{group}._target_={name}'" if group in ("callbacks", "logger") else f"{group}._target_={name}"
+        return (
+            f"'~{group}' '+{group}._target_={name}'" if group in ("callbacks", "logger") else f"{group}._target_={name}"
+        )
     module = {"optimizer": "torch.optim", "scheduler": "torch.optim.lr_scheduler", "loss": "torch.nn"}.get(group, "")
     return f"{group}._target_={module}.{name}" if name[:1].isupper() and callable(_in(module, name)) else ""
 

@@ -64,9 +64,11 @@ def _unread(word: str, before: Sequence[str]) -> Problem:
         if before and "=" in before[-1] and re.fullmatch(r"[\w.-]+", word):
             return Problem(word, "is not an override", f"{before[-1]},{word} with --multirun, or {_SHAPE}")
         if _NAME.fullmatch(word.lstrip("+")):
-            return Problem(word, "is not an override", f"{_key(word.lstrip('+'))}=VALUE, group=option, ~key or a verb's flag")
+            return Problem(
+                word, "is not an override", f"{_key(word.lstrip('+'))}=VALUE, group=option, ~key or a verb's flag"
+            )
         return Problem(word, "is not an override", _SHAPE)
-    if key != key.strip() or value != value.strip() and _NAME.fullmatch(key.strip()):
+    if key != key.strip() or (value != value.strip() and _NAME.fullmatch(key.strip())):
         return Problem(word, "has spaces around =", f"{key.strip()}={value.strip()}")
     problem = "has a value that cannot be read"
     if value.startswith("="):
@@ -75,9 +77,13 @@ def _unread(word: str, before: Sequence[str]) -> Problem:
         return Problem(word, problem, f"no comma at the end: {key}={value.rstrip(',')}")
     for left, right in ("[]", "{}", "()"):
         if value.count(left) != value.count(right):
-            return Problem(word, problem, f"as many {right} as {left}, with quotes around the word for the shell: '{key}=...'")
+            return Problem(
+                word, problem, f"as many {right} as {left}, with quotes around the word for the shell: '{key}=...'"
+            )
     if sum(map(value.count, "'\"")) % 2:
-        return Problem(word, problem, f"a second quote, or \\ before the first: quote special characters: '{key}=\"...\"'")
+        return Problem(
+            word, problem, f"a second quote, or \\ before the first: quote special characters: '{key}=\"...\"'"
+        )
     return Problem(word, problem, f"quote special characters: '{key}=\"{value}\"'")
 
 

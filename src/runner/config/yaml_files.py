@@ -79,7 +79,10 @@ def _syntax(path: Path, text: str, error: yaml.MarkedYAMLError) -> Problem:
         allowed = f"{ {'[': ']', '{': '}'}.get(sign, sign) } at the end, with commas between the items"
     elif said.startswith("found undefined alias"):
         name = said.split("'")[1]
-        message, allowed = f"uses the anchor *{name}, which is not defined", f"&{name} at an earlier value, or {_QUOTES}"
+        message, allowed = (
+            f"uses the anchor *{name}, which is not defined",
+            f"&{name} at an earlier value, or {_QUOTES}",
+        )
     elif "cannot start any token" in said or "directive" in str(error.context):
         message = f"begins a value with {line[mark.column : mark.column + 1] or '%'}, which is reserved in YAML"
         message = "begins with %, which is reserved in YAML" if line.startswith("%") else message
@@ -87,8 +90,8 @@ def _syntax(path: Path, text: str, error: yaml.MarkedYAMLError) -> Problem:
         message, allowed = "begins a second document", "the file without ---"
     elif match := _without_space(lines, mark.line):
         number, key, value = match
-        mark = yaml.Mark(None, 0, number, lines[number].index(key), None, None)
-        message, allowed = f"'{key}:{value}' has no space after the colon", f"{key}: {value}"
+        at = f"{path}:{number + 1}:{lines[number].index(key) + 1}"
+        return Problem(at, f"'{key}:{value}' has no space after the colon", f"{key}: {value}")
     elif "mapping values are not allowed" in said and ": " in line.partition(": ")[2]:
         message = f"has a second colon in '{line.strip()}'"
     elif said in ("mapping values are not allowed here", "could not find expected ':'") or "<block end>" in said:

@@ -93,7 +93,9 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
         time = duration(row.wall_s) if row.wall_s is not None else "-"
         cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
     finished = sum(row.status == "finished" for row in rows)
-    console.table(f"{finished} of {max(asked, len(rows))} jobs finished", ["job", "varied", "status", head, "time", ""], cells)
+    console.table(
+        f"{finished} of {max(asked, len(rows))} jobs finished", ["job", "varied", "status", head, "time", ""], cells
+    )
     if spreads := spreads_of(rows):
         cells = [
             [
