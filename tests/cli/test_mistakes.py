@@ -519,14 +519,22 @@ def test_a_mistake_in_the_config_leaves_nothing_behind(run, tiny, workdir):
         assert list(workdir.iterdir()) == []
 
 
-def test_a_mistake_found_while_building_is_kept_with_the_run(run, tiny, workdir):
+def test_a_mistake_found_while_building_leaves_no_run(run, tiny, workdir):
     result = run("train", *tiny, "model.dropout=2")
     assert result.status == 2
-    [directory] = (workdir / "outputs" / "synthetic").iterdir()
-    summary = json.loads((directory / "summary.json").read_text())
+    assert "dropout must be" in result.err
+    assert list((workdir / "outputs" / "synthetic").iterdir()) == []
+    result = run("train", *tiny, "model.dropout=2", "hydra.run.dir=chosen/mine")
+    assert result.status == 2
+    assert not (workdir / "chosen").exists()
+
+
+def test_a_mistake_found_while_building_a_job_is_kept_with_the_job(run, tiny, workdir):
+    assert run("train", *tiny, "--multirun", "model.dropout=2", "hydra.sweep.dir=sweep").status == 1
+    summary = json.loads((workdir / "sweep" / "0" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "dropout must be" in summary["error"]
-    assert "dropout must be" in (directory / "run.log").read_text()
+    assert "dropout must be" in (workdir / "sweep" / "0" / "run.log").read_text()
 
 
 def test_a_config_of_ones_own_that_lacks_sections_is_told_which(run, workdir):

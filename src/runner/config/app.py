@@ -99,7 +99,7 @@ def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
     for name, (given, fix) in {
         "--experimental-rerun": (
             flags.experimental_rerun,
-            "it reads a pickle, which could run anything; use ckpt_path=",
+            "it reads a pickle, which could run anything; use ckpt_path= instead",
         ),
         "--config-path": (
             flags.config_path,

@@ -69,7 +69,9 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
     """
     problems = []
     # Another component has other arguments, too, which are no problems of their own.
-    others = [key.removesuffix("._target_") for key in changed if key.endswith("._target_")]
+    others = [
+        section for section, change in CHANGES.items() if change is Change.REFUSED and f"{section}._target_" in changed
+    ]
     for key in changed:
         if declared(key) is Change.REFUSED:
             section = next((other for other in others if within(key, [other])), "")

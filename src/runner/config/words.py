@@ -64,9 +64,7 @@ def _unread(word: str, before: Sequence[str]) -> Problem:
         if before and "=" in before[-1] and re.fullmatch(r"[\w.-]+", word):
             return Problem(word, "is not an override", f"{before[-1]},{word} with --multirun, or {_SHAPE}")
         if _NAME.fullmatch(word.lstrip("+")):
-            return Problem(
-                word, "is not an override", f"{_key(word.lstrip('+'))}=VALUE, group=option, ~key or a verb's flag"
-            )
+            return Problem(word, "is not an override", f"{_SHAPE}; such as {_key(word.lstrip('+'))}=VALUE")
         return Problem(word, "is not an override", _SHAPE)
     if key != key.strip() or (value != value.strip() and _NAME.fullmatch(key.strip())):
         return Problem(word, "has spaces around =", f"{key.strip()}={value.strip()}")
@@ -98,11 +96,14 @@ def flag_meant(flag: str, value: str, known: Iterable[str], options: Sequence[st
     """
     from runner.config.keys import closest
 
+    long = [option for option in options if option.startswith("--")]
     name = flag.lstrip("-").replace("-", "_")
     pool = sorted(known)
     key = name if name in pool else closest(name, pool) if len(name) > 1 or key_meant(name) else ""
     flags = "--multirun, --config-dir DIR, --config-name NAME, --cfg job, --info, --help"
     allowed = f"{flags}; a key has no dashes before it: key=value"
+    if close := nearest(flag, long, 0.85):
+        return close, allowed
     if key:
         return key if "=" in key else f"{key}={value or 'VALUE'}", allowed
-    return nearest(flag, [option for option in options if option.startswith("--")], 0.7), allowed
+    return nearest(flag, long, 0.7), allowed
