@@ -161,7 +161,11 @@ ROWS = [
     Mistake("no option at all", ("train", "model=null"), ("model: ", "allowed: a mapping with _target_")),
     Mistake("no override", ("train", "seed"), ("seed: is not an override", "allowed: key=value, group=option")),
     Mistake("unreadable value", ("train", "name=[1"), ("name=[1: has a value that cannot be read", "quote")),
-    Mistake("interpolation", ("train", "seed=${sede}"), ("seed: Interpolation key 'sede' not found",)),
+    Mistake(
+        "interpolation",
+        ("train", "seed=${sede}"),
+        ("seed: refers to 'sede'", "did you mean 'seed'?", "from: the override"),
+    ),
     Mistake(
         "several values without --multirun",
         ("train", "seed=1,2"),

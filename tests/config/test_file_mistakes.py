@@ -1,4 +1,4 @@
-"""A mistake in one's own YAML is a sentence with the file, the line, and what is meant."""
+"""A mistake in a user's YAML file is a sentence with the file, the line, and what is meant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MISTAKES: list[tuple[str, str | bytes, str, str]] = [
     ("an open bracket", "metrics: [1, 2\nseed: 1\n", ":2:10", "[ that is not closed|]"),
     ("an open brace", "grad_clip: {norm: 1\nseed: 1\n", ":2:12", "{ that is not closed|}"),
     ("UTF-16", (HEAD + "seed: 1\n").encode("utf-16"), "", "UTF-16|UTF-8"),
-    ("Latin-1", (HEAD + "name: caf\u00e9\n").encode("latin-1"), ":2:10", "not UTF-8"),
+    ("Latin-1", (HEAD + "name: gro\u00df\n").encode("latin-1"), ":2:10", "not UTF-8"),
     ("a byte order mark", b"\xef\xbb\xbf" + (HEAD + "seed: 1\n").encode(), ":1", "byte order mark|without a BOM"),
     ("a zero byte", "seed: 1\x00\n", ":2", r"\x00"),
     ("_target", "model:\n  _target: a.Net\n", ":3:3", "'_target'|_target_: a.Net"),

@@ -68,7 +68,7 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
         inside_epoch: whether the checkpoint was written inside an epoch.
     """
     problems = []
-    # Another component has other arguments, too, which are no problems of their own.
+    # Another component has other arguments, too, which are not separate problems.
     others = [
         section for section, change in CHANGES.items() if change is Change.REFUSED and f"{section}._target_" in changed
     ]
@@ -80,7 +80,7 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
             allowed = "the checkpoint's value, or a new run"
             if section == "model":
                 allowed += " without ckpt_path= (init_from= starts one from the weights of another)"
-            problems.append(Problem(section or key, "cannot change when resuming", allowed))
+            problems.append(Problem(key, "cannot change when resuming", allowed))
         elif inside_epoch and declared(key) is Change.REFUSED_INSIDE_EPOCH:
             allowed = "the checkpoint's value, or a checkpoint from the end of an epoch"
             problems.append(Problem(key, "cannot change when resuming inside an epoch", allowed))

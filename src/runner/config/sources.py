@@ -121,7 +121,7 @@ class Sources:
         return None
 
     def misnamed(self, group: str, name: str) -> Path | None:
-        """A file in one's own folders that is named like an option, but is not read, as it does not end in `.yaml`."""
+        """A file in the user's folders that is named like an option, but is not read, as it does not end in `.yaml`."""
         name = name.removesuffix(".yml")
         wrong = (f"{name}.yml", f"{name}.YAML", f"{name}.yaml.txt", f"{name}.json", f"{name}.toml")
         paths = (folder / group / file for folder in reversed(self.folders) for file in wrong)

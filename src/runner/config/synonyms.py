@@ -31,7 +31,7 @@ _OF = {
     "seed": "random_seed manual_seed rng_seed random_state seed_everything",
     "device": "gpu cuda accelerator use_cuda no_cuda cpu gpu_id use_gpu",
     "devices": "gpus num_gpus n_gpus n_gpu ngpu ngpus nproc nproc_per_node world_size num_processes num_devices",
-    "strategy": "ddp fsdp distributed parallel backend",
+    "strategy": "ddp distributed parallel backend",
     "amp=fp16": "fp16 half",
     "amp=bf16": "bf16 bfloat16",
     "amp": "precision mixed_precision use_amp mixed autocast",
@@ -118,7 +118,7 @@ def option_meant(group: str, name: str) -> str:
 
 
 def target_meant(group: str, name: str) -> str:
-    """The words that select a class of torch or of one's own, where an option is expected; empty if it is no such name."""
+    """The words that select a class of torch or of another package, where an option is expected; empty if it is no such name."""
     if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
         return (
             f"'~{group}' '+{group}._target_={name}'" if group in ("callbacks", "logger") else f"{group}._target_={name}"

@@ -61,7 +61,7 @@ def _unread(word: str, before: Sequence[str]) -> Problem:
     if not sign:
         if match := re.fullmatch(r"([A-Za-z_][\w.]*):\s*(.+)", word):
             return Problem(word, "has a colon instead of =", f"{match[1]}={match[2]}")
-        if before and "=" in before[-1] and re.fullmatch(r"[\w.-]+", word):
+        if before and "=" in before[-1] and re.fullmatch(r"[\d.eE+-]+", word):
             return Problem(word, "is not an override", f"{before[-1]},{word} with --multirun, or {_SHAPE}")
         if _NAME.fullmatch(word.lstrip("+")):
             return Problem(word, "is not an override", f"{_SHAPE}; such as {_key(word.lstrip('+'))}=VALUE")
