@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -24,6 +25,7 @@ from runner.config.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.build import DataModule
 from runner.distributed.batchnorm import synchronize
+from runner.distributed.deferred import Deferred
 from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, world
 from runner.engine.tasks import Task
@@ -56,9 +58,9 @@ class Job:
         """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
         found = None
         if restarted() and find.named(self.directory / "checkpoints", "last"):
-            found = find.load(str(self.directory), self.directory.parent, prefer="last")
+            found = find.load(str(self.directory), self.directory.parent, prefer="last", later=True)
         elif self.checkpoint is not None:
-            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint), [])
+            found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint, later=True), [])
         return Setup(self.config, found, self.differences, warnings=self.warnings)
 
 
@@ -144,10 +146,22 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def deferred_weights(config: Train, device: torch.device) -> Deferred | None:
+    """Where a model is built whose weights are computed when they are divided; None if they are computed at once."""
+    if config.strategy != "fsdp" or world().size == 1 or not config.fsdp.lazy_init:
+        return None
+    schemes = {config.init} if isinstance(config.init, str) else {*(config.init or ())}
+    if device.type != "cpu" and schemes - {"zero_gamma", "prior_bias"}:
+        return None  # drawn by the generator of the device
+    return Deferred()
+
+
 def shard_model(
-    config: Train, model: nn.Module, hardware: Hardware, warnings: list[str]
+    config: Train, model: nn.Module, hardware: Hardware, warnings: list[str], deferred: Deferred | None = None
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the weights of a model among the ranks if `strategy` says so; see `runner.distributed.sharding.shard`.
+
+    Weights that `deferred` has not computed yet are computed block by block, each before it is divided.
 
     Returns:
         The parameters now, by those that they replace.
@@ -161,7 +175,10 @@ def shard_model(
         warnings.append("strategy=fsdp has no effect: one process trains, and has the whole model")
         return {}
     settings, ranks, device = config.fsdp, world(), hardware.device
-    _require_same({"initial weights": weights_sha256(model.state_dict())}, ranks)
+    with deferred or contextlib.nullcontext():
+        _require_same({"initial weights": weights_sha256(model.state_dict())}, ranks)
+    if deferred and deferred.reason:
+        warnings.append(f"fsdp.lazy_init=true has no effect: every process built the whole model ({deferred.reason})")
     if ranks.size % settings.replicas:
         allowed = f"a divisor of {ranks.size}, the number of processes"
         raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
@@ -174,11 +191,15 @@ def shard_model(
     blocks = repeated_blocks(model)
     if settings.blocks is not None:
         blocks = named_blocks(model, settings.blocks, "fsdp.blocks", "null")
-    return shard(
+    replaced = shard(
         model,
         [module for _, module in blocks],
         ranks,
         device,
         reshard_after_forward=settings.reshard_after_forward,
         replicas=settings.replicas,
+        prepare=lambda module: deferred.materialize(module, device) if deferred else None,
     )
+    if deferred:
+        deferred.finish()
+    return replaced

@@ -44,7 +44,7 @@ def resolve(composition: Composition) -> Setup:
             ckpt_path = again.path
     if ckpt_path is None:
         return Setup(resolve_config(composition, Train), again=again, warnings=warnings)
-    found = find.load(str(ckpt_path), composition.runs, prefer="last")
+    found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     if composition.values.get("lr") == "auto" and again is None:
         rate = config.optimizer.get("lr")

@@ -11,7 +11,7 @@ from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
-from runner.distributed.sharding import gathered
+from runner.distributed.sharding import gathered, part
 from runner.distributed.world import world
 
 T = TypeVar("T")
@@ -30,7 +30,13 @@ class Stateful(Protocol):
 
 
 def contents(
-    state: Stateful, callbacks: dict[str, Any], config: str, classes: list[str], versions: dict[str, str], **known: Any
+    state: Stateful,
+    callbacks: dict[str, Any],
+    config: str,
+    classes: list[str],
+    versions: dict[str, str],
+    sharded: bool = False,
+    **known: Any,
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`; of several ranks, the first has the tensors.
 
@@ -40,12 +46,13 @@ def contents(
         config: the resolved config as YAML text.
         classes: names of the classes.
         versions: versions of packages.
+        sharded: gather nothing; divided tensors are a `Part` on every rank.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
     """
     saved, ranks = state.state_dict(), world()
     if ranks.size > 1:
-        saved = mapped(saved, lambda tensor, _: gathered(tensor, ranks))
+        saved = mapped(saved, lambda tensor, _: part(tensor) if sharded else gathered(tensor, ranks))
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
@@ -114,7 +121,7 @@ def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bo
     beside = [source.with_name(f"{stem}{suffix}") for stem in ("best", step_stem(global_step)) for suffix in SUFFIXES]
     for path in (*beside[:2], source, *beside[2:]):
         try:
-            found = file.read(path)
+            found = file.read(path, later=True)
         except UserError:
             continue
         if found["position"]["global_step"] == global_step:

@@ -32,6 +32,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "runner.data.sources.torchvision_sets",
         "runner.data.sources.folders",
         "runner.data.sources.synthetic",
+        "runner.data.sources.tables",
+        "runner.data.sources.hugging_face",
         "torchvision.datasets",
         "torch.utils.data.dataset",
         "torchvision.transforms",

@@ -57,8 +57,13 @@ def current(cfg: DictConfig) -> Composition:
         sources=Sources(extra),
         primary=str(hc.job.config_name),
         job_dir=Path(hc.runtime.output_dir) if sweep else None,
-        run_dir=Path(hc.run.dir) if not sweep and hc.run.dir != "." else None,
+        run_dir=None if sweep else run_dir_of(hc),
     )
+
+
+def run_dir_of(hydra_config: Any) -> Path | None:
+    """The folder that `hydra.run.dir` names; None if it was left alone."""
+    return Path(hydra_config.run.dir) if hydra_config.run.dir != "." else None
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

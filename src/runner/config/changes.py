@@ -29,7 +29,7 @@ _OF = {
         optimizer._target_ optimizer.no_decay optimizer.lr_mult optimizer.layer_decay
     """,
     Change.REFUSED_INSIDE_EPOCH: """
-        seed accumulate data.batch_size data.shuffle data.drop_last limit.train_batches
+        seed accumulate data.batch_size data.shuffle data.sampler data.drop_last limit.train_batches
     """,
     Change.REPORTED: """
         epochs max_steps lr optimizer scheduler loss grad_clip.norm grad_clip.value grad_clip.agc
@@ -41,12 +41,12 @@ _OF = {
         ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
     """,
     Change.ALLOWED: """
-        name output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
+        name tags notes output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
         watch.shapes watch.finite data.name data.root data.download data.placement data.cache data.cache_dir
         data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
         devices strategy max_restarts dist.timeout_s dist.find_unused_parameters fsdp.reshard_after_forward fsdp.blocks
-        fsdp.replicas dry_run dist.link_gb_s
+        fsdp.replicas fsdp.lazy_init checkpoint.sharded dry_run dist.link_gb_s
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }

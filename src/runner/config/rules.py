@@ -108,9 +108,10 @@ def _of_weights(config: Train) -> Broken:
     drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
     if len(drawn) > 1:
         yield "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them"
-    if drawn and config.model.get("weights") is not None:
-        message = f"has {', '.join(drawn)}, which would overwrite the weights that model.weights loads"
-        yield "init", message, "model.weights=null, or init without it"
+    for key, none in (("weights", None), ("pretrained", False)):
+        if drawn and config.model.get(key) not in (None, False):
+            message = f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
+            yield "init", message, f"model.{key}={'null' if none is None else 'false'}, or init without it"
     if config.init_mismatch != "head" and config.init_from is None:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
@@ -153,6 +154,12 @@ def _of_data(config: Train) -> Broken:
     if split.folds is None and split.fold > 0:
         message = "picks one of several folds, but data.split.folds is null"
         yield "data.split.fold", message, "data.split.folds=5, or another number of folds"
+    if data.sampler is not None and not data.shuffle:
+        message = "is false, but data.sampler=balanced draws in random order"
+        yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
+    if data.sampler is not None and config.task.get("_target_") == "runner.engine.tasks.Regression":
+        message = "is balanced, which draws every class equally often, and task=regression has none"
+        yield "data.sampler", message, "data.sampler=null, or task=classification"
     if (mean is None) != (std is None):
         allowed = "both, or null for both to measure them on the training split"
         yield "data.normalize", "has only one of mean and std", allowed

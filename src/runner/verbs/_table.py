@@ -82,6 +82,11 @@ _ENTRIES = (
         only_lists=("only", "skip"),
         aliases={"--json": "json=true", "--strict": "strict=true", "--train": "train=true"},
     ),
+    Verb(
+        "copy",
+        "Copy an option into a folder of your own, to change it there: `copy model=vit_tiny my_conf`.",
+        "runner.verbs.copy",
+    ),
     Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),
     Verb(
         "eval",
@@ -133,7 +138,7 @@ _ENTRIES = (
     ),
     Verb(
         "show",
-        "Show what an option contains: `show model=vit_tiny`, or all top-level keys with `show`.",
+        "Show what an option contains (`show model=vit_tiny`), what a key means (`show optimizer.lr`), or all top-level keys.",
         "runner.verbs.show",
     ),
     Verb(

@@ -15,7 +15,7 @@ from runner.build.dry_run import dry_run
 from runner.build.ranks import Job, count_ranks, device_of_rank
 from runner.build.run_record import RunRecord
 from runner.build.setup import Setup, resolve, why_occupied
-from runner.config.app import current
+from runner.config.app import Composition, current
 from runner.config.durations import seconds
 from runner.config.errors import OK, PREEMPTED, USAGE
 from runner.config.reading import read_summary
@@ -38,10 +38,17 @@ def run(cfg: DictConfig) -> float | None:
         SystemExit: with the exit code, unless the job finished or is one of a sweep.
     """
     composition = current(cfg)
-    record, signals, value = RunRecord(composition), StopSignals(patient=started_by_launcher()), None
     if mistake := why_occupied(composition):
-        record.complain(str(mistake))
+        RunRecord(composition).complain(str(mistake))
         raise SystemExit(USAGE)
+    record, value = run_composition(composition)
+    record.finish()
+    return value
+
+
+def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
+    """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
+    record, signals, value = RunRecord(composition), StopSignals(patient=started_by_launcher()), None
     try:
         with signals, operations_named(lambda text: record.console.warn(text)):
             record.reserve()
@@ -52,7 +59,7 @@ def run(cfg: DictConfig) -> float | None:
                 build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
                 value = dry_run(setup.config, build, record.console)
             elif setup.finished is not None:
-                return record.leave(setup.finished)
+                return record, record.leave(setup.finished)
             else:
                 record.open(setup)
                 value = _train(setup, record, signals)
@@ -61,8 +68,7 @@ def run(cfg: DictConfig) -> float | None:
         record.fail(error)
     finally:
         record.close()
-    record.finish()
-    return value
+    return record, value
 
 
 def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.build.model import KnownData
+from runner.build.model import KnownData, build_task
 from runner.config.app import Composition
 from runner.config.errors import UserError
 from runner.config.schema.verbs import Predict
@@ -23,26 +23,26 @@ from runner.data.bad_samples import BadSample
 from runner.data.build import DataModule, callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
-from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
 from runner.runtime.precision import Precision
 from runner.tracking.files import write_atomically, writing
-from runner.tracking.formats import clean, compact, number
+from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.run_directory import claim, timestamp
 from runner.verbs._checkpoint import (
+    MODEL,
     ResolvedCheckpoint,
+    activation_of,
     as_list,
-    num_classes_of,
+    class_names,
     resolve_checkpoint,
     split_of,
-    unique_names,
     with_tta,
 )
-from runner.verbs._report import Report, amount
+from runner.verbs._report import Report
 from runner.verbs.inspect.features_file import write_features
 from runner.verbs.predict.inputs import INPUTS, files_in, split_in
-from runner.verbs.predict.rows import SHOWN, RowBuilder
+from runner.verbs.predict.rows import SHOWN, RowBuilder, labels_of, numbered
 from runner.verbs.predict.tables import Row, check_ending, open_table
 
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
@@ -64,7 +64,7 @@ def run(composition: Composition) -> float:
         Images a second, for sweepers.
     """
     report = Report(composition.values["json"])
-    resolved = resolve_checkpoint(composition, Predict)
+    resolved = resolve_checkpoint(composition, Predict, MODEL)
     config = resolved.config
     words = as_list(config.input)
     if not words:
@@ -88,7 +88,9 @@ def run(composition: Composition) -> float:
             data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
             source = _split(resolved, splits, split)
         task, model = resolved.restore_model(data, device)
-        rows = RowBuilder(_class_names(resolved, task), config.top_k, config.probabilities, config.logits)
+        threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
+        names_of = class_names(resolved, task)
+        rows = RowBuilder(names_of, config.top_k, config.probabilities, config.logits, threshold)
         predictor: nn.Module = model
         if config.tta:
             predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
@@ -151,22 +153,21 @@ def _files(
 
 
 def _split(resolved: ResolvedCheckpoint[Predict], splits: DataModule, name: str) -> Source:
-    classes = unique_names(resolved.classes)
+    task = build_task(resolved.config, splits)
+    classes, activation = class_names(resolved, task), activation_of(task)
 
     def first_cells(index: int, target: Any) -> Row:
+        if isinstance(target, list):
+            if activation == "sigmoid":
+                return {"sample": index, "target": labels_of(classes, target, 0.5)}
+            if activation is None:
+                return {"sample": index} | numbered("target", target)
+            target = max(range(len(target)), key=target.__getitem__)
         is_class = isinstance(target, int) and 0 <= target < len(classes)
         return {"sample": index, "target": classes[target] if is_class else target}
 
     loader = split_of(splits, name, "input").loader
     return Source(loader, first_cells, lambda: splits.bad_samples.reasons(name))
-
-
-def _class_names(resolved: ResolvedCheckpoint[Predict], task: Task) -> tuple[str, ...]:
-    """Names of the classes, numbers if the data has no names; empty for a task without classes."""
-    count, classes = num_classes_of(task), unique_names(resolved.classes)
-    if count is None:
-        return ()
-    return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
 
 
 def _predict(
