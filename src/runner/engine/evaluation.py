@@ -109,7 +109,9 @@ class _Parts:
                 part: Any = self._metrics[name]
                 part.reset()
                 part.update(outputs, targets)
-                states[name] = {state: getattr(part, state) for state in ways}
+                found = {state: getattr(part, state) for state in ways}
+                # The next `reset` empties lists in place.
+                states[name] = {key: list(value) if isinstance(value, list) else value for key, value in found.items()}
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 
