@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,9 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    lines = [list(head), ["---"] * len(list(head)), *map(list, rows)]
+    lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -144,11 +144,22 @@ def check_findings() -> str:
     return "\n\n".join([*text, table(("finding", "what was found", "what to do"), rows)])
 
 
+def other_names() -> str:
+    """Names that other programs have, by the key that the messages suggest for them."""
+    from runner.config.synonyms import KEYS
+
+    by_key: dict[str, list[str]] = {}
+    for name, key in KEYS.items():
+        by_key.setdefault(key, []).append(f"`{name}`")
+    return table(("here", "elsewhere"), ([f"`{key}`", ", ".join(names)] for key, names in by_key.items()))
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "all_keys": all_keys,
     "all_options": all_options,
     "all_verbs": all_verbs,
     "check_findings": check_findings,
+    "other_names": other_names,
 }
 
 
