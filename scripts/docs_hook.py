@@ -151,7 +151,7 @@ def other_names() -> str:
     by_key: dict[str, list[str]] = {}
     for name, key in KEYS.items():
         by_key.setdefault(key, []).append(f"`{name}`")
-    return table(("here", "elsewhere"), ([f"`{key}`", ", ".join(names)] for key, names in by_key.items()))
+    return table(("elsewhere", "here"), ([", ".join(names), f"`{key}`"] for key, names in by_key.items()))
 
 
 GENERATED: dict[str, Callable[[], str]] = {
@@ -189,3 +189,9 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the marks of a page by what they stand for."""
     return _MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Mark the tables whose rows docs/assets/site.css takes apart on a phone: of keys, and of keys of other programs."""
+    html = re.sub(r"<table>(?=\s*<thead>\s*<tr>\s*<th>key</th>\s*<th>default</th>)", '<table data-rows="keys">', html)
+    return html.replace("<table>", '<table data-rows="pairs">') if page.url.startswith("coming_from/") else html

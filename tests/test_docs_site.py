@@ -30,6 +30,8 @@ from runner.verbs.show import _commented
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 TUTORIAL = DOCS / "tutorial" / "first_hour.md"
+# Options of packages that the pages of the documentation show.
+OWN = {"net"}
 OTHERS = sorted((DOCS / "coming_from").glob("*.md"))
 
 
@@ -91,7 +93,7 @@ def test_every_message_that_the_troubleshooting_page_names_is_one_of_the_program
 def test_every_key_beside_one_of_another_program_exists(document: Path) -> None:
     """The last column of the tables: keys, options and verbs; the columns before it are those of the other program."""
     sources = Sources()
-    known = set(CHANGES) | {place.key for place in _commented(sources)} | {"hydra.run.dir"}
+    known = set(CHANGES) | set(sources.groups()) | {place.key for place in _commented(sources)} | {"hydra.run.dir"}
     options = {f"{group}={option.name}" for group in sources.groups() for option in sources.options(group)}
     wrong = []
     for line in document.read_text(encoding="utf-8").splitlines():
@@ -103,7 +105,7 @@ def test_every_key_beside_one_of_another_program_exists(document: Path) -> None:
                 if not value and "." not in key and not keys.find(VERBS["train"], key):
                     continue  # a word of a command, a file, a metric
                 item = re.sub(r"\.\d+\.", ".", key)  # of a list
-                of_group = key in sources.groups() and value
+                of_group = key in sources.groups() and value and value not in OWN
                 if f"{key}={value}" not in options if of_group else not {key, item} & known and _no_key(key):
                     wrong.append(part)
     assert wrong == []
@@ -111,7 +113,7 @@ def test_every_key_beside_one_of_another_program_exists(document: Path) -> None:
 
 def _no_key(key: str) -> bool:
     """Whether a dotted word is neither a key of some verb nor a file or a name of Python."""
-    if key.endswith((".yaml", ".jsonl", ".safetensors", ".pth", ".py")) or key.startswith("runner."):
+    if key.endswith((".yaml", ".jsonl", ".safetensors", ".pth", ".py")) or key.split(".")[0] in ("runner", "nn"):
         return False
     return all(keys.find(schema, key) is None for schema in VERBS.values())
 
