@@ -100,8 +100,8 @@ def all_keys() -> str:
                 rows = (_row(each, "train") for each in _keys_of(path, section, group) if each.comment)
                 text += [f"Every `{group}` has", table(head, rows)]
             text += [f"### `{group}={option.name}`", option.description]
-            rows = [_component_row(each, option) for each in _keys_of(own, section, option.name) if each.comment]
-            text += [table(head, rows)] if rows else []
+            of_option = [_component_row(each, option) for each in _keys_of(own, section, option.name) if each.comment]
+            text += [table(head, of_option)] if of_option else []
     return "\n\n".join(text)
 
 
@@ -133,7 +133,9 @@ def check_findings() -> str:
     from runner.verbs.check.table import BUILD, CHECKS
 
     lines = (DOCS / "check.md").read_text(encoding="utf-8").splitlines()
-    advice = {row[1].strip(" `"): row[4].strip() for row in (line.strip("|").split(" | ") for line in lines) if len(row) == 5}
+    advice = {
+        row[1].strip(" `"): row[4].strip() for row in (line.strip("|").split(" | ") for line in lines) if len(row) == 5
+    }
     text, group = [], ""
     rows: list[list[str]] = []
     for check in (BUILD, *CHECKS):

@@ -30,6 +30,8 @@ DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 README = REPOSITORY / "README.md"
 DOCUMENTS = [path for path in (README, *PAGES) if path.is_file()]
+# Its commands build on each other: tests/test_docs_site.py runs them in order.
+TUTORIAL = DOCS / "tutorial" / "first_hour.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A file shown whole: its path in the line before, or in the first line.
 FILE = re.compile(
@@ -168,7 +170,7 @@ def says_something_else(example: Example) -> str:
     return "" if (status, err) == (0, "") and out else f"exits with status {status} and prints: {out}{err}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.stem)
 def test_every_command_does_what_the_page_shows(document: Path, workplaces: dict[str, Path]) -> None:
     with inside(workplaces["README" if document == README else "docs"]):
         found = {each.line: says_something_else(each) for each in examples() if each.document == document}
