@@ -6,12 +6,19 @@ In alternation: `python -c "import torch, torchvision"`; a script that imports t
 same model and optimizer and takes one step on random images; and `runner train` on digits until the first step is done.
 The time that reading the data takes is measured inside each run and subtracted. Prints the median of each and of the
 ratios of neighbouring runs. The commands that must never import torch are timed as well.
+
+    python scripts/benchmark_startup.py smoke --runs 7
+
+In alternation, the CPU time (user and system, by the resource usage of the process) of `runner train debug=smoke`, a run of
+two steps with its evaluations and checkpoints, and of a script that imports only torch and torchvision and takes two steps
+with the same model and optimizer. Prints the medians and the median ratio of neighbouring runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,14 +39,31 @@ torch.nn.functional.cross_entropy(model(torch.randn(64, 1, 8, 8)), torch.randint
 optimizer.step()
 os._exit(0)
 """
+BARE_RUN = """
+import torch, torchvision
+from torch import nn
+
+# The layers of runner.models.small_cnn.SmallCNN, as debug=smoke builds it.
+def block(width, out):
+    return [nn.Conv2d(width, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+
+layers = [*block(1, 32), nn.MaxPool2d(2), *block(32, 64), nn.MaxPool2d(2), *block(64, 128)]
+model = nn.Sequential(*layers, nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(128, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)
+for _ in range(2):
+    loss = nn.functional.cross_entropy(model(torch.randn(64, 1, 8, 8)), torch.randint(10, (64,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 # Stops the process right after the first step and prints how long reading the data took.
 FIRST_STEP = """
-import os, sys, time
+import importlib, os, sys, time
 import runner.cli
 from runner.verbs._launch import Job
 
 def stop_after_first_step():
-    import runner.train as train
+    train = importlib.import_module("runner.train")
     build_data, seconds = train.build_data, []
 
     def timed(*args, **named):
@@ -73,11 +97,48 @@ def timed(command: list[str], folder: Path) -> tuple[float, str]:
     return time.perf_counter() - began, done.stdout
 
 
+def cpu_seconds(command: list[str], folder: Path) -> float:
+    """CPU time of a command and its processes in seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, cwd=folder, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def smoke(runs: int) -> None:
+    """Compare `debug=smoke` with a bare script of two steps, by CPU time."""
+    ours, bare = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in range(runs + 1):
+            pair = (
+                cpu_seconds([sys.executable, "-c", BARE_RUN], folder),
+                cpu_seconds([sys.executable, "-m", "runner", "train", "debug=smoke"], folder),
+            )
+            if number:  # the first pair warms the disk cache
+                bare.append(pair[0])
+                ours.append(pair[1])
+    ratios = [one / other for one, other in zip(ours, bare, strict=True)]
+    print(f"Python {platform.python_version()}, {platform.machine()}, CPU time, median of {runs} alternating runs")
+    print(f"{'a bare script of two steps':<40} {statistics.median(bare):6.2f} s")
+    print(f"{'runner train debug=smoke':<40} {statistics.median(ours):6.2f} s")
+    print(f"{'ratio, pair by pair':<40} {statistics.median(ratios):6.2f}  ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["first_step", "smoke"], default="first_step")
     parser.add_argument("--runs", type=int, default=7)
-    runs = parser.parse_args().runs
+    arguments = parser.parse_args()
+    if arguments.what == "smoke":
+        smoke(arguments.runs)
+    else:
+        first_step(arguments.runs)
+
+
+def first_step(runs: int) -> None:
+    """Time from the start of the process to the first step."""
     bare, stepped, first, to_imports, to_script = [], [], [], [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

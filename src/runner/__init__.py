@@ -1,3 +1,32 @@
-"""`runner` trains PyTorch vision models from the command line: `python -m runner train`."""
+"""`runner` trains PyTorch vision models: `python -m runner train`, or `from runner import train` in Python."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.api import compose, evaluate, load, predict, train
 
 __version__ = "0.1.0"
+__all__ = ["compose", "evaluate", "load", "predict", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line starts without torch.
+    if name in __all__:
+        from runner import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'runner' has no attribute '{name}'")
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing the module runner.train would hide the function of that name.
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -19,7 +19,7 @@ from runner.build.metrics import build_callbacks, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
-from runner.build.ranks import check_same, shard_model, synchronize_norms, uneven_loss
+from runner.build.ranks import check_same, deferred_weights, shard_model, synchronize_norms, uneven_loss
 from runner.build.run import Run, training_flops
 from runner.build.run_record import RunRecord
 from runner.build.saving import Saving, build_loggers
@@ -51,6 +51,7 @@ from runner.runtime.peak_flops import kind_of
 from runner.runtime.shapes import ShapeWatch
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
+from runner.tracking.formats import WEIGHTS_STEP
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.skipped_steps import SkippedSteps
 
@@ -98,24 +99,25 @@ def build_run(
     # Task, model and loss; from here on, the config has what comes from the data
     seed_everything(config.seed)
     fresh = fresh and start is None
-    task, model, loss = build_task_model_loss(config, data, fetch_weights=fresh)
-    config = with_facts(config, task, data)
-    place(model, loss, device, config.channels_last, precision.weights)
-    warnings = synchronize_norms(config, model)
-    single_values = probe(task, model, loss, data)
-    monitor = choose_monitor(config, task)
+    with (deferred := deferred_weights(config, device)) or contextlib.nullcontext():
+        task, model, loss = build_task_model_loss(config, data, fresh, deferred)
+        config = with_facts(config, task, data)
+        place(model, loss, device, config.channels_last, precision.weights)
+        warnings = synchronize_norms(config, model)
+        single_values = probe(task, model, loss, data)
+        monitor = choose_monitor(config, task)
 
-    # Initial weights, which a checkpoint brings along, and what is frozen
-    image = example_input(data)
-    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
-    freezing = freeze(config, model, image)
-    check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
+        # Initial weights, which a checkpoint brings along, and what is frozen
+        image = example_input(data)
+        initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
+        freezing = freeze(config, model, image)
+        check_batches_of_one(model, single_values, length.plan, 1 if config.sync_batchnorm else world().size)
 
-    # Activation checkpointing and compilation
-    toggled = toggle(config, model, loss, precision, image)
+        # Activation checkpointing and compilation
+        toggled = toggle(config, model, loss, precision, image)
 
     # From here on, a rank may have a part of each weight
-    freezing.follow_parameters(shard_model(config, model, hardware, warnings))
+    freezing.follow_parameters(shard_model(config, model, hardware, warnings, deferred))
 
     # Optimizer, schedule, average of the weights
     optimizer, kernels = build_optimizer(config, model)
@@ -299,7 +301,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         if data.test is not None and config.evaluate.test:
             record.summary |= evaluator.test(saving.manager)
             epoch = state.position.epoch + (state.position.batch > 0)
-            buffer("test", record.summary["test"], state.position.global_step, epoch)
+            tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
+            buffer("test", tested, state.position.global_step, epoch)
     except Interrupted:
         raise Preempted(interrupted() or signals.asked()) from None
     return best

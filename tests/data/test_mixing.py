@@ -169,11 +169,20 @@ def test_numbers_to_predict_are_blended_as_numbers(shape: tuple[int, ...]) -> No
     assert torch.allclose(blended.view(20, -1)[:, 0], 2 * images[:, 0, 0, 0], atol=1e-4)
 
 
+def test_labels_that_are_whole_numbers_are_blended_as_shares() -> None:
+    labels = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 0]])
+    images, floats = Mixing(Mixup(0.8), 0, 3)(torch.zeros(4, 1, 2, 2), labels.float(), torch.arange(4), 0)
+    blended = Mixing(Mixup(0.8), 0, 3)(torch.zeros(4, 1, 2, 2), labels, torch.arange(4), 0)[1]
+    assert torch.equal(blended, floats)
+    assert blended.dtype == images.dtype
+    assert bool(((blended > 0) & (blended < 1)).any())
+
+
 @pytest.mark.parametrize(
     ("targets", "classes", "words"),
     [
         (torch.zeros(4, dtype=torch.int64), None, "their number is not known"),
-        (torch.zeros(4, 3, dtype=torch.int64), 5, r"a sample's have shape \(3,\)"),
+        (torch.zeros(4, 3, 2, dtype=torch.int64), 5, r"a sample's have shape \(3, 2\)"),
     ],
 )
 def test_classes_that_cannot_be_probabilities_are_reported(targets: Tensor, classes: Any, words: str) -> None:

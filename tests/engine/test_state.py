@@ -26,6 +26,9 @@ def test_the_better_of_two_evaluations_is_told_by_the_mode() -> None:
 def test_of_equal_values_the_one_with_the_lower_loss_is_better() -> None:
     best = Best(metric="val/accuracy", mode="max", value=0.5, loss=1.0, global_step=1, epoch=1)
     assert best.beaten_by(0.5, 0.9)
+    strange = Best(metric="val/accuracy", mode="max", value=0.5, loss=float("nan"), global_step=1, epoch=1)
+    assert strange.beaten_by(0.5, 9.0)
+    assert not best.beaten_by(0.5, float("nan"))
     assert not best.beaten_by(0.5, 1.0)
 
 

@@ -37,7 +37,9 @@ def test_the_output_is_the_mean_over_the_plain_image_and_its_views(name: str, im
     expected = torch.stack([Probe()(view(images)) for view in views]).mean(0)
     torch.testing.assert_close(TTAModel(Probe(), views)(images), expected)
     shares = torch.stack([Probe()(view(images)).softmax(1) for view in views]).mean(0)
-    torch.testing.assert_close(TTAModel(Probe(), views, probabilities=True)(images).softmax(1), shares)
+    torch.testing.assert_close(TTAModel(Probe(), views, "softmax")(images).softmax(1), shares)
+    shares = torch.stack([Probe()(view(images)).sigmoid() for view in views]).mean(0)
+    torch.testing.assert_close(TTAModel(Probe(), views, "sigmoid")(images).sigmoid(), shares)
 
 
 @pytest.mark.parametrize("name", VIEWS)
@@ -77,6 +79,7 @@ def test_a_class_that_every_view_rules_out_is_finite() -> None:
         def forward(self, images: Tensor) -> Tensor:
             return torch.tensor([[500.0, -500.0]]).expand(len(images), 2)
 
-    outputs = TTAModel(Sure(), views_named(["flip"]), probabilities=True)(torch.zeros(1, 1, 2, 2))
+    assert TTAModel(Sure(), views_named(["flip"]), "sigmoid")(torch.zeros(1, 1, 2, 2)).isfinite().all()
+    outputs = TTAModel(Sure(), views_named(["flip"]), "softmax")(torch.zeros(1, 1, 2, 2))
     assert outputs.isfinite().all()
     torch.testing.assert_close(outputs.softmax(1), torch.tensor([[1.0, 0.0]]))

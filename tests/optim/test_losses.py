@@ -32,6 +32,7 @@ LOSSES: dict[str, Callable[[], nn.Module]] = {
     "focal": Focal,
     "focal-weighted": lambda: Focal(gamma=1.5, class_weights=WEIGHTS),
     "bce": BinaryCrossEntropy,
+    "bce-weighted": lambda: BinaryCrossEntropy(WEIGHTS),
     "mse": MeanSquaredError,
 }
 every_loss = pytest.mark.parametrize("build", LOSSES.values(), ids=LOSSES.keys())
@@ -103,6 +104,19 @@ def test_binary_cross_entropy_is_torch_s_on_one_hot_targets() -> None:
     column, binary = logits[:, :1], classes % 2
     expected = F.binary_cross_entropy_with_logits(column[:, 0], binary.double())
     torch.testing.assert_close(BinaryCrossEntropy()(column, binary), expected)
+
+
+def test_positive_weights_are_torch_s_and_can_balance_each_label() -> None:
+    logits, _, soft = batch()
+    weights = torch.tensor(WEIGHTS, dtype=torch.float64)
+    expected = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights)
+    torch.testing.assert_close(BinaryCrossEntropy(WEIGHTS, num_classes=4)(logits, soft), expected)
+    counts = torch.tensor([[6, 3], [2, 9]])
+    auto = BinaryCrossEntropy("auto", num_classes=2, label_counts=counts)
+    assert auto.pos_weight is not None
+    assert auto.pos_weight.tolist() == pytest.approx([3.0, 1 / 3])
+    one = F.binary_cross_entropy_with_logits(logits, soft, pos_weight=weights.new_tensor([2.0]))
+    torch.testing.assert_close(BinaryCrossEntropy(2.0)(logits, soft), one)
 
 
 def test_mean_squared_error_takes_vectors_columns_matrices_and_classes() -> None:
@@ -223,6 +237,18 @@ def test_class_weights_move_with_the_module_and_stay_out_of_its_state() -> None:
         (
             lambda: Focal(class_weights="balanced", class_counts=torch.tensor([3, 0, 2, 0])),
             r"needs training samples of every class; classes without: \[1, 3\]",
+        ),
+        (lambda: BinaryCrossEntropy([1.0, 2.0], num_classes=3), "one weight for each of 3 outputs, got 2"),
+        (lambda: BinaryCrossEntropy(0.0), "pos_weight must be one or several numbers above 0"),
+        (lambda: BinaryCrossEntropy("auto"), "pos_weight=auto needs a data set with an attribute targets"),
+        (lambda: BinaryCrossEntropy("some"), "pos_weight must be a number, a list"),  # type: ignore[arg-type]
+        (
+            lambda: BinaryCrossEntropy("auto", label_counts=torch.tensor([[3, 4], [1, 0]])),
+            r"needs training samples with every label; labels without: \[1\]",
+        ),
+        (
+            lambda: BinaryCrossEntropy("auto", label_counts=torch.tensor([[0, 2], [4, 2]])),
+            r"needs training samples without every label; labels of all: \[0\]",
         ),
         (lambda: Focal(gamma=-1), "gamma must not be negative, got -1"),
         (lambda: CrossEntropy(num_classes=0), "num_classes must be at least 2 to choose between, got 0"),

@@ -17,8 +17,9 @@ from runner.checkpoint.file import read
 from runner.config.schema.verbs import Eval
 from runner.engine.tasks import Classification
 from runner.optim.losses import BinaryCrossEntropy, CrossEntropy, Focal, MeanSquaredError
+from runner.tracking.formats import digits
 from runner.verbs import _checkpoint
-from runner.verbs.eval import _is_of_softmax
+from runner.verbs.eval import _takes_logits
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -100,7 +101,7 @@ def test_people_get_the_same_numbers_in_full(trained: Any, run: Callable[..., An
     result = run("eval", "threads=1", f"ckpt_path={trained.directory}")
     assert result.status == 0
     for value in trained.summary["test"].values():
-        assert repr(value) in result.out
+        assert digits(value) in result.out
     assert "confusion_test.png" in result.out
 
 
@@ -248,8 +249,8 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(
      (MeanSquaredError(3), False)],
     ids=["cross_entropy", "focal", "bce", "mse"],
 )  # fmt: skip
-def test_losses_is_of_softmax_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
-    assert _is_of_softmax(loss, Classification(3), torch.device("cpu")) is expected
+def test_losses_that_take_logits_are_told_from_others(loss: torch.nn.Module, expected: bool) -> None:
+    assert _takes_logits(loss, Classification(3), torch.device("cpu")) is expected
 
 
 def test_numbers_that_are_none_are_null_in_json(
@@ -271,7 +272,7 @@ def test_people_see_the_augmented_metrics_in_a_column(trained: Any, run: Callabl
     result = run("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=[five_crop]")
     assert "with five_crop (mean of logits)" in result.out
     told = json.loads((trained.directory / "eval_test.json").read_text())["tta"]["metrics"]
-    assert repr(told["loss"]) in result.out
+    assert digits(told["loss"]) in result.out
 
 
 def test_an_unknown_view_and_a_mean_without_classes_are_sentences(

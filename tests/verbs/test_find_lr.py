@@ -175,7 +175,7 @@ def test_a_picture_that_cannot_be_drawn_costs_no_run(
 def test_stopped_while_it_searches_a_run_says_that_nothing_was_saved(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.train.StopSignals.asked", lambda self: "SIGTERM")
+    monkeypatch.setattr("runner.runtime.signals.StopSignals.asked", lambda self: "SIGTERM")
     stopped = run("train", *SMALL, *QUICK, "lr=auto")
     assert stopped.status == 75
     assert "stopped by SIGTERM; nothing was saved yet: give the same command again" in stopped.out

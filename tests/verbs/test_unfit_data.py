@@ -89,15 +89,27 @@ def fractions(shown=True):
     return Listed(images(), [index % 3 + 0.7 for index in range(42)], show=shown)
 
 
-def multihot(shown=True, split="train"):
+def multihot(shown=True, split="train", factor=1):
     rows = torch.nn.functional.one_hot(torch.tensor(labels()), 3).float()
     rows[:, 0] = 1
-    broken, fine = Listed(images(), rows, show=shown), Listed(images(), labels())
+    broken, fine = Listed(images(), rows * factor, show=shown), Listed(images(), labels())
+    if factor != 1:
+        fine = Listed(images(), rows)
+        return {"train": fine, "val": broken} if split == "val" else broken
     return {"train": broken, "val": fine} if split == "train" else pair(broken)
 
 
-def onehot_val():
-    return pair(Listed(images(), torch.nn.functional.one_hot(torch.tensor(labels()), 3).float()))
+def onehot(dtype="float32", train=False):
+    rows = torch.nn.functional.one_hot(torch.tensor(labels()), 3).to(getattr(torch, dtype))
+    return Listed(images(), rows) if train else pair(Listed(images(), rows))
+
+
+def wide(width=3):
+    return Listed(images(), torch.ones(42, width).triu()[:, :width])
+
+
+def masks():
+    return Listed(images(), torch.zeros(42, 4, 4, dtype=torch.int64), show=False)
 
 
 def other_order():
@@ -224,6 +236,7 @@ WORDS = (
     "evaluate.test=false", "data.split.test=0", "trust=[unfit_sets]",
 )  # fmt: skip
 REGRESSION = ("task=regression", "loss=mse")
+MULTILABEL = ("task=multilabel", "loss=bce")
 
 
 @pytest.fixture(autouse=True)
@@ -253,11 +266,23 @@ REFUSED = {
     "fractions that are read only": (on("fractions", shown="false"), "sample 0 of 'train' is 0.7, which is not a whole number"),
     "multi-hot": (on("multihot"), "sample 1 of 'train' is [1, 1, 0], which are not probabilities"),
     "multi-hot that is read only": (on("multihot", shown="false"), "of 'train' is [1, 1, 0], which are not probabilities"),
-    "multi-hot in val": (on("multihot", split="val"), "of 'val' has 3 values"),
-    "one-hot in val": (on("onehot_val"), "the target of sample 0 of 'val' has 3 values"),
+    "multi-hot in val": (on("multihot", split="val"), "of 'val' is [1, 1, 0], which are not probabilities"),
+    "multi-hot, what to do": (on("multihot"), "task=multilabel loss=bce for several labels per sample"),
+    "masks": (on("masks"), "the target of a sample has shape (4, 4), as the mask of a segmentation: segmentation is not"),
+    "masks of labels": (on("masks", *MULTILABEL), "segmentation is not supported"),
+    "masks of numbers": (on("masks", *REGRESSION), "segmentation is not supported"),
+    "vectors of another length": (on("wide", width=4), "of 'train' has 4 values, and a class number is expected"),
+    "labels of another length": (on("wide", *MULTILABEL, width=4), "has 4 values, and a vector for 3 labels is expected"),
+    "class numbers as labels": (on("at", *MULTILABEL, place=7, value=1), "has 1 value, and a vector for 3 labels is expected"),
+    "fractions of labels in val": (on("multihot", *MULTILABEL, split="val", factor=0.5), "of 'val' is [0.5, 0, 0], which are not"),
+    "labels above 1": (on("multihot", *MULTILABEL, factor=2), "of 'train' is [2, 0, 0], which are not all from 0 to 1"),
+    "labels and one choice": (on("wide", "task=multilabel"), "loss: CrossEntropy is for one class per sample"),
+    "numbers and one choice": (on("numbers", "task=regression", width=3), "loss: CrossEntropy is for one class per sample"),
+    "classes as numbers": (on("at", *REGRESSION, place=7, value=1), "numbers of classes such as 'a', which are no amounts"),
     "nan to regress": (on("numbers", *REGRESSION, place=9, value="nan"), "sample 9 of 'train' is nan, which is not finite"),
     "inf to regress in val": (on("numbers", *REGRESSION, place=9, value="inf", split="val"), "sample 9 of 'val' is inf"),
-    "several numbers to regress": (on("numbers", *REGRESSION, width=3), "the target of sample 0 of 'train' has 3 values"),
+    "several numbers to regress": (on("numbers", *REGRESSION, "task.num_outputs=2", width=3), "is 2, but the data says 3"),
+    "nan of several numbers": (on("numbers", *REGRESSION, place=9, value="nan", width=3), "sample 9 of 'train' is [nan, nan, nan]"),
     "targets too short": (on("wrong_length"), "data.dataset: its attribute targets has 40 entries for 42 samples of 'train'"),
     "targets too short, plain": (on("wrong_length", "data.split.stratified=false"), "has 40 entries for 42 samples of 'train'"),
     "targets too short in val": (on("wrong_length", split="val"), "targets has 40 entries for 42 samples of 'val'"),
@@ -333,6 +358,9 @@ def test_data_that_are_suspicious_are_a_warning(name: str, train: Callable[..., 
         on("at", place=3, value=2.0),
         on("val_images"),
         on("numbers", *REGRESSION),
+        on("numbers", *REGRESSION, width=3),
+        on("onehot"),
+        on("onehot", dtype="int64", train="true"),
     ],
     ids=lambda words: " ".join(words[len(WORDS) :]),
 )

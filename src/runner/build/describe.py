@@ -14,6 +14,7 @@ from runner.config.schema.train import Train
 from runner.config.targets import preferred_data
 from runner.distributed.world import world
 from runner.engine.weight_average import AveragedModel
+from runner.tracking.formats import amount
 
 Row = tuple[str, str, str]  # label, value and reason
 
@@ -49,7 +50,7 @@ def describe(config: Train, run: Run) -> list[Row]:
     shape = f"{data.channels}x{data.image_size[0]}x{data.image_size[1]}"
     classes = f"{len(data.classes)} classes, " if data.classes else ""
     settings = ", ".join(f"{key} {value}" for key, value in config.optimizer.items() if key in ("lr", "weight_decay"))
-    where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+    where = f"{device}, {amount(torch.get_num_threads(), 'thread')}" if device.type == "cpu" else str(device)
     return [
         (
             "model",

@@ -71,7 +71,11 @@ class Evaluator:
             raise
 
     def test(self, manager: CheckpointManager) -> dict[str, Any]:
-        """Test the best checkpoint, or without one the weights as they are; returns `test`, and which weights were tested."""
+        """Test the best checkpoint, or without one the weights as they are.
+
+        Returns:
+            `test`, the metrics; `test_step`, the step of the weights; and `test_weights`, their kind, where there are several.
+        """
         try:
             return self._tested(manager)
         except Interrupted:
@@ -79,9 +83,12 @@ class Evaluator:
             raise
 
     def _tested(self, manager: CheckpointManager) -> dict[str, Any]:
-        state, summary = self._run.state, dict[str, Any]()
+        state = self._run.state
+        summary: dict[str, Any] = {"test_step": state.position.global_step}
         if state.best is not None and world().decide(manager.best.is_file):
-            kind = load_best(self._run, file.read(manager.best, part_with()))
+            contents = file.read(manager.best, part_with(), later=True)
+            kind = load_best(self._run, contents)
+            summary["test_step"] = contents["position"]["global_step"]
             if state.averaged is not None or kind != "raw":
                 summary["test_weights"] = kind
             results = self.weights("test")

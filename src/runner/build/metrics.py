@@ -10,7 +10,7 @@ import torch
 from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument
-from runner.engine.tasks import Task
+from runner.engine.tasks import Task, converting
 from runner.engine.weight_average import Kind, prefix
 
 _SMALLER_IS_BETTER = ("loss", "mae", "mse", "rmse")  # by name, where the metric itself does not say
@@ -46,7 +46,12 @@ def _full_name(key: str, name: str, config: Train, task: Task) -> str:
     allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
     if name not in allowed:
-        raise UserError(key, f"there is no metric '{name}'", ", ".join(allowed), nearest(name, allowed))
+        listed = ", ".join(allowed)
+        if key == "checkpoint.monitor" and config.checkpoint.monitor is None and config.metrics:
+            own_name = name.removeprefix("val/")
+            problem = f"there is no metric '{name}': metrics= replaces those of the task, which watches it"
+            raise UserError(key, problem, f"{listed}; or metrics.{own_name} as well")
+        raise UserError(key, f"there is no metric '{name}'", listed, nearest(name, allowed))
     return name
 
 
@@ -57,7 +62,7 @@ def _better(key: str, name: str, config: Train, task: Task) -> Literal["min", "m
     plain = plain if plain in names else plain.removeprefix(prefix(averaging(config)))
     if f"val/{plain}" == task.monitor and config.metrics is None:
         return task.mode
-    # Building a metric may import torchmetrics, which takes a second: only where nothing else says it.
+    # Building a metric may import torchmetrics, which takes two seconds: only where nothing else says it.
     metric = build_metrics(config, task, torch.device("cpu"))[plain] if plain != "loss" else None
     higher = getattr(metric, "higher_is_better", None)
     if isinstance(higher, bool):
@@ -94,8 +99,14 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     """Fresh metrics: those of the config, or of the task."""
     if config.metrics is None:
         return task.metrics(device)
-    facts = {"num_classes": getattr(task, "num_classes", None), "task": "multiclass"}
-    return {name: build(f"metrics.{name}", node, facts=facts).to(device) for name, node in config.metrics.items()}
+    classes, threshold = getattr(task, "num_classes", None), getattr(task, "threshold", None)
+    facts = {"num_classes": classes, "task": "multiclass"}
+    if threshold is not None:
+        facts = {"num_classes": classes, "num_labels": classes, "threshold": threshold, "task": "multilabel"}
+    return {
+        name: converting(build(f"metrics.{name}", node, facts=facts).to(device), task)
+        for name, node in config.metrics.items()
+    }
 
 
 def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +19,12 @@ from runner.config.targets import build, extras_of, names_argument
 from runner.data.build import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
-from runner.engine.tasks import Classification, Task
+from runner.distributed.deferred import Deferred, is_blank
+from runner.engine.tasks import MultiLabel, Regression, Task
+from runner.optim.losses import CrossEntropy, Focal
+from runner.tracking.formats import is_number
+
+_SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
 
 
 class KnownData(Protocol):
@@ -36,32 +42,50 @@ class KnownData(Protocol):
     def image_size(self) -> tuple[int, int]:
         """Height and width."""
 
+    @property
+    def target_shape(self) -> tuple[int, ...] | None:
+        """Shape of the target of a sample; None if it is not known."""
+
 
 def build_task_model_loss(
-    config: Train, data: DataModule, fetch_weights: bool = True
+    config: Train, data: DataModule, fetch_weights: bool = True, deferred: Deferred | None = None
 ) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss; for `fetch_weights` see `build_model`."""
+    """Build task, model and loss; for `fetch_weights` and `deferred` see `build_model`."""
     if data.incompatibilities:
         raise data.incompatibilities[0]
     task = build_task(config, data)
-    model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
+    model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights, deferred)
     _check_targets(task, data)
     return task, model, build_loss(config, task, data)
 
 
 def build_task(config: Train, data: KnownData) -> Task:
     """Build the task, which must fit the data."""
-    facts = _task_facts(data)
-    if not data.classes and config.task.get("num_classes", 0) is None:
+    facts, shape = _task_facts(data), data.target_shape or ()
+    shipped = str(config.task["_target_"]).startswith("runner.")
+    if shipped and len(shape) > 1 and math.prod(shape) > 1:
+        problem = (
+            f"the target of a sample has shape {shape}, as the mask of a segmentation: segmentation is not supported"
+        )
+        raise UserError("data.dataset", problem, f"{_SUPPORTED}; or a custom task")
+    if facts["num_classes"] is None and config.task.get("num_classes", 0) is None:
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, as the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
     task: Task = build("task", _filled(config.task, facts), facts=facts)
+    if isinstance(task, Regression) and not shape and (named := [name for name in data.classes if not is_number(name)]):
+        problem = f"predicts numbers, and the targets are numbers of classes such as '{named[0]}', which are no amounts"
+        raise UserError("task", problem, "task=classification with a loss such as loss=cross_entropy, or other targets")
     return task
 
 
 def build_model(
-    config: Train, task: Task, data: KnownData, image: Callable[[], Tensor], fetch_weights: bool = True
+    config: Train,
+    task: Task,
+    data: KnownData,
+    image: Callable[[], Tensor],
+    fetch_weights: bool = True,
+    deferred: Deferred | None = None,
 ) -> nn.Module:
     """Build the model; of the data only their description has to be there.
 
@@ -71,15 +95,20 @@ def build_model(
         data: a description of the data.
         image: gives an image as the model takes it, (1, C, H, W) on the CPU.
         fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
+        deferred: computes the weights later, if they can be; None for now.
     """
     facts = _model_facts(task, data)
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
-    model: nn.Module = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
-    if head is not None:
-        give_head(model, head, facts["num_classes"], image())
-    return model
+
+    def construct() -> nn.Module:
+        model: nn.Module = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
+        if head is not None:
+            give_head(model, head, facts["num_classes"], image())
+        return model
+
+    return deferred.construct(construct) if deferred else construct()
 
 
 def _check_targets(task: Task, splits: DataModule) -> None:
@@ -89,7 +118,7 @@ def _check_targets(task: Task, splits: DataModule) -> None:
     if "wrong_target" not in vars(kind):
         return
     wrong: Callable[[Tensor, bool], tuple[int, str] | None] = task.wrong_target  # type: ignore[attr-defined]
-    allowed = "class numbers from 0 on" if isinstance(task, Classification) else "finite numbers"
+    allowed = getattr(task, "expected", "finite numbers")
 
     def check(split: str, targets: Tensor, samples: Tensor) -> None:
         if found := wrong(targets, split == "train"):
@@ -110,7 +139,13 @@ def _check_targets(task: Task, splits: DataModule) -> None:
 def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
     """Build the loss, which must be a module."""
     facts = {"num_classes": task.outputs(data.classes), "class_counts": data.class_counts}
-    loss = build("loss", config.loss, facts=facts)
+    loss = build("loss", config.loss, facts=facts | {"label_counts": _label_counts(task, data)})
+    if isinstance(loss, CrossEntropy | Focal) and isinstance(task, MultiLabel | Regression):
+        what, fit = ("sigmoid", "loss=bce") if isinstance(task, MultiLabel) else ("number", "loss=mse")
+        problem = (
+            f"{type(loss).__name__} is for one class per sample, and each output of this task is a {what} of its own"
+        )
+        raise UserError("loss", problem, f"{fit}, or task=classification")
     if isinstance(loss, nn.Module):
         return loss
     raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
@@ -128,8 +163,32 @@ def with_facts(config: Train, task: Task, data: DataModule) -> Train:
     )
 
 
+def _label_counts(task: Task, data: DataModule) -> Tensor | None:
+    """Training samples without and with each class or label, int64 (2, C); None if they are not known without reading them."""
+    if "train" not in data.targets or num_classes_of(task) is None:
+        return None
+    targets = data.targets["train"][data.parts["train"][1][:]]
+    if targets.ndim == 1 and data.class_counts is not None:
+        having = data.class_counts
+    elif targets.ndim == 2:
+        having = (targets > 0.5).sum(0)
+    else:
+        return None
+    return torch.stack([len(targets) - having, having])
+
+
+def num_classes_of(task: Task) -> int | None:
+    """The number of classes or labels; None for a task that has none."""
+    count = getattr(task, "num_classes", None)
+    return count if isinstance(count, int) else None
+
+
 def _task_facts(data: KnownData) -> dict[str, Any]:
-    return {"num_classes": len(data.classes) or None}
+    """The number of classes, or else of values of a target vector, and the number of values of a target."""
+    shape = data.target_shape
+    values = None if shape is None else math.prod(shape)
+    vector = values if shape is not None and len(shape) == 1 else None
+    return {"num_classes": len(data.classes) or vector, "num_outputs": values}
 
 
 def _model_facts(task: Task, data: KnownData) -> dict[str, Any]:
@@ -188,9 +247,18 @@ def place(
 ) -> None:
     """Move model and loss to the device, weights in the memory layout that the images come in.
 
-    In float64 all their floating-point tensors are converted; in float32 each keeps its type.
+    In float64 all their floating-point tensors are converted; in float32 each keeps its type. Weights without values, see
+    `runner.distributed.deferred`, stay where they are.
     """
-    for module in (model, loss):
-        module.to(device, dtype if dtype == torch.float64 else None)
+    kept = dtype if dtype == torch.float64 else None
+    loss.to(device, kept)
+    if any(is_blank(parameter) for parameter in model.parameters()):
+        if kept:
+            model.to(kept)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+    else:
+        model.to(device, kept)
     if channels_last:
         model.to(memory_format=torch.channels_last)

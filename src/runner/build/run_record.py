@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import io
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 from runner.build.setup import Setup, is_inside
 from runner.checkpoint.find import named
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, OK, PREEMPTED, DataFailed, UserError, explain
+from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, UserError, explain
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
@@ -39,7 +40,11 @@ class RunRecord:
         self.summary: dict[str, Any] = {"status": "running", "error": None}  # what `summary.json` contains
         self.exit_code = OK
         self._directory: RunDirectory | None = None
-        self._error: BaseException | None = None  # to debug
+        self.error: BaseException | None = None  # what ended the run early
+        self.left: Path | None = None  # directory of the run that had finished before
+        self._to_debug: BaseException | None = None
+        self._is_new = False  # whether the directory had no content when the run opened it
+        self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
 
     @property
@@ -84,6 +89,8 @@ class RunRecord:
         """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names."""
         self.setup = setup
         directory = self._directory or setup.again or self._new_directory(setup)
+        others = (path for path in directory.path.rglob("*") if path.name != ".lock" and not path.is_dir())
+        self._is_new = self._directory is None and next(others, None) is None
         directory.lock()
         self._directory = directory
         if setup.again is not None and not self.continued:
@@ -106,6 +113,7 @@ class RunRecord:
     def leave(self, finished: RunDirectory) -> float | None:
         """Report a run that `resume=auto` found finished, leave it as it is, and return its best monitored value."""
         print(f"{finished.path} has finished already", flush=True)
+        self.left = finished.path
         if self._directory is not None:
             self._directory.unlock()
             self._directory = None
@@ -118,6 +126,7 @@ class RunRecord:
         config, found = self.setup.config, self.setup.found
         self.summary["started"] = next_start_time(Path(config.output_root) / config.name)
         self.summary["resumed_from"] = str(found.path) if found else None
+        self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
         if found is not None and found.path.parent.name == "checkpoints":
             before = read_summary(found.path.parents[1]) or {}
             self.summary |= {"init_from": before["init_from"]} if "init_from" in before else {}
@@ -149,6 +158,7 @@ class RunRecord:
 
     def fail(self, error: BaseException) -> None:
         """Record why the run ended early, and report it."""
+        self.error = error
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
@@ -160,9 +170,10 @@ class RunRecord:
         hint = f"\n    to go on: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
         self.complain(text + hint)
         is_mistake = isinstance(error, UserError | BadMetric)
+        self._mistaken = self.exit_code == USAGE and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
         if self.composition.values.get("post_mortem") is True and unexpected:
-            self._error = error
+            self._to_debug = error
         if is_mistake and os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exception(error)
 
@@ -183,14 +194,18 @@ class RunRecord:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
         self._directory.unlock()
+        if self._is_new and self._mistaken:
+            # Nothing was trained, and the message has been shown.
+            shutil.rmtree(self._directory.path, ignore_errors=True)
+            self._directory = None
 
     def finish(self) -> None:
         """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded.
 
         A failed job of a sweep does not end it.
         """
-        if self._error is not None:
-            post_mortem(self._error)
+        if self._to_debug is not None:
+            post_mortem(self._to_debug)
         if self._directory is not None:
             print(self._directory.path, flush=True)
         in_sweep = self.composition.job_dir is not None

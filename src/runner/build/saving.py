@@ -16,7 +16,8 @@ from runner.checkpoint.manager import CheckpointManager, require_space, scarce, 
 from runner.config import stored
 from runner.config.errors import UserError
 from runner.config.targets import build
-from runner.distributed.world import world
+from runner.distributed.sharding import is_sharded, only_local
+from runner.distributed.world import Channel, world
 from runner.engine.callbacks import Checkpointing
 from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
@@ -57,7 +58,11 @@ class Saving:
         clock: Callable[[], float] | None = None,
     ) -> None:
         settings = run.config.checkpoint
-        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, writes=world().first)
+        sharded = settings.sharded and is_sharded(run.model)
+        if settings.sharded and not sharded:
+            record.console.warn("checkpoint.sharded=true has no effect: no weights are divided among processes")
+        self._channel = Channel(run.config.dist.timeout_s) if sharded else None
+        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first, self._channel)
         self.callback = Checkpointing(  # decides when to save
             every_steps=settings.every_steps,
             every_epochs=settings.every_epochs,
@@ -76,6 +81,7 @@ class Saving:
             "data": fingerprint,
             "images": list(run.data.image_shape),
             "sources": sources,
+            "sharded": sharded,
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
         self._by_design: set[str] = set()
@@ -136,7 +142,7 @@ class Saving:
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
-        if not self.manager.writes:
+        if not (self.manager.writes or self._channel):
             self._record.update(loop.state, self._run.monitor.metric)
             return
         if not self._run.config.checkpoint.async_:
@@ -182,7 +188,7 @@ class Saving:
 
     def _write_best(self, contents: dict[str, Any]) -> None:
         """Write a copy of the best state that was put off, unless a tensor of it is not finite."""
-        if self.manager.writes and not not_finite(contents, self._by_design):
+        if (self.manager.writes or self._channel) and not self._not_finite(contents):
             self.manager.save(contents, contents["position"]["global_step"], is_best=True)
 
     def roll_back(self, loop: Loop) -> None:
@@ -207,10 +213,16 @@ class Saving:
         step = contents["position"]["global_step"]
         if earlier_best is not None:
             self._write_best(earlier_best)
-        if name := not_finite(contents, self._by_design):
+        if name := self._not_finite(contents):
             raise Diverged(f"{name} is not finite after step {step}; it was not saved")
         self.manager.save(contents, step, is_best)
-        self._record.directory.write_summary(summary)
+        if self.manager.writes:
+            self._record.directory.write_summary(summary)
+
+    def _not_finite(self, contents: dict[str, Any]) -> str:
+        """See `not_finite`; of what all ranks have, if they save together."""
+        name = not_finite({key: only_local(contents[key]) for key in ("model", "optimizer")}, self._by_design)
+        return next(filter(None, self._channel.gather(name)), "") if self._channel else name
 
     def __enter__(self) -> Saving:
         return self
@@ -221,7 +233,7 @@ class Saving:
         best = self.callback.leave()
         try:
             self._background.wait()
-            if failed is not None and best is not None:
+            if failed is not None and best is not None and self._channel is None:  # other ranks may be gone
                 self._write_best(best)
         except (UserError, Diverged) as error:
             if failed is None or isinstance(failed, Preempted | Interrupted):

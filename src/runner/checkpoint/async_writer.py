@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from runner.checkpoint.structure import identity
+from runner.distributed.sharding import Part
 
 
 class Snapshot:
@@ -76,11 +78,13 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.stride()
 
 
-def mapped(value: Any, copy: Callable[[torch.Tensor, str], torch.Tensor], place: str = "") -> Any:
+def mapped(value: Any, copy: Callable[[torch.Tensor, str], Any], place: str = "") -> Any:
     """A copy of a checkpoint's contents with `copy(tensor, place)` instead of each tensor."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return copy(value.detach(), place)
+    if kind is Part:
+        return dataclasses.replace(value, local=copy(value.local.detach(), place))
     if kind in (dict, OrderedDict):
         return kind((key, mapped(item, copy, f"{place}/{key}")) for key, item in value.items())
     if kind in (list, tuple):

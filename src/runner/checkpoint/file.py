@@ -24,6 +24,8 @@ from runner.checkpoint.checks import wrong_type
 from runner.checkpoint.structure import Tensors, Unsupported, decode, encode
 from runner.config.errors import UserError, first_line
 from runner.config.reading import open_regular
+from runner.distributed.sharding import Part
+from runner.distributed.world import Channel, world
 
 FORMAT = 2
 KEYS = (
@@ -41,6 +43,8 @@ def _from_format_1(contents: dict[str, Any]) -> dict[str, Any]:
 
 # From the contents of each older format to those of the next.
 _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_format_1}
+
+_LARGE = ("model", "optimizer", "averaged")  # parts whose tensors may be left in the file, see `read`
 
 Parts = Callable[[dict[str, Any]], Collection[str]]
 """Which keys of a checkpoint are needed with their tensors, given its contents without any."""
@@ -77,6 +81,68 @@ def write(path: Path, contents: dict[str, Any]) -> None:
         ) from error
 
 
+def write_together(path: Path, contents: dict[str, Any], channel: Channel) -> None:
+    """Write the same file, into which every rank writes the rows that it has; all ranks call this together.
+
+    Args:
+        path: see `write`; in a file system that all ranks share.
+        contents: see `write`, with a `Part` instead of each divided tensor. What is not divided is that of the first rank.
+        channel: for messages.
+
+    Raises:
+        UserError: as `write`, on all ranks.
+    """
+    ranks = world()
+
+    def agree(work: Callable[[], Any]) -> list[Any]:
+        """What all ranks found out; the first error is raised on all of them."""
+        try:
+            answer = work(), ""
+        except (OSError, RuntimeError, ValueError, Unsupported) as error:
+            answer = None, getattr(error, "strerror", None) or str(error) or type(error).__name__
+        answers = channel.gather(answer)
+        if problem := next((problem for _, problem in answers if problem), ""):
+            raise UserError("checkpoint", f"cannot write {path}: {problem}; earlier checkpoints are untouched")
+        return [answer for answer, _ in answers]
+
+    with _replacing(path) if ranks.first else contextlib.nullcontext(path) as temporary:
+        tensors, plans = Tensors(), list[layout.Plan]()
+
+        def begin() -> Any:
+            metadata = {key: _text(key, contents[key], tensors) for key in KEYS[1:]}
+            if not ranks.first:
+                return None
+            plans.append(layout.Plan(str(contents["format"]), metadata, tensors.by_name))
+            with temporary.open("wb") as file:
+                file.truncate(plans[0].size)
+                if plans[0].size and hasattr(os, "posix_fallocate"):  # a full disk is noticed now, by all
+                    os.posix_fallocate(file.fileno(), 0, plans[0].size)
+            return temporary.resolve(), plans[0].places
+
+        def pieces() -> dict[str, layout.Piece]:
+            with place.open("r+b") as file:
+                written = layout.write_pieces(file, places, tensors.by_name, ranks.first)
+                file.flush()
+                os.fsync(file.fileno())
+            return written
+
+        def digests() -> dict[str, str]:
+            with place.open("rb") as file:
+                return {
+                    name: layout.digest_pieces(file, places[name], [each[name] for each in written if name in each])
+                    for name in list(places)[ranks.rank :: ranks.size]
+                }
+
+        place, places = agree(begin)[0]
+        written = agree(pieces)
+        found = {name: sha256 for each in agree(digests) for name, sha256 in each.items()}
+        if ranks.first:
+            with temporary.open("r+b") as file:
+                plans[0].finish(file, found)
+                file.flush()
+                os.fsync(file.fileno())
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A temporary name for a file that becomes `path` if no error is raised; errors of writing become sentences."""
@@ -108,7 +174,7 @@ def _text(key: str, value: Any, tensors: Tensors) -> str:
         return value
     if key == "model" and isinstance(value, dict):
         encoded: Any = {
-            name: encode(item, str(name) if isinstance(item, torch.Tensor) else f"model/{name}", tensors)
+            name: encode(item, str(name) if isinstance(item, torch.Tensor | Part) else f"model/{name}", tensors)
             for name, item in value.items()
         }
     else:
@@ -160,13 +226,15 @@ def verify(path: Path) -> None:
         format1.verify(file) if pickles.is_archive(file) else layout.verify(file)
 
 
-def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
+def read(path: Path, parts: Parts | None = None, later: bool = False) -> dict[str, Any]:
     """Verify and load a checkpoint onto the CPU.
 
     Args:
         path: the file.
         parts: which keys are needed with their tensors; by default all. Only what is needed is read and verified; other
             tensors are on the device `meta`.
+        later: leave large tensors of weights and optimizer in the file once all of it is verified; each is read, and
+            verified again, by `runner.distributed.sharding.loaded`, so that memory need not hold all of them.
 
     Returns:
         The contents, brought up to the current format.
@@ -176,10 +244,10 @@ def read(path: Path, parts: Parts | None = None) -> dict[str, Any]:
         UserError: if there is no such file, it cannot be read, or a newer version wrote it.
     """
     with _opened(path) as file:
-        return _migrated(format1.read(file), path) if pickles.is_archive(file) else _read(file, path, parts)
+        return _migrated(format1.read(file), path) if pickles.is_archive(file) else _read(file, path, parts, later)
 
 
-def _read(file: BinaryIO, path: Path, parts: Parts | None) -> dict[str, Any]:
+def _read(file: BinaryIO, path: Path, parts: Parts | None, later: bool) -> dict[str, Any]:
     header = layout.read_header(file)
     _refuse_newer(header.format, path)
     texts = {key: text for key, text in header.metadata.items() if key not in ("format", "sha256", "digests")}
@@ -200,8 +268,21 @@ def _read(file: BinaryIO, path: Path, parts: Parts | None) -> dict[str, Any]:
     contents = _migrated({"format": header.format, **contents}, path)
     keys = values if parts is None else parts(contents)
     needed = set[str]().union(*(named[key] for key in keys))
-    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in needed])
+    left = set[str]()
+    if later:
+        layout.verify(file)
+        states = set[str]().union(*(named[key] for key in keys if key in _LARGE))
+        left = {name for name in needed & states if header.tensors[name].large}
+    tensors = layout.read_tensors(file, header, [name for name in header.tensors if name in needed - left])
+    for name in left:
+        tensors[name] = torch.empty_like(blanks[name])
+        tensors[name].read_now = partial(_read_now, path, header, name)  # type: ignore[attr-defined]
     return contents | {key: decode(values[key], tensors.__getitem__) for key in keys}
+
+
+def _read_now(path: Path, header: layout.Header, name: str) -> torch.Tensor:
+    with _opened(path) as file:
+        return layout.read_tensors(file, header, [name])[name]
 
 
 def _refuse_newer(written: Any, path: Path) -> None:

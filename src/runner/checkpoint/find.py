@@ -23,7 +23,7 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def load(
-    ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", parts: Parts | None = None
+    ckpt_path: str, runs: Path, prefer: str, key: str = "ckpt_path", parts: Parts | None = None, later: bool = False
 ) -> LoadedCheckpoint:
     """Read the checkpoint that `ckpt_path` names; where `last` is damaged, the newest one of the same run that is not.
 
@@ -32,7 +32,7 @@ def load(
         runs: folder with the runs of one name.
         prefer: `last` or `best`: which one a run directory stands for.
         key: the key of the config that names it, for messages.
-        parts: which parts are needed, see `runner.checkpoint.file.read`.
+        parts, later: what is needed, and when, see `runner.checkpoint.file.read`.
 
     Raises:
         UserError: if nothing is there, or nothing valid.
@@ -42,16 +42,16 @@ def load(
     else:
         path = Path(ckpt_path)
         if path.is_file():
-            return _load_file(path, key, parts)
+            return _load_file(path, key, parts, later)
         if not path.is_dir():
             raise _missing(path, key)
         run = path
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if prefer == "best" and (best := named(folder, "best")):
-        return _load_file(best, key, parts)
+        return _load_file(best, key, parts, later)
     if prefer == "best" and ckpt_path == "best":
         raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
-    return _newest_valid(folder, key, parts)
+    return _newest_valid(folder, key, parts, later)
 
 
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
@@ -91,15 +91,15 @@ def _newest(folder: Path) -> list[Path]:
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
 
 
-def _load_file(path: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
+def _load_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     try:
-        return LoadedCheckpoint(path, read(path, parts), [])
+        return LoadedCheckpoint(path, read(path, parts, later), [])
     except DamagedCheckpoint as error:
         for other in _newest(path.parent):
             if other.name == path.name or other.samefile(path):
                 continue
             try:
-                read(other)
+                read(other, later=later)
             except UserError:
                 continue
             allowed = f"the newest valid one beside it: {key}={other}"
@@ -107,14 +107,14 @@ def _load_file(path: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
         raise
 
 
-def _newest_valid(folder: Path, key: str, parts: Parts | None) -> LoadedCheckpoint:
+def _newest_valid(folder: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
     warnings: list[str] = []
     candidates = _newest(folder)
     if not candidates:
         raise UserError(key, f"{folder} has no checkpoint (last or step_* with {' or '.join(SUFFIXES)})")
     for path in candidates:
         try:
-            return LoadedCheckpoint(path, read(path, parts), warnings)
+            return LoadedCheckpoint(path, read(path, parts, later), warnings)
         except DamagedCheckpoint as error:
             warnings.append(str(error))
     raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))

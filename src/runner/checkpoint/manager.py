@@ -11,6 +11,7 @@ from runner.checkpoint.find import SUFFIXES, step_files
 from runner.checkpoint.structure import identity
 from runner.config.errors import UserError
 from runner.distributed.sharding import local
+from runner.distributed.world import Channel
 from runner.instrument.nested import tensors_in
 
 _MIB = 2**20
@@ -71,10 +72,11 @@ class CheckpointManager:
         folder: where checkpoints go.
         keep: how many of the newest to keep, apart from the best.
         writes: whether this process writes them; the other ranks of a run only read.
+        channel: with it, all ranks write each of them together.
     """
 
-    def __init__(self, folder: Path, keep: int, writes: bool = True) -> None:
-        self.folder, self.keep, self.writes = folder, keep, writes
+    def __init__(self, folder: Path, keep: int, writes: bool = True, channel: Channel | None = None) -> None:
+        self.folder, self.keep, self.writes, self.channel = folder, keep, writes, channel
         self.last, self.best = folder / f"last{SUFFIXES[0]}", folder / f"best{SUFFIXES[0]}"
         for leftover in folder.glob(".*.tmp") if writes else ():
             leftover.unlink()
@@ -86,10 +88,15 @@ class CheckpointManager:
             UserError: if there is no room, or it cannot be written; what was there before is untouched.
         """
         path = self.folder / f"{step_stem(global_step)}{SUFFIXES[0]}"
-        require_space(self.folder, size_of(contents))
-        file.write(path, contents)
         # Nothing older is deleted before the new one was read back whole.
-        file.verify(path)
+        if self.channel is not None:
+            file.write_together(path, contents, self.channel)
+            if not self.writes:
+                return path
+        else:
+            require_space(self.folder, size_of(contents))
+            file.write(path, contents)
+            file.verify(path)
         self.make_last(path)
         if is_best:
             self.make_best(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,8 +14,8 @@ from runner.checkpoint.async_writer import mapped
 from runner.checkpoint.find import SUFFIXES, LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, step_stem
 from runner.config.errors import UserError
-from runner.distributed.sharding import gathered
-from runner.distributed.world import World, world
+from runner.distributed.sharding import gathered, part
+from runner.distributed.world import world
 
 T = TypeVar("T")
 
@@ -37,7 +38,13 @@ class Stateful(Protocol):
 
 
 def contents(
-    state: Stateful, callbacks: dict[str, Any], config: str, classes: list[str], versions: dict[str, str], **known: Any
+    state: Stateful,
+    callbacks: dict[str, Any],
+    config: str,
+    classes: list[str],
+    versions: dict[str, str],
+    sharded: bool = False,
+    **known: Any,
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds, see `runner.checkpoint.file.KEYS`; of several ranks, the first has the tensors.
 
@@ -47,12 +54,13 @@ def contents(
         config: the resolved config as YAML text.
         classes: names of the classes.
         versions: versions of packages.
+        sharded: gather nothing; divided tensors are a `Part` on every rank.
         known: `data`, a fingerprint, see `runner.data.dataset_fingerprint`; `images`, channels, height and width, so that
             the model can be used where the data are not; `sources`, digests of custom files, see `runner.build.data_check`.
     """
     saved, ranks = state.state_dict(), world()
     if ranks.size > 1:
-        saved = _gathered(saved, state.model, ranks)
+        saved = _collected(saved, state.model, part if sharded else partial(gathered, world=ranks))
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
@@ -61,20 +69,20 @@ def contents(
     return saved | {"format": file.FORMAT, "rng": rng.capture(), **facts}
 
 
-def _gathered(saved: dict[str, Any], model: nn.Module, ranks: World) -> dict[str, Any]:
-    """A state whose divided tensors are whole on rank 0; weights that are tied stay one tensor, which a file has once."""
+def _collected(saved: dict[str, Any], model: nn.Module, collect: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """A state with what `collect` makes of its tensors; weights that are tied stay one, which a file has once."""
     first: dict[nn.Parameter, str] = {}
     tied = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
-    once: dict[tuple[str, str], Tensor] = {}
+    once: dict[tuple[str, str], Any] = {}
 
-    def gather(tensor: Tensor, place: str) -> Tensor:
+    def collect_once(tensor: Tensor, place: str) -> Any:
         container, _, name = place.rpartition("/")
         key = container, tied.get(name, name)
         if key not in once:
-            once[key] = gathered(tensor, ranks)
+            once[key] = collect(tensor)
         return once[key]
 
-    whole: dict[str, Any] = mapped(saved, gather)
+    whole: dict[str, Any] = mapped(saved, collect_once)
     return whole
 
 
@@ -138,7 +146,7 @@ def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bo
     beside = [source.with_name(f"{stem}{suffix}") for stem in ("best", step_stem(global_step)) for suffix in SUFFIXES]
     for path in (*beside[:2], source, *beside[2:]):
         try:
-            found = file.read(path)
+            found = file.read(path, later=True)
         except UserError:
             continue
         if found["position"]["global_step"] == global_step:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
-from runner.config.allowed_targets import refusal, remedy, section_of
+from runner.config.allowed_targets import IF_TRUSTED, packages_in, refusal, remedy, section_of
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.schema.train import Train
@@ -22,12 +23,12 @@ from runner.config.validate import shown
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "image_size", "max_pixels"),
+    "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error"),
     "model": ("in_channels", "image_size", "num_classes"),
-    "loss": ("num_classes", "class_counts"),
-    "task": ("num_classes",),
+    "loss": ("num_classes", "class_counts", "label_counts"),
+    "task": ("num_classes", "num_outputs"),
     "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock"),
-    "metrics": ("num_classes", "task"),
+    "metrics": ("num_classes", "num_labels", "threshold", "task"),
     "callbacks": ("monitor", "mode"),
     "logger": ("warn",),
     "optimizer": ("foreach", "fused"),
@@ -42,9 +43,11 @@ _LONGEST_NAME = 200
 
 
 def merge_with_checkpoint(
-    text: str, where: str, composition: Composition
+    text: str, where: str, composition: Composition, builds: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
     """The config of a checkpoint with the command line on top, and what that changed.
+
+    `builds` are the sections whose components will be built, None for all: others may name anything, as nobody imports it.
 
     Raises:
         ConfigError: if the file names something to build that is neither allowed nor trusted.
@@ -58,8 +61,8 @@ def merge_with_checkpoint(
         _at(values, "optimizer")["lr"], values["lr"] = float(rate), None
     values |= {key: composition.values[key] for key in _OF_THE_CALL}
     _fetch_nothing(values, composition.values)
-    if problems := _refused(values, composition):
-        raise ConfigError([dataclasses.replace(problem, origin=where) for problem in problems])
+    if problems := _refused(values, composition, builds):
+        raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
     _fetch_nothing(original, composition.values)  # which is no change of the user's
     changed = stored.differences(original, values)
     return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
@@ -97,7 +100,7 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
         after |= {name: rate for name, rate in rates.items() if not says(f"optimizer.{name}", words)}
 
 
-def _refused(values: dict[str, Any], composition: Composition) -> list[Problem]:
+def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[str] | None) -> list[Problem]:
     """What a file may not ask for: a name outside `output_root`, too many threads or processes, strange targets."""
     name, composed, problems = str(values.get("name")), composition.values, list[Problem]()
     path = PurePath(name)
@@ -111,14 +114,36 @@ def _refused(values: dict[str, Any], composition: Composition) -> list[Problem]:
         if isinstance(number, int) and number > _MOST and number != own.get(key):
             message = f"cannot be {number}, as it comes from a file"
             problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
-    trust = [*composed["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
+    trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
+    for package in trust:
+        if not all(part.isidentifier() for part in package.split(".")):
+            problems.append(
+                Problem(
+                    "trust", f"'{package}' is no name of a package", f"trust=[{package.split('.')[0]}]", origin="trust"
+                )
+            )
     # The command line allows a target only in the section that names it: a data set is no loss.
     named = {(section_of(key), path) for key, path in targets_in(composed)}
     for key, target in targets_in(values):
+        if builds is not None and not keys.within(key, builds):
+            continue
         section = section_of(key)
         if (section, target) not in named and (reason := refusal(target, trust, section)):
             problems.append(Problem(f"{key}._target_", f"'{target}' {reason}", remedy(target, trust, section)))
-    return problems
+    return _with_one_trust(problems, trust)
+
+
+def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Problem]:
+    """The problems with one value of `trust` that solves all of them, as a second one would replace the first."""
+    found = [re.fullmatch(r"trust=\[(.*)\] .*", problem.allowed) for problem in problems]
+    needed = [match[1] for match in found if match]
+    others = (name for name in trust if name.isidentifier() and name not in ("True", "all"))
+    packages = ",".join(dict.fromkeys([*others, *needed]))
+    allowed = f"trust=[{packages}] {IF_TRUSTED}"
+    return [
+        dataclasses.replace(problem, allowed=allowed) if match else problem
+        for problem, match in zip(problems, found, strict=True)
+    ]
 
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:

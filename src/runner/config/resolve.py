@@ -24,9 +24,15 @@ _POSITIONAL = {"optimizer": 1}
 
 
 def problems_in(
-    values: dict[str, Any], composition: Composition, schema: type[T], where: str = ""
+    values: dict[str, Any],
+    composition: Composition,
+    schema: type[T],
+    where: str = "",
+    builds: Sequence[str] | None = None,
 ) -> tuple[T | None, list[Problem]]:
-    """Validate plain values: types, ranges, rules between keys, and the signature of every component.
+    """Validate plain values: types, ranges, rules between keys, and the signature of every component that is built.
+
+    `builds` are the sections of these components; None means all.
 
     Returns:
         The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
@@ -37,11 +43,25 @@ def problems_in(
         if isinstance(config.lr, float):
             config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
     for key, node in nodes(schema, values):
-        if isinstance(node, dict) and isinstance(node.get("_target_"), str):
+        built = builds is None or keys.within(key, builds)
+        if built and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
             found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
             problems += [_listing_optimizers(problem) for problem in found]
+    problems = [_of_an_option(problem, composition) for problem in problems]
     return config, composition.with_origins(problems, where)
+
+
+def _of_an_option(problem: Problem, composition: Composition) -> Problem:
+    """For keys of a callback or logger that no option brings, name the option that does."""
+    group, _, name = problem.key.partition(".")
+    if "names nothing to build" not in problem.message or composition.sources.option(group, name) is None:
+        return problem
+    chosen = composition.group_choices.get(group, "none")
+    several = name if chosen in ("none", "default") else f"'[{chosen},{name}]'"
+    return dataclasses.replace(
+        problem, message=f"has keys, but {group}={name} is not selected", allowed=f"{group}={several} too"
+    )
 
 
 def _listing_optimizers(problem: Problem) -> Problem:
@@ -63,7 +83,12 @@ def resolve_config(composition: Composition, schema: type[T]) -> T:
 
 
 def resolve_with_checkpoint(
-    text: str, where: str, composition: Composition, schema: type[T], normalize: Mapping[str, Any] | None = None
+    text: str,
+    where: str,
+    composition: Composition,
+    schema: type[T],
+    normalize: Mapping[str, Any] | None = None,
+    builds: Sequence[str] | None = None,
 ) -> tuple[T, list[tuple[str, str, str]]]:
     """The validated config of a checkpoint with the command line on top.
 
@@ -73,6 +98,7 @@ def resolve_with_checkpoint(
         composition: the command line.
         schema: of the verb; the keys that it adds to those of `train` come from the command line alone.
         normalize: statistics of the images to use, unless the command line gives others; None for those of the result.
+        builds: sections whose components will be built, None for all; others are not even imported.
 
     Returns:
         The config, and what the command line changed: see `runner.config.stored.differences`.
@@ -80,7 +106,7 @@ def resolve_with_checkpoint(
     Raises:
         ConfigError: with every problem there is.
     """
-    values, changed = merge_with_checkpoint(text, where, composition)
+    values, changed = merge_with_checkpoint(text, where, composition, builds)
     if schema is Train and values.get("lr") == "auto":  # the rate was found when the run began, or given
         values["lr"] = None
         changed = [difference for difference in changed if difference[0] != "lr"]
@@ -89,7 +115,7 @@ def resolve_with_checkpoint(
         data["normalize"] = dict(normalize)
     kind: type = schema
     own = {key: composition.values[key] for key in keys.hints(kind) if key not in keys.hints(Train)}
-    return _validated(values | own, composition, schema, where), changed
+    return _validated(values | own, composition, schema, where, builds), changed
 
 
 def resolve_changes(
@@ -119,8 +145,14 @@ def resolve_changes(
     return problems_in(values, composition, type(config))
 
 
-def _validated(values: dict[str, Any], composition: Composition, schema: type[T], where: str = "") -> T:
-    config, problems = problems_in(values, composition, schema, where)
+def _validated(
+    values: dict[str, Any],
+    composition: Composition,
+    schema: type[T],
+    where: str = "",
+    builds: Sequence[str] | None = None,
+) -> T:
+    config, problems = problems_in(values, composition, schema, where, builds)
     if problems or config is None:
         raise ConfigError(problems)
     return config

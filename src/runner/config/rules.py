@@ -108,9 +108,10 @@ def _of_weights(config: Train) -> Broken:
     drawn = [scheme for scheme in schemes if scheme not in ("zero_gamma", "prior_bias")]
     if len(drawn) > 1:
         yield "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them"
-    if drawn and config.model.get("weights") is not None:
-        message = f"has {', '.join(drawn)}, which would overwrite the weights that model.weights loads"
-        yield "init", message, "model.weights=null, or init without it"
+    for key, none in (("weights", None), ("pretrained", False)):
+        if drawn and config.model.get(key) not in (None, False):
+            message = f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
+            yield "init", message, f"model.{key}={'null' if none is None else 'false'}, or init without it"
     if config.init_mismatch != "head" and config.init_from is None:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
@@ -153,6 +154,12 @@ def _of_data(config: Train) -> Broken:
     if split.folds is None and split.fold > 0:
         message = "picks one of several folds, but data.split.folds is null"
         yield "data.split.fold", message, "data.split.folds=5, or another number of folds"
+    if data.sampler is not None and not data.shuffle:
+        message = "is false, but data.sampler=balanced draws in random order"
+        yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
+    if data.sampler is not None and config.task.get("_target_") == "runner.engine.tasks.Regression":
+        message = "is balanced, which draws every class equally often, and task=regression has none"
+        yield "data.sampler", message, "data.sampler=null, or task=classification"
     if (mean is None) != (std is None):
         allowed = "both, or null for both to measure them on the training split"
         yield "data.normalize", "has only one of mean and std", allowed
@@ -206,18 +213,25 @@ def _of_ranks(config: Train) -> Broken:
     devices = f"devices={config.devices}".replace(" ", "")
     if isinstance(config.devices, list) and len(set(config.devices)) != len(config.devices):
         yield "devices", f"names a device twice: {config.devices}", "each device once, such as [0, 1]"
+    yield from needing_one_process(config, devices)
+
+
+def needing_one_process(config: Train, several: str) -> Broken:
+    """What only one process can do; `several` says why there are more."""
     if config.strategy == "single":
-        yield (
-            "strategy",
-            f"is single, which is one process, and {devices} asks for several",
-            "auto or ddp, or devices=1",
-        )
+        yield "strategy", f"is single, which is one process, but {several}", "auto, ddp or fsdp, or devices=1"
     if config.lr == "auto":
-        yield "lr", f"is auto, which searches with one process, and {devices}", "what find-lr suggests, or devices=1"
+        allowed = "optimizer.lr=RATE, with the rate that find-lr suggests for the same data.batch_size, or devices=1"
+        yield "lr", f"is auto, which searches with one process, but {several}", allowed
     if config.data.batch_size == "auto":
-        yield "data.batch_size", f"is auto, which searches with one process, and {devices}", "a number, or devices=1"
+        allowed = (
+            "a number: run data.batch_size=auto max_steps=1 devices=1 on such a device first, and multiply what it finds by "
+            "the number of processes; or devices=1"
+        )
+        yield "data.batch_size", f"is auto, which searches with one process, but {several}", allowed
     if config.post_mortem:
-        yield "post_mortem", f"needs a terminal, which several processes do not share: {devices}", "false, or devices=1"
+        allowed = "false; to debug, repeat the run with devices=1 post_mortem=true, or resume its checkpoint so"
+        yield "post_mortem", f"needs a terminal, which several processes do not share, but {several}", allowed
 
 
 def _of_sharding(config: Train) -> Broken:

@@ -17,6 +17,7 @@ from runner.config.errors import UserError
 from runner.config.reading import read_regular
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
+from runner.distributed.world import World
 
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
@@ -148,6 +149,11 @@ class BadSampleLog:
                     self._waiting = [new for new in self._waiting if new != entry]
             self._cut_short = bool(text) and not text.endswith("\n")
         self._write()
+
+    def join(self, ranks: World) -> None:
+        """Add what other ranks have found, without reporting it; all have to call this."""
+        for entries in ranks.gather(self._entries):
+            self._entries |= entries
 
     def _write(self) -> None:
         tell, new = self._tell, self._waiting

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
+from runner.config.merge import FACTS
 from runner.config.schema.sections import Data, Transform
 from runner.config.targets import build
 from runner.data.bad_samples import NOT_READ, BadSample, BadSampleLog, ReplacementSampler
@@ -20,7 +21,7 @@ from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Loader, MemoryLoader
 from runner.data.placement import plan_placement
 from runner.data.sample_rng import preserved_rng
-from runner.data.sampler import AllSamples, Indices
+from runner.data.sampler import AllSamples, ClassBalance, Indices
 from runner.data.samples import SampleTransform, SeededDataset, as_pair, as_target, as_tensor, read_sample
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import Parts, make_splits, targets_of
@@ -77,6 +78,11 @@ class DataModule:
         """Channels, height and width of an image."""
         return self.channels, *self.image_size
 
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Shape of the target of a sample."""
+        return tuple(self.example[1].shape[1:])
+
     def eval_split(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""
         return {"train": self.train_for_eval, "val": self.val, "test": self.test}[name]
@@ -106,7 +112,7 @@ def build_data(
     Raises:
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
-    facts = {name: getattr(data, name) for name in ("root", "download", "image_size", "max_pixels")}
+    facts = {name: getattr(data, name) for name in FACTS["data.dataset"]}
     datasets = _as_splits(build("data.dataset", data.dataset, facts=facts))
     parts = make_splits(datasets, data.split)
     sample_train = callables("transform.sample_train", transform.sample_train)
@@ -178,6 +184,13 @@ def build_data(
         return SplitData(loader, prepare, len(indices), mix)
 
     train, train_for_eval = split_data("train", training=True), split_data("train")
+    if data.sampler == "balanced":
+        train.loader.balance = _balance(known.get("train"), train_indices, len(classes))
+        sizes = train.loader.balance.sizes
+        reason = (
+            f"{len(sizes)} classes of {int(sizes.min()):,} to {int(sizes.max()):,} samples, each drawn equally often"
+        )
+        choices.append(("sampler", "balanced", reason))
     counts, targets = None, targets_of(train_set)
     if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
         counts = class_counts(targets[train_indices[:]], len(classes))
@@ -202,6 +215,22 @@ def build_data(
         targets=known,
         incompatibilities=incompatibilities,
     )
+
+
+def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
+    """The samples of the training split by class; raises `UserError` if it has none, or they are not known."""
+    if targets is None and classes:
+        problem = "is balanced, and the classes of the training samples are not known without reading them"
+        raise UserError(
+            "data.sampler", problem, "a data set with an attribute targets that agrees with its samples, or null"
+        )
+    if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
+        problem = "is balanced, which draws every class equally often, and the targets are not one class per sample"
+        raise UserError("data.sampler", problem, "null, or a data set with one class per sample")
+    some = targets[indices[:]]
+    if int(some.min()) < 0 or int(some.max()) >= classes:  # named with its sample by the task
+        some = some.clamp(0, classes - 1)
+    return ClassBalance(some)
 
 
 def _as_splits(made: Any) -> dict[str, Dataset[Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.data.cache_file import StoredImages
-from runner.data.sampler import EpochOrder, Indices
+from runner.data.sampler import BalancedOrder, ClassBalance, EpochOrder, Indices, sample_of
 from runner.distributed.share import gathered_rows, rows
 from runner.distributed.world import World
 
@@ -83,19 +83,22 @@ class Loader:
         self._chunk = 1  # batches that are made together
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
+        self.balance: ClassBalance | None = None  # draws with replacement, every class equally often
 
-    def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Images, targets and numbers of `samples` on the device, in the same pieces."""
+    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Images, targets and places on the device, in the same pieces; see `sample_of`."""
         raise NotImplementedError
 
     def batches(self, epoch: int, start: int, stop: int, step: int = 1) -> Iterator[Batch]:
         """Batches `start` to `stop` - 1 of an epoch, or every `step`-th of them; of each batch the rows of this rank."""
-        order, size = EpochOrder(self.samples, self._seed, epoch, self._shuffle), self.batch_size
+        size, order = self.batch_size, EpochOrder(self.samples, self._seed, epoch, self._shuffle)
+        if self.balance is not None:
+            order = BalancedOrder(self.balance, self._seed, epoch)
         if self.world.size == step == 1:
             pieces = order.pieces(self._chunk * size, start * size, stop * size)
         else:
             pieces = self._own_pieces(order, range(start, stop, step))
-        copied = self._copied((self._indices[positions] for positions in pieces), epoch)
+        copied = self._copied((self._places(positions) for positions in pieces), epoch)
         # Only what uses no stateful generator may run before it is requested.
         early = self._prepare is None or self._prepare.per_sample
         if self._prefetches and not early:
@@ -105,8 +108,19 @@ class Loader:
             batches = prefetch_to_cuda(batches, self._device)
         mix = self._mix
         if mix is not None and self.world.size > 1:
-            return self._mixed(mix, batches, epoch, range(start, stop, step))
-        return batches if mix is None else (Batch(*mix(*batch, epoch), batch.indices) for batch in batches)
+            batches = self._mixed(mix, batches, epoch, range(start, stop, step))
+        elif mix is not None:
+            batches = (Batch(*mix(*batch, epoch), batch.indices) for batch in batches)
+        return (
+            batches if self.balance is None else (batch._replace(indices=sample_of(batch.indices)) for batch in batches)
+        )
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """The samples of the data set at positions of the split; with `balance` both may have the numbers of draws."""
+        if self.balance is None:
+            return self._indices[positions]
+        samples: Tensor = sample_of(positions)
+        return positions - samples + self._indices[samples]
 
     def _own_pieces(self, order: EpochOrder, numbers: range) -> Iterator[Tensor]:
         """The positions of this rank's rows of the batches `numbers`, several batches together where they are whole."""
@@ -184,11 +198,14 @@ class MemoryLoader(Loader):
             bytes_of_batch = max(1, batch_size * images.shape[1:].numel() * 4)
             self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)
 
-    def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         home, device = self._images.device, self._device
-        for some in samples:
-            chosen = _moved(some, home)
-            sources = chosen if self._source_of is None else _moved(self._source_of(some, epoch), home)
+        for some in places:
+            chosen = sources = _moved(some, home)
+            if self._source_of is not None:
+                sources = _moved(self._source_of(sample_of(some), epoch), home)
+            elif self.balance is not None:
+                sources = sample_of(chosen)
             images, targets = self._images.index_select(0, sources), self._targets.index_select(0, sources)
             yield _moved(images, device), _moved(targets, device), _moved(chosen, device)
 

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from runner.data.sample_rng import hash_ints, splitmix64
 
 LISTED = 2**16
 """Up to so many samples an order is a list."""
+_SAMPLE_BITS = 32
+_BALANCED = 3  # separates these random numbers from those of other orders
 _AT_ONCE = 2**14  # positions that are computed together: for few, calls cost more than numbers
 _TURNS = 8
 
@@ -47,6 +49,11 @@ class AllSamples:
 
 Indices: TypeAlias = Tensor | AllSamples
 """Samples of a split: int64 of shape (N,), or all there are."""
+
+
+def sample_of(place: Any) -> Any:
+    """The sample of a place, an integer or int64 of any shape: without the number of its draw, which `BalancedOrder` adds."""
+    return place & (2**_SAMPLE_BITS - 1)
 
 
 class EpochOrder:
@@ -117,3 +124,46 @@ class EpochOrder:
             moved, size, others, other_size = others, other_size, moved, size
         shuffled: np.ndarray = moved * np.uint64(columns) + others
         return shuffled
+
+
+class ClassBalance:
+    """The samples of a split by class.
+
+    Args:
+        classes: of each sample, int64 (N,) from 0 on.
+    """
+
+    def __init__(self, classes: Tensor) -> None:
+        sizes = torch.bincount(classes)
+        self.sizes = sizes[sizes > 0].numpy().astype(np.uint64)
+        self.starts = np.cumsum(self.sizes) - self.sizes
+        self.members = torch.sort(classes, stable=True).indices.numpy()
+
+
+class BalancedOrder(EpochOrder):
+    """As many draws with replacement as there are samples: every class is equally likely, and so is each of its samples.
+
+    A draw is a function of the seed, the epoch and its position, so a slice costs as much as it is long. Its place has the
+    number of the draw in the high bits, see `sample_of`: random numbers follow the place, so that a sample that is drawn
+    again is augmented in another way.
+    """
+
+    def __init__(self, balance: ClassBalance, seed: int, epoch: int) -> None:
+        super().__init__(len(balance.members), seed, epoch)
+        self.balance = balance
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """See `EpochOrder.slice`; places instead of samples."""
+        draws, balance = np.arange(start, max(start, min(stop, self.samples)), dtype=np.uint64), self.balance
+        key = hash_ints(self.seed, self.epoch, 0, _BALANCED)
+        bits = splitmix64(draws + np.uint64(key))
+        group = _below(bits, np.uint64(len(balance.sizes)))
+        place = _below(splitmix64(bits + np.uint64(key)), balance.sizes[group]) + balance.starts[group]
+        drawn = balance.members[place].astype(np.uint64) | draws << np.uint64(_SAMPLE_BITS)
+        return torch.from_numpy(drawn.view(np.int64))
+
+
+def _below(bits: np.ndarray, sizes: Any) -> np.ndarray:
+    """Numbers from 0 to below `sizes`, uint64, from the high half of random bits."""
+    scaled: np.ndarray = (bits >> np.uint64(32)) * sizes >> np.uint64(32)
+    return scaled

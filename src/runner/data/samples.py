@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from runner.config.errors import UserError, first_line
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.sample_rng import preserved_rng, seed_generators
+from runner.data.sampler import sample_of
 
 SampleTransform = Callable[[Any], Any]
 
@@ -41,7 +42,7 @@ class Items(list[tuple[Any, Any]]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A data set that is indexed by (epoch, index), many at a time; both seed the generators of a sample.
+    """A data set that is indexed by (epoch, place), many at a time; both seed the generators of a sample, see `sample_of`.
 
     If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
@@ -64,13 +65,13 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, places: list[tuple[int, int]]) -> Items:
         skipped: list[BadSample] = []
         with preserved_rng(), _one_thread():
-            items = Items(self._item(epoch, index, skipped) for epoch, index in places)
+            items = Items(self._item(epoch, place, skipped) for epoch, place in places)
         items.skipped = skipped
         return items
 
-    def _item(self, epoch: int, index: int, skipped: list[BadSample]) -> tuple[Any, Any]:
+    def _item(self, epoch: int, place: int, skipped: list[BadSample]) -> tuple[Any, Any]:
         def read(source: int) -> tuple[Any, Any]:
-            seed_generators(self._seed, epoch, index)
+            seed_generators(self._seed, epoch, place)
             if self._cut is None:
                 item = self.dataset[source]
             else:
@@ -80,7 +81,7 @@ class SeededDataset(Dataset[Any]):
         replacements, reader = self._replacements, read
         if replacements is not None:
             reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
-        return read_sample(reader, index, self._split, self._transforms)
+        return read_sample(reader, sample_of(place), self._split, self._transforms)
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]

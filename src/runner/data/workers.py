@@ -23,7 +23,7 @@ from runner.data.bad_samples import BadSample
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Loader, Mix, Prepare
 from runner.data.sample_rng import hash_ints
-from runner.data.sampler import Indices
+from runner.data.sampler import Indices, sample_of
 from runner.data.samples import Read, SeededDataset, collate
 from runner.data.sources.arrays import ImageArrays
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
@@ -43,7 +43,7 @@ class _Requests:
         epoch, pending = self._epoch, self.pending
         for batch in self._batches:
             pending.append(batch)
-            yield [(epoch, index) for index in batch.tolist()]
+            yield [(epoch, place) for place in batch.tolist()]
 
 
 def _start_worker(_: int) -> None:
@@ -125,17 +125,17 @@ class WorkerLoader(Loader):
                 generator=torch.Generator().manual_seed(hash_ints(seed, 2)),
             )
 
-    def _copied(self, samples: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        self._requests.begin(epoch, samples)
+    def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        self._requests.begin(epoch, places)
         pending = self._requests.pending
         for read in self._read():
-            places = pending.popleft()
+            drawn = pending.popleft()
             if read.skipped:
                 self._on_skipped(read.skipped)
             targets = torch.from_numpy(read.targets)
             if self.check is not None:
-                self.check(targets, places)
-            yield self._moved(read.images), self._moved(targets), self._moved(places)
+                self.check(targets, sample_of(drawn))
+            yield self._moved(read.images), self._moved(targets), self._moved(drawn)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         if self._pin and not tensor.is_pinned():
@@ -182,7 +182,7 @@ class WorkerLoader(Loader):
             self.close()
             if failure is not None:
                 raise DataFailed("data.num_workers", *failure) from error
-            samples = pending[0].tolist() if pending else []
+            samples = sample_of(pending[0]).tolist() if pending else []
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
             raise DataFailed(
                 "data.timeout_s",
@@ -228,3 +228,6 @@ def _end_workers() -> None:
     for loader in list(_LOADERS):
         worker_failures.kill(loader._iterator)
         loader.close()
+        # Epochs that are still open have nothing left to end. Where dill is installed, torch imports it, it keeps __main__,
+        # and what that holds is freed when this program's modules are empty already.
+        loader._persistent = True

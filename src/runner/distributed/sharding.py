@@ -6,13 +6,16 @@ lack work on the parts. A model that is not divided has plain tensors, which the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.distributed.world import World
+from runner.instrument.nested import mapped_items
 
 
 def shard(
@@ -23,6 +26,7 @@ def shard(
     *,
     reshard_after_forward: bool = True,
     replicas: int = 1,
+    prepare: Callable[[nn.Module], None] = lambda module: None,
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the parameters of a model, in place; all ranks call this with the same weights.
 
@@ -33,6 +37,7 @@ def shard(
         device: where the model computes.
         reshard_after_forward: drop gathered weights after the forward pass, and gather them again for backward.
         replicas: how many groups of ranks divide a copy of the model each; it divides the number of ranks.
+        prepare: called with each block, and at last with the model, before its weights are divided.
 
     Returns:
         The parameters of the model now, by those that it had.
@@ -44,6 +49,7 @@ def shard(
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     before = list(model.parameters())
     for module in (*(block for block in blocks if block is not model), model):
+        prepare(module)
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return dict(zip(before, model.parameters(), strict=True))
 
@@ -87,8 +93,45 @@ def gathered(tensor: Tensor, world: World) -> Tensor:
     return full.cpu() if world.first else full.new_empty(0)
 
 
+@dataclass(frozen=True)
+class Part:
+    """This rank's rows of a divided tensor, as a file stores them."""
+
+    local: Tensor
+    shape: tuple[int, ...]  # of the whole
+    row: int  # the first one here
+    writes: bool  # whether this rank writes them: of several replicas, the first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.local.element_size()
+
+
+def part(tensor: Tensor) -> Tensor | Part:
+    """This rank's part of a divided tensor; a tensor that is not divided as it is."""
+    if not is_divided(tensor):
+        return tensor
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    *replica, place = mesh.get_coordinate()
+    rows = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))  # as torch.chunk divides them
+    return Part(local(tensor), tuple(tensor.shape), min(place * rows, tensor.shape[0]), not any(replica))
+
+
+def only_local(value: Any) -> Any:
+    """Nested containers with this rank's rows instead of each `Part`."""
+    return mapped_items(value, Part, lambda part: part.local)
+
+
+def loaded(tensor: Any) -> Any:
+    """A tensor that `runner.checkpoint.file.read` left in the file, read now; others as they are."""
+    read = getattr(tensor, "read_now", None)
+    return tensor if read is None else read()
+
+
 def divided_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, which every rank has, divided as `like` is; nothing is exchanged."""
+    """A whole tensor, which every rank has or reads, divided as `like` is; nothing is exchanged."""
+    tensor = loaded(tensor)
     if not is_divided(like) or is_divided(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor

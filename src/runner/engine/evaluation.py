@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import World, world
 from runner.engine.errors import Interrupted, RankMismatch
+from runner.engine.metrics import Additive
 from runner.engine.protocols import Batch, Metric, Source
 from runner.instrument.nested import tensors_moved
 from runner.instrument.no_trace import evaluating
@@ -108,7 +109,9 @@ class _Parts:
                 part: Any = self._metrics[name]
                 part.reset()
                 part.update(outputs, targets)
-                states[name] = {state: getattr(part, state) for state in ways}
+                found = {state: getattr(part, state) for state in ways}
+                # The next `reset` empties lists in place.
+                states[name] = {key: list(value) if isinstance(value, list) else value for key, value in found.items()}
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 
@@ -151,12 +154,16 @@ class _Parts:
 
 
 def merges(metric: Metric) -> dict[str, Callable[[Any, Any], Any]] | None:
-    """How each state of a torchmetrics metric is joined with that of later batches; None if that is not known."""
+    """How each state of a metric, own or of torchmetrics, is joined with that of later batches; None if that is not known."""
+    if isinstance(metric, Additive):
+        return dict.fromkeys(metric.states, operator.add)
+    if not hasattr(metric, "_reductions"):
+        return None
     from torchmetrics.utilities import data
 
     known: Any = {data.dim_zero_sum: operator.add, data.dim_zero_max: torch.max, data.dim_zero_min: torch.min}
     found = {}
-    for name, reduction in getattr(metric, "_reductions", {None: None}).items():
+    for name, reduction in metric._reductions.items():
         is_list = isinstance(getattr(metric, "_defaults", {}).get(name), list)
         if not is_list and reduction not in known:
             return None

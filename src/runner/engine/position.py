@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -31,7 +32,10 @@ class Best:
     epoch: int
 
     def beaten_by(self, value: float, loss: float) -> bool:
-        """Whether another evaluation is better; the lower loss breaks ties."""
+        """Whether a later evaluation is better: by its value, if equal by the lower loss, and if both are equal it is not.
+
+        On a small split many evaluations have the same accuracy, and the loss still tells them apart.
+        """
         if value == self.value:
-            return loss < self.loss
+            return loss < self.loss or (math.isnan(self.loss) and not math.isnan(loss))
         return value > self.value if self.mode == "max" else value < self.value

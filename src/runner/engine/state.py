@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.distributed.sharding import divided_like
+from runner.distributed.sharding import divided_like, loaded
 from runner.distributed.world import world
 from runner.engine.freezing import Freezing
 from runner.engine.position import Best, Position
@@ -199,7 +199,7 @@ def _divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[An
     for number, weight in zip(numbers, weights, strict=False):
         if number in moments:
             moments[number] = {
-                name: divided_like(value, weight) if getattr(value, "shape", None) == weight.shape else value
+                name: divided_like(value, weight) if getattr(value, "shape", None) == weight.shape else loaded(value)
                 for name, value in moments[number].items()
             }
     return moments

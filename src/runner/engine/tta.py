@@ -85,24 +85,30 @@ def views_named(names: Sequence[str]) -> list[View]:
 class TTAModel(nn.Module):
     """A model whose outputs are the mean over views of the images.
 
-    With `probabilities`, softmax probabilities are averaged, and their logarithms returned, whose softmax they are.
+    With an `activation`, `softmax` or `sigmoid`, its probabilities are averaged, and logits returned that give their mean.
     """
 
-    def __init__(self, model: nn.Module, views: Sequence[View], probabilities: bool = False) -> None:
+    def __init__(self, model: nn.Module, views: Sequence[View], activation: str | None = None) -> None:
         super().__init__()
         self.model = model
         self.views = list(views)
-        self.probabilities = probabilities
+        self.activation = activation
 
     def forward(self, images: Tensor) -> Tensor:
         """Float32 outputs (B, C) of images (B, C, H, W)."""
         mean = reduce(torch.add, (self._outputs(images, view) for view in self.views)) / len(self.views)
+        if self.activation is None:
+            return mean
+        if self.activation == "sigmoid":
+            return mean.logit(eps=torch.finfo(mean.dtype).eps)
         # The smallest normal number replaces a probability of 0, whose logarithm is not finite.
-        return mean.clamp_min(torch.finfo(mean.dtype).tiny).log() if self.probabilities else mean
+        return mean.clamp_min(torch.finfo(mean.dtype).tiny).log()
 
     def _outputs(self, images: Tensor, view: View) -> Tensor:
         seen = view(images)
         if images.is_contiguous(memory_format=torch.channels_last):
             seen = seen.contiguous(memory_format=torch.channels_last)
         outputs: Tensor = self.model(seen).float()
-        return outputs.softmax(1) if self.probabilities else outputs
+        if self.activation is None:
+            return outputs
+        return outputs.softmax(1) if self.activation == "softmax" else outputs.sigmoid()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.distributed.sharding import divided_like, local, with_part
+from runner.distributed.sharding import divided_like, loaded, local, with_part
 from runner.instrument.no_trace import preserved_buffers
 
 Kind = Literal["ema", "swa"]
@@ -204,7 +204,7 @@ class AveragedModel:
                     raise ValueError(f"the averaged weights have no '{name}' of the shape {tuple(parameter.shape)}")
                 self._average[place].copy_(local(divided_like(saved[name], parameter)))
             for name, tensor in self._norm_buffers().items():
-                self._statistics[name] = saved[name].to(tensor.device, copy=True)
+                self._statistics[name] = loaded(saved[name]).to(tensor.device, copy=True)
         self._updates = updates
         if self._counted is not None:
             self._counted.fill_(updates)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,12 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def tensors_moved(value: Any, device: torch.device | str) -> Any:
     """Nested containers with every tensor on a device."""
-    return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+    return mapped_items(value, Tensor, lambda tensor: tensor.to(device))
+
+
+def mapped_items(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+    """Nested containers with `function(item)` instead of each item of a kind."""
+    return _pytree.tree_map_only(kind, function, value)
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -7,7 +7,7 @@ exactly: nothing is broadcast. Logits of 16 bits are converted to float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -135,11 +135,13 @@ class Focal(_ClassLoss):
 class _DenseLoss(nn.Module):
     """Base of losses that compare outputs with targets of the same shape."""
 
-    loss: Callable[[Tensor, Tensor], Tensor]
-
     def __init__(self, num_classes: int | None = None) -> None:
         super().__init__()
         self.num_classes = num_classes
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of outputs and targets (B, C)."""
+        raise NotImplementedError
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Scalar loss of outputs (B, C) and targets: classes int64 (B,), made one-hot, or float (B, C).
@@ -155,15 +157,42 @@ class _DenseLoss(nn.Module):
 
 
 class BinaryCrossEntropy(_DenseLoss):
-    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities."""
+    """Binary cross-entropy of each output (one-vs-rest), averaged over the outputs; targets are probabilities.
 
-    loss = staticmethod(F.binary_cross_entropy_with_logits)
+    Args:
+        pos_weight: weight of the positive targets: one for each output, or one number for all; "auto" takes the number of
+            training samples without a label by that with it, so that both count equally.
+        num_classes: checked against the logits if given.
+        label_counts: training samples without and with each label, int64 (2, C); required for "auto".
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    pos_weight: Tensor | None
+
+    def __init__(
+        self,
+        pos_weight: list[float] | float | Literal["auto"] | None = None,
+        num_classes: int | None = None,
+        label_counts: Tensor | None = None,
+    ) -> None:
+        super().__init__(num_classes)
+        # Not persistent, as class weights are.
+        self.register_buffer("pos_weight", _positive_weights(pos_weight, num_classes, label_counts), persistent=False)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean over samples and outputs."""
+        weight = None if self.pos_weight is None else self.pos_weight.to(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits, targets, pos_weight=weight)
 
 
 class MeanSquaredError(_DenseLoss):
     """Squared difference, averaged over the outputs: for regression, or for classes made one-hot."""
 
-    loss = staticmethod(F.mse_loss)
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean over samples and outputs."""
+        return F.mse_loss(logits, targets)
 
 
 def _check_matrix(logits: Tensor, num_classes: int | None) -> None:
@@ -195,6 +224,33 @@ def _dense(logits: Tensor, targets: Tensor) -> Tensor:
         if not targets.is_floating_point():
             return F.one_hot(targets, logits.shape[1]).to(logits.dtype)
     raise ValueError(_mismatch(logits, targets, "float (B, C), classes int64 (B,), or (B,) for a single output"))
+
+
+def _positive_weights(
+    given: Sequence[float] | float | str | None, num_classes: int | None, label_counts: Tensor | None
+) -> Tensor | None:
+    """Weights float32 (C,) or (1,), or None if positives and negatives count equally."""
+    if given is None:
+        return None
+    if isinstance(given, str):
+        if given != "auto":
+            raise ValueError(f"pos_weight must be a number, a list of numbers, 'auto' or null, got '{given}'")
+        if label_counts is None:
+            raise ValueError(
+                "pos_weight=auto needs a data set with an attribute targets, in which labels can be counted"
+            )
+        if empty := (label_counts[1] == 0).nonzero().flatten().tolist():
+            raise ValueError(f"pos_weight=auto needs training samples with every label; labels without: {empty}")
+        if full := (label_counts[0] == 0).nonzero().flatten().tolist():
+            raise ValueError(f"pos_weight=auto needs training samples without every label; labels of all: {full}")
+        weights = label_counts[0].double() / label_counts[1]
+    else:
+        weights = torch.tensor(given if isinstance(given, Sequence) else [given], dtype=torch.float64)
+        if not bool((torch.isfinite(weights) & (weights > 0)).all()):
+            raise ValueError(f"pos_weight must be one or several numbers above 0, got {given}")
+    if num_classes is not None and len(weights) not in (1, num_classes):
+        raise ValueError(f"pos_weight must have one weight for each of {num_classes} outputs, got {len(weights)}")
+    return weights.float()
 
 
 def _class_weights(

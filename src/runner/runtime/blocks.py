@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from runner.config.errors import UserError, first_line
 from runner.config.patterns import matching
+from runner.distributed.deferred import is_blank
 from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import no_trace
 from runner.instrument.observer import Observer
@@ -252,13 +253,18 @@ class _Probe:
         Raises:
             UserError: if not.
         """
-        weights = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        with self._outputs(2) as outputs:
+        inputs: list[Tensor] = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        with no_trace(self._model), contextlib.ExitStack() as stack:
+            if any(map(is_blank, inputs)):  # they are computed later, and can have no gradients yet
+                self._model.requires_grad_(False)
+                self._image = self._image.clone().requires_grad_()
+                inputs = [self._image]
+            outputs = stack.enter_context(self._outputs(2))
             total = sum(tensor.float().sum() for tensor in tensors_in(outputs) if tensor.requires_grad)
             if not isinstance(total, Tensor):
                 return
             try:
-                torch.autograd.grad(total, weights, allow_unused=True)
+                torch.autograd.grad(total, inputs, allow_unused=True)
             except (CheckpointError, RuntimeError) as error:
                 raise UserError(
                     _KEY,

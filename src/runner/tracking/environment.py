@@ -20,6 +20,7 @@ from typing import Any
 from runner import __version__
 from runner.config.cores import cores
 from runner.config.secrets import mask_words
+from runner.tracking.formats import amount
 
 _PACKAGES = (
     "torch", "torchvision", "triton", "numpy", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "scikit-learn",
@@ -99,7 +100,7 @@ def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
         *((name, env[name]) for name in ("runner", "python", "platform", "hostname")),
         ("cpu", f"{cpu['model']}, {cpu['usable']} of {cpu['logical']} logical cores usable, {torch['cpu_capability']}"),
         ("memory", _gib(env["memory_bytes"])),
-        ("torch build", f"{cuda}, {torch['threads']} threads"),
+        ("torch build", f"{cuda}, {amount(torch['threads'], 'thread')}"),
         *(devices or [("devices", "cpu only")]),
         *env["packages"].items(),
         *env["variables"].items(),
@@ -114,7 +115,7 @@ def lines(env: dict[str, Any]) -> list[tuple[str, str]]:
 def same_bits_need(env: dict[str, Any]) -> list[str]:
     """What another machine must share with this one for the same bits."""
     torch = env["torch"]
-    needs = [f"torch {torch['version']}", f"{torch['threads']} threads", f"CPU with {torch['cpu_capability']}"]
+    needs = [f"torch {torch['version']}", amount(torch["threads"], "thread"), f"CPU with {torch['cpu_capability']}"]
     if env["devices"]:
         devices = dict.fromkeys(f"{device['name']} ({device['capability']})" for device in env["devices"])
         needs += [f"CUDA {torch['cuda']}", f"cuDNN {torch['cudnn']}", *devices, "deterministic=true"]

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
 """Training metrics about the machine, shown last and not drawn as learning curves."""
 
+WEIGHTS_STEP = "weights_step"
+"""Beside the metrics of the test: the step of the weights that were tested, those of the best checkpoint if there is one."""
+
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
 _SHARES = {"data_wait", "mfu"}
 _LABELS = {"lr": "learning rate", "samples_per_s": "samples/s"}
@@ -24,6 +27,16 @@ def number(value: float | None) -> str:
     if isinstance(value, int):
         return str(value)
     return f"{value:.4g}"
+
+
+def amount(count: int, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def digits(value: float) -> str:
+    """Six significant digits, which tell evaluations of large splits apart: 0.18559986352920532 is `0.1856`."""
+    return f"{value:.6g}"
 
 
 def compact(value: float) -> str:
@@ -56,6 +69,8 @@ def metric(name: str, value: float | None) -> str:
         return f"{compact(math.nan if value is None else value)} {label(name)}"
     if name in HARDWARE_METRICS and value is not None:
         return f"{name.replace('_', ' ')} {percent(value)}" if name in _SHARES else f"{value:,.0f} MiB"
+    if name == WEIGHTS_STEP and value is not None:
+        return f"weights of step {value:.0f}"
     return f"{name} {number(value)}"
 
 
@@ -70,7 +85,17 @@ def in_order(names: Iterable[str]) -> list[str]:
     def rank(name: str) -> int:
         if name in HARDWARE_METRICS:
             return 4
-        return 0 if name == "loss" else 3 if name.endswith("_per_s") else 2 if name == "lr" else 1
+        return (
+            -1
+            if name == WEIGHTS_STEP
+            else 0
+            if name == "loss"
+            else 3
+            if name.endswith("_per_s")
+            else 2
+            if name == "lr"
+            else 1
+        )
 
     return sorted(names, key=rank)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.tracking.files import write_atomically
-from runner.tracking.formats import HARDWARE_METRICS, compact, in_order, label
+from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, compact, in_order, label
 from runner.tracking.jsonl import read_records
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 BLUE, _RED, _GREEN, _PURPLE = "#4477aa", "#ee6677", "#228833", "#aa3377"
 _COLOURS = {"train": BLUE, "val": _RED, "test": _GREEN}
 _MORE_COLOURS = (_PURPLE, "#ccbb44", "#66ccee", "#777777")
-_NOT_METRICS = {"global_step", "epoch", "split", *HARDWARE_METRICS}
+_NOT_METRICS = {"global_step", "epoch", "split", WEIGHTS_STEP, *HARDWARE_METRICS}
 _MOST_PANELS = 24
 _LARGEST = 1e300  # larger values leave an axis without ticks, and integers in a file may not fit a float
 _SMOOTHED_FROM = 200
@@ -39,14 +39,16 @@ Curve = tuple[list[int], list[float]]
 def learning_curves(metrics_file: Path, target: Path) -> None:
     """Draw every metric of `metrics.jsonl` except `HARDWARE_METRICS` over the optimizer steps, one panel for all splits.
 
-    Missing values leave gaps.
+    Missing values leave gaps. A test is drawn at the step of the weights that were tested.
     """
     curves: dict[str, dict[str, Curve]] = {}
     for record in read_records(metrics_file):
         for name, value in record.items():
             if name not in _NOT_METRICS and (value is None or isinstance(value, int | float)):
                 steps, values = curves.setdefault(name, {}).setdefault(str(record.get("split", "")), ([], []))
-                steps.append(record["global_step"])
+                # Of a test, where the weights that were tested come from.
+                step = record.get(WEIGHTS_STEP)
+                steps.append(int(step) if isinstance(step, int | float) else record["global_step"])
                 values.append(math.nan if value is None or abs(value) > _LARGEST else float(value))
     names = in_order(curves)[:_MOST_PANELS]
     others = dict.fromkeys(split for name in names for split in curves[name] if split not in _COLOURS)

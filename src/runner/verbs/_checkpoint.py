@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.hardware import choose_hardware
-from runner.build.model import KnownData, build_model, build_task, prepared
+from runner.build.model import KnownData, build_model, build_task, num_classes_of, prepared
 from runner.checkpoint import find
 from runner.checkpoint.weights import part_with, weights_of
 from runner.config import stored
@@ -35,6 +36,10 @@ from runner.verbs._report import Report
 T = TypeVar("T", bound=Train)
 
 SPLITS = ("train", "val", "test")
+MODEL = ("model", "task", "transform.eval", "transform.sample_eval")
+"""Sections of the config that have the components of a model and of its input."""
+EVALUATED = ("data", "transform", "model", "task", "loss", "metrics")
+"""Those that have the components to evaluate a model on the data of the config."""
 
 _CPU = torch.device("cpu")
 _TRAINING_ONLY = {
@@ -50,6 +55,7 @@ class DataFacts:
     classes: tuple[str, ...]  # their names; empty for regression
     channels: int  # colour channels of an image
     image_size: tuple[int, int]  # height, width
+    target_shape: tuple[int, ...] | None = None  # is not stored; the config has what follows from it
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class ResolvedCheckpoint(Generic[T]):
     config: T  # its config with the command line on top, validated
     words: list[str]  # the overrides of the command line
     which: Weights  # the weights to use, the key `weights` of the verb
+    with_data: Callable[[], object]  # checks the components of the data, if those were left out
 
     @property
     def weights(self) -> tuple[dict[str, Any], str]:
@@ -90,6 +97,7 @@ class ResolvedCheckpoint(Generic[T]):
         Raises:
             UserError: if it cannot be read, or does not have the checkpoint's classes.
         """
+        self.with_data()
         config = self.config
         parts = (config.data, config.transform, config.seed, device, config.evaluate.batch_size, config.channels_last)
         splits = build_data(*parts, make_cache=False, dtype=getattr(torch, config.dtype))
@@ -160,10 +168,13 @@ class ResolvedCheckpoint(Generic[T]):
         return task, model.eval()
 
 
-def resolve_checkpoint(composition: Composition, schema: type[T]) -> ResolvedCheckpoint[T]:
+def resolve_checkpoint(
+    composition: Composition, schema: type[T], builds: Sequence[str] = EVALUATED
+) -> ResolvedCheckpoint[T]:
     """Find the checkpoint that `ckpt_path` names, of a run directory the best one, and apply the command line to its config.
 
-    Keys of the verb's schema that `train` does not have come from the command line alone.
+    Keys of the verb's schema that `train` does not have come from the command line alone. The components in sections other
+    than `builds` are not imported: a model is used where the packages that trained it are not installed.
 
     Raises:
         UserError: with everything that is wrong.
@@ -171,12 +182,14 @@ def resolve_checkpoint(composition: Composition, schema: type[T]) -> ResolvedChe
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
     # Of the checkpoint's tensors, only the selected weights are read.
-    parts = part_with(composition.values["weights"])
-    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=parts)
+    read = part_with(composition.values["weights"])
+    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=read)
     # Other data has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
-    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema, statistics)
-    return ResolvedCheckpoint(found, config, composition.overrides, getattr(config, "weights", "auto"))
+    parts = (found.contents["config"], str(found.path), composition, schema, statistics)
+    config, _ = resolve_with_checkpoint(*parts, builds)
+    with_data = functools.partial(resolve_with_checkpoint, *parts, EVALUATED)
+    return ResolvedCheckpoint(found, config, composition.overrides, getattr(config, "weights", "auto"), with_data)
 
 
 def config_and_checkpoint(
@@ -241,8 +254,8 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
     Raises:
         UserError: if there are no probabilities to average, or a view cannot be made of such images.
     """
-    probabilities = mean == "probabilities"
-    if probabilities and num_classes_of(task) is None:
+    activation = activation_of(task) if mean == "probabilities" else None
+    if mean == "probabilities" and activation is None:
         raise UserError("tta_mean", "this task has no classes, and so no probabilities", "logits")
     views = views_named(as_list(names))
     try:
@@ -250,13 +263,21 @@ def with_tta(model: nn.Module, task: Task, image: Tensor, names: str | Sequence[
             view(image)
     except ValueError as error:
         raise UserError("tta", str(error), "other views") from error
-    return TTAModel(model, views, probabilities)
+    return TTAModel(model, views, activation)
 
 
-def num_classes_of(task: Task) -> int | None:
-    """The number of classes of a classification task; None for other tasks."""
-    count = getattr(task, "num_classes", None)
-    return count if isinstance(count, int) else None
+def activation_of(task: Task) -> str | None:
+    """What makes probabilities of the outputs: `softmax`, `sigmoid`, or None for a task without classes."""
+    found: str | None = getattr(task, "activation", None if num_classes_of(task) is None else "softmax")
+    return found
+
+
+def class_names(resolved: ResolvedCheckpoint[Any], task: Task) -> tuple[str, ...]:
+    """Names of the classes or labels, numbers if the data has no names; empty for a task without."""
+    count, classes = num_classes_of(task), unique_names(resolved.classes)
+    if count is None:
+        return ()
+    return tuple(classes) if len(classes) == count else tuple(str(index) for index in range(count))
 
 
 def as_list(value: str | Sequence[str] | None) -> list[str]:

@@ -55,8 +55,3 @@ class Report(Console):
 def mib(count: float, digits: int = 2) -> str:
     """Bytes as MiB."""
     return f"{count / _MIB:.{digits}f}"
-
-
-def amount(count: int, noun: str) -> str:
-    """`1 step`, `2,000 steps`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

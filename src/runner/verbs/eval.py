@@ -12,23 +12,27 @@ from torch import Tensor
 
 from runner.build.evaluation import warn_of_nonfinite
 from runner.build.metrics import build_metrics
-from runner.build.model import build_task_model_loss, place
+from runner.build.model import build_task_model_loss, num_classes_of, place
 from runner.build.probe import probe
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
+from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
+from runner.optim.losses import BinaryCrossEntropy
 from runner.tracking.files import write_json
+from runner.tracking.formats import digits, number
 from runner.verbs._checkpoint import (
+    ResolvedCheckpoint,
+    activation_of,
     as_list,
-    num_classes_of,
+    class_names,
     output_folder,
     resolve_checkpoint,
     run_directory_of,
     split_of,
     stored_data,
-    unique_names,
     with_tta,
 )
 from runner.verbs._report import Report
@@ -43,6 +47,28 @@ def run(composition: Composition) -> float:
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Eval)
     config, found = resolved.config, resolved.found
+    record = evaluation(resolved, report)
+    if not world().first:
+        return float(record["metrics"]["loss"])
+    classes = list(record.get("per_class", ()))
+    folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
+    same_data = config.data.name == stored_data(found).get("name")
+    title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
+    name = config.split if same_data else f"{config.data.name}_{config.split}"
+    written = _write(record, folder, name, title, classes)
+    if not report.json(record, written=[str(path) for path in written]):
+        _show(record, title, report)
+        report.lines(*written)
+    return float(record["metrics"]["loss"])
+
+
+def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, Any]:
+    """The metrics of a checkpoint on a split, as `eval` writes them; warnings go to the report.
+
+    Raises:
+        UserError: if the data cannot be read, or do not fit the checkpoint.
+    """
+    config = resolved.config
     device, precision = resolved.set_up_device("eval", report)
     splits = resolved.data(device)
     splits.bad_samples.open(None, report.warn)
@@ -65,11 +91,11 @@ def run(composition: Composition) -> float:
             )
             fresh = build_metrics(config, task, device)
             averaged = evaluate(views, *parts, fresh, precision.autocast, config.limit.eval_batches)
-            if config.tta_mean == "probabilities" and not _is_of_softmax(loss, task, device):
+            if config.tta_mean == "probabilities" and not _takes_logits(loss, task, device):
                 del averaged["loss"]
-                report.warn(
-                    "tta_mean=probabilities: the averaged views have no loss, as this loss does not take softmax logits"
-                )
+                kind, known = activation_of(task), "tta_mean=probabilities: the averaged views have no loss"
+                report.warn(f"{known}, as this loss does not take {kind} logits")
+    splits.bad_samples.join(world())
     if summary := splits.bad_samples.summary():
         report.warn(summary)
     limit = config.limit.eval_batches
@@ -83,24 +109,26 @@ def run(composition: Composition) -> float:
     }
     if averaged is not None:
         record["tta"] = {"views": as_list(config.tta), "mean": config.tta_mean, "metrics": averaged}
-    classes = unique_names(resolved.classes)
+    classes = list(class_names(resolved, task))
     if "per_class" in computed:
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
+    for kind in ("label", "output"):
+        scores = {
+            name.removeprefix(f"{kind}_"): found for name, found in computed.items() if name.startswith(f"{kind}_")
+        }
+        if scores:
+            names = classes or [str(number) for number in range(task.outputs(splits.classes))]
+            rows = zip(names, zip(*scores.values(), strict=True), strict=True)
+            record[f"per_{kind}"] = {name: dict(zip(scores, values, strict=True)) for name, values in rows}
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
-    folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
-    same_data = config.data.name == stored_data(found).get("name")
-    title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
-    name = config.split if same_data else f"{config.data.name}_{config.split}"
-    written = _write(record, folder, name, title, classes)
-    if not report.json(record, written=[str(path) for path in written]):
-        _show(record, title, report)
-        report.lines(*written)
-    return float(record["metrics"]["loss"])
+    return record
 
 
-def _is_of_softmax(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:
-    """Whether a loss takes the logits of a softmax: adding the same number to all of them then changes nothing."""
+def _takes_logits(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:
+    """Whether a loss takes the logits of the task: of a softmax, adding the same number to all of them changes nothing."""
+    if activation_of(task) == "sigmoid":
+        return isinstance(loss, BinaryCrossEntropy | torch.nn.BCEWithLogitsLoss)
     logits = torch.linspace(-1, 1, 2 * (num_classes_of(task) or 2), device=device).view(2, -1)
     targets = task.targets(torch.arange(2, device=device))
     with torch.inference_mode():
@@ -124,12 +152,17 @@ def _write(record: dict[str, Any], folder: Path, name: str, title: str, classes:
 def _show(record: dict[str, Any], title: str, report: Report) -> None:
     average = "" if record["weights"] == "raw" else f"  averaged weights ({record['weights']})"
     report.line(f"{record['checkpoint']}  step {record['global_step']}{average}")
-    rows = [[name, repr(value)] for name, value in record["metrics"].items()]
+    rows = [[name, digits(value)] for name, value in record["metrics"].items()]
     columns = ["metric", "value"]
     if tta := record.get("tta"):
         columns.append(f"with {', '.join(tta['views'])} (mean of {tta['mean']})")
-        rows = [[name, value, repr(tta["metrics"][name]) if name in tta["metrics"] else ""] for name, value in rows]
+        rows = [[name, value, digits(tta["metrics"][name]) if name in tta["metrics"] else ""] for name, value in rows]
     report.table(title, columns, rows)
+    for kind in ("label", "output"):
+        if scores := record.get(f"per_{kind}"):
+            heads = next(iter(scores.values()))
+            rows = [[name, *map(number, values.values())] for name, values in scores.items()]
+            report.table(f"each {kind}", [kind, *(head.replace("_", " ") for head in heads)], rows)
     if "per_class" not in record:
         return
     matrix, names, rows = record.get("confusion"), list(record["per_class"]), []

@@ -84,6 +84,7 @@ class Data(Section):
     shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
     shuffle: bool = True
+    sampler: Literal["balanced"] | None = None
     drop_last: bool = False
     placement: Literal["auto", "device", "ram", "disk"] = "auto"
     cache: Literal["disk"] | None = None
@@ -164,6 +165,7 @@ class Checkpoint(Section):
     every_steps: Count | None = None
     min_seconds: Annotated[float, Ge(0)] = 10.0
     async_: Annotated[bool, Field(alias="async")] = True  # `async` is a keyword of Python's
+    sharded: bool = False
     keep: Count = 2
     monitor: str | None = None
     mode: Literal["min", "max"] | None = None
@@ -200,6 +202,7 @@ class Fsdp(Section):
     """How `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
 
     reshard_after_forward: bool = True
+    lazy_init: bool = True
     blocks: list[str] | None = None
     replicas: Count = 1
 

@@ -34,6 +34,8 @@ class Train(Section):
     """The config of `train`; the top-level keys are those that people type every day."""
 
     name: str = "data"
+    tags: list[str] = field(default_factory=list)
+    notes: str | None = None
     seed: NonNegative = 0
     epochs: Count | None = 30
     max_steps: Count | None = None

@@ -25,16 +25,17 @@ EXTENSIONS = frozenset(
 )
 
 
-class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index).
+class ImageFolder(Dataset[tuple[Tensor, int | Tensor]]):
+    """Map-style data set of image files; item i is (uint8 tensor (C, H, W), class index or float32 target (...)).
 
-    The arguments are those of `image_folder`; `targets` are class indices, and `paths` is computed as an attribute.
+    The arguments are those of `image_folder`; `targets` are class indices, or float32 (N, ...), and `paths` is computed as an
+    attribute.
     """
 
     def __init__(
         self,
         paths: Sequence[Path],
-        targets: Sequence[int],
+        targets: Sequence[int] | Tensor,
         classes: Sequence[str],
         image_size: int | None = None,
         channels: Literal[1, 3] = 3,
@@ -54,20 +55,22 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         encoded = [os.fsencode(path) for path in paths]
         self._names = b"".join(encoded)
         self._ends = torch.tensor([0, *map(len, encoded)]).cumsum(0)
-        self.targets = torch.tensor(targets, dtype=torch.int64)
+        self.targets = targets if isinstance(targets, Tensor) else torch.tensor(targets, dtype=torch.int64)
         self.classes, self.image_size, self.channels = tuple(classes), image_size, channels
         self.crop_share, self.max_pixels = crop_share, max_pixels
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
         return self.read_part(index, functools.partial(middle_square, share=self.crop_share), self.image_size)
 
-    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int]:
+    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
         """Decode only the part `cut(height, width)` of an image, resized to a square, see `runner.data.transforms.crops`."""
-        return read_image(self.path(index), size, self.channels, cut, self.max_pixels), int(self.targets[index])
+        target = self.targets[index]
+        image = read_image(self.path(index), size, self.channels, cut, self.max_pixels)
+        return image, target if target.is_floating_point() else int(target)
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
@@ -161,7 +164,13 @@ def _class_folders(folder: Path) -> list[str]:
         loose = sum(entry.suffix.lower() in EXTENSIONS for entry in entries)
         found = f"only {loose} images that belong to no class" if loose else "none"
         problem = f"{folder.absolute()} must hold one folder of images for each class; there is {found}"
-        raise UserError("data.root", problem)
+        raise UserError(
+            "data.root", problem, f"data.root={folder.parent}" if loose else "folders named like the classes"
+        )
+    inner = [entry for entry in (folder / names[0]).iterdir() if entry.is_dir()] if len(names) == 1 else []
+    if len(inner) > 1:
+        problem = f"{folder.absolute()} has one folder, '{names[0]}', with {len(inner)} folders in it"
+        raise UserError("data.root", problem, f"data.root={folder / names[0]}, if these are the classes")
     return names
 
 

@@ -20,12 +20,17 @@ from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
+from runner.data.sources.image_io import middle_square
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
-_FOLDER = "runner.data.sources.folders.image_folder"
+_DECODED = (
+    "runner.data.sources.folders.image_folder",
+    "runner.data.sources.tables.image_table",
+    "runner.data.sources.hugging_face.hugging_face",
+)
 _FEW = 64  # images that are read sooner than worker processes start
 _MOST_WORKERS = 8
 
@@ -52,11 +57,18 @@ class ImageFiles(ImageFolder):
         self._transforms = list(transforms) or [functools.partial(fitted, height=shape[1], width=shape[2])]
         self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
-        cut = self._cut
-        image, target = super().__getitem__(index) if cut is None else self.read_part(index, cut.region, cut.size)
-        return as_tensor(transformed(image, self._transforms)), target
+        return self.read(self.path(index)), 0
+
+    def read(self, source: Path | bytes) -> Tensor:
+        """The image of a file, or of its content; raises `UserError` if it cannot be decoded."""
+        cut, size = functools.partial(middle_square, share=self.crop_share), self.image_size
+        if self._cut is not None:
+            cut, size = self._cut.region, self._cut.size
+        path, content = (source, None) if isinstance(source, Path) else (Path("image"), source)
+        image = image_io.read_image(path, size, self.channels, cut, self.max_pixels, content)
+        return as_tensor(transformed(image, self._transforms))
 
     def blank(self) -> Tensor:
         """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""
@@ -108,6 +120,21 @@ class BlankReplacement(ReplacementSampler):
         return sample
 
 
+def image_files(
+    paths: Sequence[Path], data: Data, transforms: Sequence[SampleTransform], shape: tuple[int, int, int]
+) -> ImageFiles:
+    """Image files as the model takes them; for the arguments and errors see `files_loader`."""
+    channels, size, share = _decoding(data, bool(transforms), shape)
+    if channels not in (1, 3):
+        problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
+        raise UserError("input", problem, "train, val or test, a split of the data")
+    max_pixels = data.dataset.get("max_pixels") or data.max_pixels
+    try:
+        return ImageFiles(paths, shape, size, channels, share, transforms, max_pixels)
+    except ValueError as error:
+        raise UserError("data.dataset", str(error)) from error
+
+
 def files_loader(
     paths: Sequence[Path],
     data: Data,
@@ -129,15 +156,7 @@ def files_loader(
     Raises:
         UserError: if the config does not determine how to read them.
     """
-    channels, size, share = _decoding(data, bool(transforms), shape)
-    if channels not in (1, 3):
-        problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
-        raise UserError("input", problem, "train, val or test, a split of the data")
-    max_pixels = data.dataset.get("max_pixels") or data.max_pixels
-    try:
-        files = ImageFiles(paths, shape, size, channels, share, transforms, max_pixels)
-    except ValueError as error:
-        raise UserError("data.dataset", str(error)) from error
+    files = image_files(paths, data, transforms, shape)
     everything, blank = AllSamples(len(paths)), files.blank()
     few = min(cores(), _MOST_WORKERS) if len(paths) >= _FEW else 0
     room = workers_with_room(data.prefetch * batch_size * blank.nbytes)
@@ -164,7 +183,7 @@ def _decoding(data: Data, with_transforms: bool, shape: tuple[int, int, int]) ->
     """Channels of the decoded files, edge of the square that they are resized to, and its share of the shorter side."""
     dataset, (channels, height, width) = data.dataset, shape
     size, share = None, 1.0
-    if dataset.get("_target_") == _FOLDER:
+    if dataset.get("_target_") in _DECODED:
         channels, size = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
         share = dataset.get("crop_share", share) if size is not None else share
     if not with_transforms:

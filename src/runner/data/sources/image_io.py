@@ -6,6 +6,7 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +61,7 @@ def read_image(
     channels: Literal[1, 3] = 3,
     cut: Cut = middle_square,
     max_pixels: int = Data.max_pixels,
+    content: bytes | None = None,
 ) -> Tensor:
     """Decode an image file: BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
@@ -71,13 +73,15 @@ def read_image(
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
+        content: bytes of a file that is not on disk; `path` is then its name in messages.
 
     Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     try:
-        with open_regular(path) as file, Image.open(file, formats=_FORMATS) as opened:
+        opening = open_regular(path) if content is None else io.BytesIO(content)
+        with opening as file, Image.open(file, formats=_FORMATS) as opened:
             width, height = opened.size
             if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
                 raise UserError(

@@ -110,13 +110,14 @@ class Mixing:
         self.mix, self.seed, self.num_classes = mix, seed, num_classes
 
     def __call__(self, images: Tensor, targets: Tensor, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
-        """Blend images, float (B, C, H, W), and targets: classes, integer (B,), or numbers or probabilities, float (B, ...).
+        """Blend images, float (B, C, H, W), and targets: classes, integer (B,), labels, integer (B, L), or numbers or
+        probabilities, float (B, ...).
 
         `indices` identify the samples in their data set, int64 (B,), on the same device. Returns images of the same shape, and
-        targets of the same type, (B, num_classes) for classes. Raises `UserError` if targets are integers of another shape, or the
-        number of classes is not known.
+        targets of the images' type, (B, num_classes) for classes. Raises `UserError` if targets are integers of another shape, or
+        the number of classes is not known.
         """
-        if not targets.is_floating_point():
+        if not targets.is_floating_point() and targets.ndim != 2:
             if targets.ndim != 1 or self.num_classes is None:
                 shape = tuple(targets.shape[1:])
                 what = f"a sample's have shape {shape}" if shape else "their number is not known"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.tracking.formats import number
-from runner.verbs._report import Report, amount
+from runner.tracking.formats import amount, number
+from runner.verbs._report import Report
 
 _MOST_ROWS = 40
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.config.errors import first_line
-from runner.tracking.formats import number
-from runner.verbs._report import amount, mib
+from runner.tracking.formats import amount, number
+from runner.verbs._report import mib
 from runner.verbs.bench import stats
 from runner.verbs.bench.candidate_runner import CANNOT, CandidateRunner, TooSlow, room_for
 from runner.verbs.bench.candidates import BASELINE, Candidate

@@ -20,7 +20,7 @@ _EXPECTED = 10  # expected samples of a class above which their absence is not a
 
 def target_range(context: CheckContext) -> Result:
     """Class numbers that are out of range, or targets that are not finite."""
-    if not context.classes:
+    if not context.classes or _label_shares(context):
         bad = sum(int((~stats.targets.float().isfinite()).sum()) for stats in context.stats.values())
         return failed(f"{bad:,} targets are not finite", "remove these samples") if bad else passed("all are finite")
     top = context.classes - 1
@@ -35,6 +35,15 @@ def target_range(context: CheckContext) -> Result:
     return passed(f"0 to {top} in {', '.join(context.labels)}")
 
 
+def _label_shares(context: CheckContext) -> dict[str, Tensor]:
+    """By split, the share of the samples that have each label, float64 (L,), where targets are vectors for the classes."""
+    if context.labels:  # class numbers, known without reading samples
+        return {}
+    found = {name: stats.targets for name, stats in context.stats.items()}
+    vectors = all(each.ndim == 2 and each.shape[1] == context.classes for each in found.values())
+    return {name: (each > 0.5).double().mean(0) for name, each in found.items()} if vectors and context.classes else {}
+
+
 def _class_counts(context: CheckContext) -> dict[str, Tensor]:
     """How many samples each class has, by split, float64 (C,) or more if numbers are out of range."""
     need(context.classes and "train" in context.labels, "the targets are not class numbers")
@@ -44,6 +53,11 @@ def _class_counts(context: CheckContext) -> dict[str, Tensor]:
 
 def missing_classes(context: CheckContext) -> Result:
     """Classes without training samples, for example because labels count from 1."""
+    if shares := _label_shares(context):
+        never = (shares["train"] == 0).nonzero().flatten().tolist()
+        fix = "remove these labels, or add samples that have them"
+        evidence = f"no training sample has label {join_names(never)}"
+        return warned(evidence, fix) if never else passed(f"training samples have each of {context.classes} labels")
     counts = _class_counts(context)
     ours = counts["train"]
     empty = (ours[: context.classes] == 0).nonzero().flatten().tolist()
@@ -67,6 +81,10 @@ def missing_classes(context: CheckContext) -> Result:
 
 def class_balance(context: CheckContext) -> Result:
     """A single class, or classes of very different sizes, within a split or between splits."""
+    if shares := _label_shares(context):
+        low, high = float(shares["train"].min()), float(shares["train"].max())
+        evidence = f"{low:.1%} to {high:.1%} of the training samples have each label"
+        return graded(evidence, "loss.pos_weight=auto, which weighs positives", warn=low < 0.02 or high > 0.98)
     counts = _class_counts(context)
     ours, classes = counts["train"], context.classes
     low, high, largest = float(ours[ours > 0].min()), float(ours.max()), float(ours.max() / ours.sum())

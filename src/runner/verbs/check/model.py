@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.instrument.observer import Observer
-from runner.verbs._report import amount
+from runner.tracking.formats import amount
 from runner.verbs.check.context import BATCH_NORM, CheckContext
 from runner.verbs.check.result import Result, failed, graded, join_names, need, none_of, passed, warned
 

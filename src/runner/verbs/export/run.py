@@ -28,8 +28,10 @@ from runner.runtime.device import configure_torch
 from runner.tracking.environment import versions
 from runner.tracking.files import write_json, writing
 from runner.verbs._checkpoint import (
+    MODEL,
     DataFacts,
     ResolvedCheckpoint,
+    activation_of,
     as_list,
     output_folder,
     resolve_checkpoint,
@@ -54,7 +56,7 @@ def run(composition: Composition) -> float:
         SystemExit: with exit status 1 if a format differs from the model by more than `tolerance`.
     """
     report = Report(composition.values["json"])
-    resolved = resolve_checkpoint(composition, Export)
+    resolved = resolve_checkpoint(composition, Export, MODEL)
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
     config = dataclasses.replace(resolved.config, channels_last=False)
     resolved = dataclasses.replace(resolved, config=config)
@@ -177,6 +179,8 @@ def _record(
             "layout": "NCHW",
         },
         "output": {"name": OUTPUT, "shape": ["batch", task.outputs(data.classes)], "dtype": "float32"},
+        "activation": activation_of(task),
+        "threshold": getattr(task, "threshold", None),
         "preprocessing": {
             "colours": {3: "RGB", 1: "grey"}.get(data.channels, f"{data.channels} channels"),
             "image_size": list(data.image_size),

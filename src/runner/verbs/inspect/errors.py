@@ -12,6 +12,7 @@ from torch import Tensor
 from runner.build.run import Run
 from runner.data.build import SplitData
 from runner.data.loaders import Batch
+from runner.engine.metrics import class_numbers
 from runner.instrument.no_trace import evaluating
 
 
@@ -51,7 +52,7 @@ def mistakes_in(training: Run, split: SplitData, classes: int, limit: int | None
             with training.precision.autocast():
                 logits = training.model(batch.images)
             probabilities, predicted = (found.cpu() for found in logits.float().softmax(dim=1).max(dim=1))
-            true = training.task.targets(batch.targets).cpu()
+            true = class_numbers(training.task.targets(batch.targets)).cpu()
             confusion += torch.bincount(true * classes + predicted, minlength=classes * classes).view(classes, classes)
             for place in (predicted != true).nonzero().flatten().tolist():
                 sure = float(probabilities[place])

@@ -50,7 +50,13 @@ def pixels_of(images: Tensor, splits: DataModule) -> list[Pixels]:
 
 def words_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
     """A line or two for each target: the class, the two largest shares of a blended sample, or the number."""
-    if targets.is_floating_point() and targets.ndim == 2 and targets.shape[1] == len(classes) and classes:
+    if targets.ndim == 2 and targets.shape[1] == len(classes) and classes:
+        if not bool(((targets.float().sum(1) - 1).abs() < 1e-3).all()):  # labels, of which a sample has any number
+            return [
+                [f"{classes[place]}" + (f" {percent(row[place])}" if row[place] < 1 else "") for place in _largest(row)]
+                or ["no label"]
+                for row in targets.tolist()
+            ]
         shares, places = targets.float().cpu().topk(min(2, targets.shape[1]), dim=1)
         return [
             [f"{percent(share)} {classes[place]}" for share, place in zip(some, where, strict=True) if share > 0]
@@ -63,6 +69,11 @@ def words_of(targets: Tensor, classes: Sequence[str]) -> list[list[str]]:
     return [
         [", ".join(f"{value:.4g}" for value in row[:3])] for row in targets.float().reshape(len(targets), -1).tolist()
     ]
+
+
+def _largest(row: Sequence[float]) -> list[int]:
+    """The places of the two largest numbers of a row that are above 0."""
+    return sorted((place for place, value in enumerate(row) if value > 0), key=lambda place: -row[place])[:2]
 
 
 def draw_inputs(images: Tensor, targets: Tensor, splits: DataModule, target: Path) -> str:

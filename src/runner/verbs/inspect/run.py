@@ -17,6 +17,7 @@ from runner.build.run import Run
 from runner.checkpoint import find, resume
 from runner.config.app import Composition
 from runner.config.resolve import resolve_config
+from runner.config.schema.sections import Transform
 from runner.config.schema.verbs import FEATURE_FILES, Inspect
 from runner.config.secrets import mask_words
 from runner.engine.position import Position
@@ -28,6 +29,7 @@ from runner.tracking.formats import compact
 from runner.tracking.run_directory import claim, timestamp
 from runner.train import build_run
 from runner.verbs._checkpoint import (
+    MODEL,
     ResolvedCheckpoint,
     check_classes,
     output_folder,
@@ -43,6 +45,13 @@ from runner.verbs.inspect.page import Table, page
 from runner.verbs.inspect.parts import PARTS, Inspection
 
 _MOST_ROWS = 60
+# A model is inspected without what only updates it; whatever else the config names is not even imported.
+_UPDATES: dict[str, Any] = {
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0},
+    "scheduler": {"_target_": "runner.optim.schedules.Constant", "total_steps": None},
+}
+_WITHOUT_DATA = {"layers", "weights", "filters"}
+"""Parts that need only an image of the right shape."""
 
 
 def run(composition: Composition) -> float:
@@ -55,12 +64,12 @@ def run(composition: Composition) -> float:
     if composition.values.get("ckpt_path") is None:
         config = resolve_config(composition, Inspect)
     else:
-        resolved = resolve_checkpoint(composition, Inspect)
-        config = resolved.config
+        resolved = resolve_checkpoint(composition, Inspect, MODEL)
+        config = _without_data(resolved) or resolve_checkpoint(composition, Inspect).config
     found = resolved.found if resolved else None
     report = Report(config.json)
     # Compiled code calls no hooks, and what is computed again in backward would be observed twice.
-    plain = dataclasses.replace(config, compile=False, activation_checkpointing=False)
+    plain = dataclasses.replace(config, compile=False, activation_checkpointing=False, **_UPDATES)
     # Batches are those of the epoch that the checkpoint stands in, from its beginning.
     start = dataclasses.replace(resume.made_of(found, "position", Position), batch=0) if found else None
     training = build_run(plain, start, make_cache=False)
@@ -69,7 +78,8 @@ def run(composition: Composition) -> float:
         training.data.bad_samples.open(None, report.warn)
         kind = ""
         if resolved is not None:
-            check_classes(resolved.classes, training.data.classes)
+            if resolved.config.data == config.data:
+                check_classes(resolved.classes, training.data.classes)
             resolved.load_weights(training.model)
             kind = resolved.weights[1]
         averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
@@ -92,6 +102,19 @@ def run(composition: Composition) -> float:
     if not report.json(record) and "folder" in record:
         report.folder(record["folder"])
     return float(sum(parameter.numel() for parameter in training.model.parameters()))
+
+
+def _without_data(resolved: ResolvedCheckpoint[Inspect]) -> Inspect | None:
+    """The config with blank images and a plain loss, if the parts that it asks for need no more; None otherwise."""
+    config, images = resolved.config, resolved.found.contents["metrics"].get("images")
+    if not (config.what and set(config.what) <= _WITHOUT_DATA and not config.features and resolved.classes and images):
+        return None
+    blank = {"_target_": "torchvision.datasets.FakeData", "size": 64, "image_size": images}
+    data = dataclasses.replace(
+        config.data, dataset=blank | {"num_classes": len(resolved.classes)}, batch_size=8, num_workers=0
+    )
+    loss = {"_target_": "torch.nn.CrossEntropyLoss"}
+    return dataclasses.replace(config, data=data, transform=Transform(eval=config.transform.eval), loss=loss)
 
 
 def _inspected(

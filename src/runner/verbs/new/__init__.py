@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.errors import UserError, nearest
+from runner.tracking.formats import amount
 from runner.verbs._folders import split_words
-from runner.verbs._report import amount
 
 
 def main(argv: Sequence[str]) -> int:

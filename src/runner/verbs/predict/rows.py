@@ -18,10 +18,11 @@ SHOWN = 10  # rows, and unreadable images, that are shown
 class RowBuilder:
     """Makes a row of a model's outputs for an image."""
 
-    classes: tuple[str, ...]  # their names, one for each output; empty for regression
+    classes: tuple[str, ...]  # names of the classes or labels, one for each output; empty for regression
     top_k: int  # number of classes in a row
     probabilities: bool  # whether to add the probability of every class
     logits: bool  # whether to add the outputs themselves
+    threshold: float | None = None  # probability above which a label is predicted; None for one class per image
     first: list[Row] = field(default_factory=list, init=False)  # the first rows that were made, to be shown
     count: int = field(default=0, init=False)  # the number of all
 
@@ -30,6 +31,10 @@ class RowBuilder:
             for name, given in (("top_k", self.top_k > 1), ("probabilities", self.probabilities)):
                 if given:
                     raise UserError(name, "this model was trained for numbers, not classes", "its default")
+        elif self.threshold is not None:
+            if self.top_k > 1:
+                problem = "this model was trained for several labels per image, and every label has its probability"
+                raise UserError("top_k", problem, "its default")
         elif self.top_k > (count := len(self.classes)):
             raise UserError("top_k", f"is {self.top_k}, and there are {count} classes", f"1 to {count}")
 
@@ -49,8 +54,13 @@ class RowBuilder:
         values = outputs.tolist()
         if not self.classes:
             for row, numbers in zip(rows, values, strict=True):
-                names = ["prediction"] if len(numbers) == 1 else [f"prediction_{at}" for at in range(len(numbers))]
-                row |= dict(zip(names, numbers, strict=True))
+                row |= numbered("prediction", numbers)
+        elif self.threshold is not None:
+            for row, shares, logits in zip(rows, outputs.sigmoid().tolist(), values, strict=True):
+                row["labels"] = labels_of(self.classes, shares, self.threshold)
+                row["probabilities"] = shares
+                if self.logits:
+                    row["logits"] = logits
         else:
             probabilities = outputs.softmax(1)
             # A stable sort: of equal outputs, the class that comes first ranks first, as in metrics.
@@ -66,3 +76,14 @@ class RowBuilder:
         self.count += len(rows)
         self.first += rows[: SHOWN - len(self.first)]
         return rows
+
+
+def numbered(name: str, numbers: Sequence[float]) -> Row:
+    """A cell for each number: `name`, or `name_0`, `name_1`, ... for several."""
+    names = [name] if len(numbers) == 1 else [f"{name}_{at}" for at in range(len(numbers))]
+    return dict(zip(names, numbers, strict=True))
+
+
+def labels_of(names: Sequence[str], probabilities: Sequence[float], threshold: float) -> str:
+    """The names of the labels above a threshold, with semicolons between them."""
+    return "; ".join(name for name, share in zip(names, probabilities, strict=True) if share > threshold)

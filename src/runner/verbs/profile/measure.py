@@ -27,7 +27,7 @@ from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step
 from runner.instrument.saved_tensors import SavedTensors
 from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
 from runner.runtime.stopwatch import Step, Stopwatch
-from runner.verbs._report import amount
+from runner.tracking.formats import amount
 
 _UNUSUAL = 10  # times the median
 

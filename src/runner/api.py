@@ -1,0 +1,284 @@
+"""The program as a library: compose a config, train, evaluate, load a trained model, and predict.
+
+Each function takes the overrides of the command line as strings: `train("data=digits", "epochs=2")`. Mistakes raise
+`runner.config.errors.UserError`, and what went wrong in a run raises as it is. The names in `__all__` are public.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from runner.build.model import prepared
+from runner.build.setup import why_occupied
+from runner.config.app import application, run_dir_of
+from runner.config.app import compose as compose_first
+from runner.config.composition import Composition
+from runner.config.errors import OK, Problem
+from runner.config.frozen import to_plain
+from runner.config.overrides import check_overrides
+from runner.config.reading import read_summary
+from runner.config.resolve import problems_in, resolve_config
+from runner.config.schema import VERBS
+from runner.config.schema.train import Train
+from runner.config.schema.verbs import Eval, Predict
+from runner.config.sources import Sources
+from runner.data.build import callables
+from runner.data.sources.image_files import ImageFiles, image_files
+from runner.data.transforms.augment import Pipeline
+from runner.engine.tasks import Task
+from runner.instrument.no_trace import evaluating
+from runner.runtime.device import choose_device
+from runner.runtime.precision import choose_precision
+from runner.verbs import eval as eval_verb
+from runner.verbs import train as train_verb
+from runner.verbs._checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
+from runner.verbs._launch import job_of
+from runner.verbs._report import Report
+from runner.verbs.predict.inputs import files_in
+from runner.verbs.predict.rows import RowBuilder
+
+__all__ = ["Preprocess", "Result", "Trained", "compose", "evaluate", "load", "predict", "train"]
+
+Picture: TypeAlias = "str | Path | Image.Image | np.ndarray[Any, Any] | Tensor"
+"""A file, folder or pattern such as `photos/*.jpg`, a Pillow image, or uint8: array (H, W) or (H, W, C), tensor (C, H, W)."""
+
+_BATCH = 64
+
+
+class Preprocess:
+    """Turns images into the input of a model, as the evaluation of its training did."""
+
+    def __init__(self, files: ImageFiles, pipeline: Pipeline, device: torch.device) -> None:
+        self._files, self._pipeline, self._device = files, pipeline, device
+
+    def __call__(self, images: Picture | Sequence[Picture]) -> Tensor:
+        """Read, resize and normalise images: float (N, C, H, W) on the device of the model.
+
+        Raises:
+            UserError: if an image cannot be read.
+        """
+        return self.batch(_sources(images))
+
+    def batch(self, sources: Sequence[Path | bytes]) -> Tensor:
+        """The same for files, or their content."""
+        pixels = torch.stack([self._files.read(source) for source in sources])
+        return prepared(self._pipeline, pixels.to(self._device))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model and what is needed to use it."""
+
+    model: nn.Module  # in evaluation mode, on the device; takes what `preprocess` returns
+    classes: tuple[str, ...]  # their names, in the order of the outputs; empty for regression
+    preprocess: Preprocess
+    config: Train  # that it was trained with
+    path: Path  # the checkpoint
+    step: int  # optimizer steps until then
+    weights: str  # which ones: raw, or how they were averaged
+    metrics: dict[str, float]  # of the validation split at that step
+    task: Task
+    device: torch.device
+
+    @property
+    def directory(self) -> Path | None:
+        """The run directory that the checkpoint lies in, if it does."""
+        return run_directory_of(self.path)
+
+    def predict(
+        self, images: Picture | Sequence[Picture], top_k: int = 1, probabilities: bool = False
+    ) -> list[dict[str, Any]]:
+        """What the model says of images: one dict an image, with the columns that `python -m runner predict` writes.
+
+        Args:
+            images: one or several.
+            top_k: number of classes to name.
+            probabilities: whether to add the probability of every class.
+
+        Raises:
+            UserError: if an image cannot be read.
+        """
+        threshold = getattr(self.task, "threshold", 0.5) if activation_of(self.task) == "sigmoid" else None
+        rows = RowBuilder(self.classes, top_k, probabilities, logits=False, threshold=threshold)
+        precision = choose_precision(self.config.amp, self.device, self.config.dtype)
+        sources, predicted = _sources(images), []
+        with evaluating(self.model):
+            for start in range(0, len(sources), _BATCH):
+                batch = sources[start : start + _BATCH]
+                with precision.autocast():
+                    outputs = self.model(self.preprocess.batch(batch).to(precision.weights)).float().cpu()
+                cells = [{"path": str(source)} if isinstance(source, Path) else {} for source in batch]
+                predicted += rows.rows(outputs, cells)
+        return predicted
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended."""
+
+    directory: Path  # with checkpoints, metrics and logs
+    summary: dict[str, Any]  # the content of `summary.json`
+    value: float | None  # best value of the monitored metric
+
+    def load(self, *overrides: str) -> Trained:
+        """The best model of the run, see `load`."""
+        return load(self.directory, *overrides)
+
+
+def compose(*overrides: str, config_dir: str | Path | None = None) -> Train:
+    """The config that a command line amounts to, validated and frozen; nothing is created.
+
+    Args:
+        overrides: as on the command line.
+        config_dir: a folder of own configs.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    return resolve_config(_composition("train", overrides, config_dir), Train)
+
+
+def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Result:
+    """Train a model, and wait until it is done.
+
+    Args:
+        overrides: as on the command line, or one config, such as `dataclasses.replace` made of what `compose` returned.
+        config_dir: a folder of own configs.
+
+    Raises:
+        UserError: with everything that is wrong.
+        Exception: what ended the run early. Its directory has the log, and `train(f"ckpt_path={directory}")` resumes it.
+    """
+    words = [word for word in overrides if isinstance(word, str)]
+    composition = _composition("train", words, config_dir)
+    for config in overrides:
+        if isinstance(config, Train):
+            composition = Composition(to_plain(config), [], {}, Sources(), "", run_dir=composition.run_dir)
+    if mistake := why_occupied(composition):
+        raise mistake
+    record, value = train_verb.run_composition(composition)
+    if record.exit_code != OK and record.error is not None:
+        raise record.error
+    directory = record.left or record.directory.path
+    return Result(directory, read_summary(directory) or {}, value)
+
+
+def evaluate(checkpoint: str | Path, *overrides: str, config_dir: str | Path | None = None) -> dict[str, Any]:
+    """The metrics of a checkpoint on a split, as `python -m runner eval` writes them; nothing is written.
+
+    Args:
+        checkpoint: a file, a run directory (its best one), `last` or `best`.
+        overrides: such as `split=val` or `tta=hflip`.
+        config_dir: a folder of own configs.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    composition = _composition("eval", [_ckpt_path(checkpoint), *overrides], config_dir)
+    return eval_verb.evaluation(resolve_checkpoint(composition, Eval), _Warnings())
+
+
+def load(
+    checkpoint: str | Path, *overrides: str, device: str = "auto", config_dir: str | Path | None = None
+) -> Trained:
+    """A trained model, ready to predict. Of the packages that trained it, only those of the model have to be installed.
+
+    Args:
+        checkpoint: a file, a run directory (its best one), `last` or `best`.
+        overrides: such as `weights=raw` or `trust=[my_package]`.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`.
+        config_dir: a folder of own configs.
+
+    Raises:
+        UserError: if there is no such checkpoint, or its model cannot be built here.
+    """
+    composition = _composition("predict", [_ckpt_path(checkpoint), *overrides], config_dir)
+    resolved = resolve_checkpoint(composition, Predict, MODEL)
+    report = _Warnings()
+    report.warnings(resolved.found.warnings)
+    place, _ = choose_device(device)
+    data = resolved.data_facts()
+    task, model = resolved.restore_model(data, place)
+    steps = callables("transform.sample_eval", resolved.config.transform.sample_eval)
+    files = image_files([], resolved.config.data, steps, (data.channels, *data.image_size))
+    record = resolved.record()
+    return Trained(
+        model=model.to(choose_precision(resolved.config.amp, place, resolved.config.dtype).weights),
+        classes=class_names(resolved, task),
+        preprocess=Preprocess(files, resolved.input_pipeline(place), place),
+        config=resolved.config,
+        path=resolved.found.path,
+        step=record["global_step"],
+        weights=record["weights"],
+        metrics=dict(resolved.found.contents["metrics"].get("last") or {}),
+        task=task,
+        device=place,
+    )
+
+
+def predict(
+    checkpoint: str | Path, images: Picture | Sequence[Picture], *overrides: str, **options: Any
+) -> list[dict[str, Any]]:
+    """What a checkpoint says of images: `load(checkpoint, *overrides).predict(images, **options)`."""
+    return load(checkpoint, *overrides).predict(images, **options)
+
+
+def _composition(verb: str, words: Sequence[str], config_dir: str | Path | None) -> Composition:
+    """What overrides amount to, without a job of Hydra's."""
+    schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
+    checked = check_overrides(list(words), schema, sources, False)
+
+    def also(composition: Composition) -> list[Problem]:
+        return problems_in(composition.values, composition, schema)[1]
+
+    with application(job_of(verb), sources, schema) as app:
+        composition, cfg = compose_first(app, verb, checked, schema, sources, also)
+    return dataclasses.replace(composition, run_dir=run_dir_of(cfg.hydra))
+
+
+def _ckpt_path(checkpoint: str | Path) -> str:
+    text = str(checkpoint).replace("\\", "\\\\").replace("'", "\\'")
+    return f"ckpt_path='{text}'"
+
+
+def _sources(images: Picture | Iterable[Picture]) -> list[Path | bytes]:
+    """Files, or the content of files for images in memory."""
+    if isinstance(images, str | Path):
+        return list(files_in([str(images)]))
+    if isinstance(images, Image.Image | Tensor | np.ndarray):
+        return [_content(images)]
+    return [source for image in images for source in _sources(image)]
+
+
+def _content(image: Image.Image | Tensor | np.ndarray[Any, Any]) -> bytes:
+    """An image as a PNG, which loses nothing, so that it is read as any other file."""
+    if not isinstance(image, Image.Image):
+        array = image.detach().cpu().permute(1, 2, 0).numpy() if isinstance(image, Tensor) else image
+        if array.dtype != np.uint8:
+            raise TypeError(f"an image is uint8 with values 0 to 255, got {array.dtype}")
+        image = Image.fromarray(array.squeeze(-1) if array.ndim == 3 and array.shape[-1] == 1 else array)
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+class _Warnings(Report):
+    """Reports nothing but warnings, as Python's own."""
+
+    def __init__(self) -> None:
+        super().__init__(as_json=True)
+
+    def warn(self, text: str) -> None:
+        """Issue a `UserWarning`."""
+        warnings.warn(text, UserWarning, stacklevel=3)

@@ -1,0 +1,285 @@
+"""Image files that a table lists with their labels: CSV or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from runner.config.errors import UserError, nearest
+from runner.config.schema.sections import Data
+from runner.data.sources.folders import ImageFolder
+from runner.data.sources.image_io import Cut
+
+Kind = Literal["classification", "multilabel", "regression"]
+
+_SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test"}
+_SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_PARQUET = (".parquet", ".pq")
+
+
+class TableImages(ImageFolder):
+    """Map-style data set of the image files of a table, see `ImageFolder`; an error names the line of the table too.
+
+    Args:
+        table, rows: the table, and the number of the row of each sample in it.
+        groups: of each sample, for `data.split.group=groups`; None for no such attribute.
+        *others, **named: of `ImageFolder`.
+    """
+
+    def __init__(self, table: Table, rows: Sequence[int], groups: list[str] | None, *others: Any, **named: Any) -> None:
+        super().__init__(*others, **named)
+        self._shown, self._lines = str(table.path), torch.tensor([table.line(row) for row in rows])
+        if groups is not None:
+            self.groups = groups
+
+    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
+        """See `ImageFolder.read_part`."""
+        try:
+            return super().read_part(index, cut, size)
+        except UserError as error:
+            raise UserError(f"{error} It is in line {int(self._lines[index])} of {self._shown}.") from error
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of a table; a line is that of a CSV file, or the number of the row of a Parquet file from 1 on."""
+
+    path: Path
+    columns: dict[str, list[Any]]
+    lines: Sequence[int] | None = None
+
+    def line(self, row: int) -> int:
+        """The line of a row."""
+        return row + 1 if self.lines is None else self.lines[row]
+
+    def wrong(self, row: int, column: str, problem: str, allowed: str = "") -> UserError:
+        """An error about one entry."""
+        return UserError(
+            "data.dataset", f"column '{column}' in line {self.line(row)} of {self.path} {problem}", allowed
+        )
+
+    def text(self, column: str, row: int) -> str:
+        """An entry as text without spaces around it; raises `UserError` if it is empty or NaN."""
+        entry = self.columns[column][row]
+        text = "" if entry is None else str(entry).strip()
+        if not text or text.lower() == "nan":
+            raise self.wrong(row, column, "is NaN" if text else "is empty", "an entry in every row, or no such row")
+        return text
+
+    def number(self, column: str, row: int) -> float:
+        """An entry as a number; raises `UserError` if it is none, or not finite."""
+        text = self.text(column, row)
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number) or isinstance(self.columns[column][row], bool):
+            raise self.wrong(row, column, f"is '{text}', which is no finite number", "numbers in this column")
+        return number
+
+
+def image_table(
+    root: str,
+    table: str,
+    image_column: str = "image",
+    label_columns: str | list[str] = "label",
+    kind: Kind | None = None,
+    split_column: str | None = None,
+    group_column: str | None = None,
+    delimiter: str | None = None,
+    image_size: int | None = None,
+    channels: Literal[1, 3] = 3,
+    crop_share: float = 1.0,
+    max_pixels: int = Data.max_pixels,
+    on_error: Literal["raise", "skip"] = "raise",
+) -> dict[str, TableImages]:
+    """Data sets of the image files that a table lists, one row for each.
+
+    Args:
+        root: folder of the data set.
+        table: file under `root`, or a whole path: `.csv`, `.tsv` or `.parquet`; a CSV file has a line of names first.
+        image_column: paths of the images, relative to the folder of the table, or else to `root`.
+        label_columns: one column or several.
+        kind: `classification` takes the entries of one column as names of classes, sorted, as numbers if all are;
+            `multilabel` takes a 0 or 1 for each of several columns, which are the classes: targets float32 (N, K);
+            `regression` takes numbers: targets float32 (N,) of one column, (N, K) of several. None: classification for one
+            column; for several, multilabel if all entries are 0 or 1, otherwise regression.
+        split_column: train, val or test; None if all rows are 'train'.
+        group_column: becomes the attribute `groups`, for `data.split.group`.
+        delimiter: between the entries of a line; None for that of the file's suffix.
+        image_size, channels, crop_share, max_pixels: see `runner.data.sources.folders.image_folder`.
+        on_error: `skip` allows files that do not exist, which are then skipped.
+
+    Raises:
+        UserError: if the table, a column or a file is missing, or an entry is empty or of another kind; with the line.
+        ValueError: if `image_size`, `channels`, `crop_share` or `delimiter` is out of range.
+    """
+    labels = [label_columns] if isinstance(label_columns, str) else list(label_columns)
+    if not labels or len(set(labels)) < len(labels):
+        raise UserError("data.dataset.label_columns", f"cannot be {labels}", "one or more columns, each named once")
+    needed = {"image_column": [image_column], "label_columns": labels}
+    needed |= {"split_column": [split_column] if split_column is not None else []}
+    needed |= {"group_column": [group_column] if group_column is not None else []}
+    base = Path(root).expanduser()
+    found = _read(base / Path(table).expanduser(), needed, delimiter)
+    paths = _paths(found, image_column, base, missing_allowed=on_error == "skip")
+    targets, classes = column_targets(found, labels, kind)
+    groups = None if group_column is None else [found.text(group_column, row) for row in range(len(paths))]
+    return {
+        split: TableImages(
+            found,
+            rows,
+            None if groups is None else [groups[row] for row in rows],
+            [paths[row] for row in rows],
+            targets[rows],
+            classes,
+            image_size,
+            channels,
+            crop_share,
+            max_pixels,
+        )
+        for split, rows in _rows_of_splits(found, split_column, len(paths)).items()
+    }
+
+
+def _read(path: Path, needed: dict[str, list[str]], delimiter: str | None) -> Table:
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        problem = f"{path.absolute()} {'is not a file' if path.exists() else 'does not exist'}"
+        raise UserError("data.dataset.table", problem, "a file under data.root, or its whole path")
+    if suffix not in (*_DELIMITERS, *_PARQUET):
+        allowed = ", ".join((*_DELIMITERS, *_PARQUET))
+        raise UserError("data.dataset.table", f"cannot be {path.name}: its suffix is unknown", allowed)
+    reader: Callable[[Path, Callable[[Sequence[str]], list[str]], str], Table]
+    reader = _read_parquet if suffix in _PARQUET else _read_csv
+
+    def check(names: Sequence[str]) -> list[str]:
+        for key, columns in needed.items():
+            for column in columns:
+                if list(names).count(column) != 1:
+                    what = f"twice the column '{column}'" if column in names else f"no column '{column}'"
+                    close = nearest(column, names)
+                    raise UserError(f"data.dataset.{key}", f"{path} has {what}", ", ".join(names), close)
+        return [column for columns in needed.values() for column in columns]
+
+    made = reader(path, check, delimiter or _DELIMITERS.get(suffix, ""))
+    if not all(made.columns.values()):
+        raise UserError("data.dataset.table", f"{path} has no rows")
+    return made
+
+
+def _read_csv(path: Path, check: Callable[[Sequence[str]], list[str]], delimiter: str) -> Table:
+    reader = None
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            head = [name.strip() for name in next(reader, [])]
+            columns: dict[str, list[Any]] = {name: [] for name in check(head)}
+            places, lines = {name: head.index(name) for name in columns}, []
+            for row in reader:
+                if not row:  # an empty line
+                    continue
+                if len(row) != len(head):
+                    problem = (
+                        f"line {reader.line_num} of {path} has {len(row)} entries, and there are {len(head)} columns"
+                    )
+                    allowed = "one entry for each column; quotes around an entry with the delimiter in it"
+                    raise UserError("data.dataset.table", problem, allowed)
+                lines.append(reader.line_num)
+                for name, place in places.items():
+                    columns[name].append(row[place])
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        text = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        where = f" in line {reader.line_num}" if isinstance(error, csv.Error) and reader is not None else ""
+        raise UserError("data.dataset.table", f"{path} cannot be read{where}: {text}") from error
+    return Table(path, columns, lines)
+
+
+def _read_parquet(path: Path, check: Callable[[Sequence[str]], list[str]], _: str) -> Table:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        problem = f"{path.name} needs pyarrow, which is not installed"
+        raise UserError("data.dataset.table", problem, "pip install 'runner[parquet]', or a .csv file") from error
+    try:
+        names = check(parquet.read_schema(path).names)
+        return Table(path, parquet.read_table(path, columns=list(dict.fromkeys(names))).to_pydict())
+    except (OSError, ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise UserError("data.dataset.table", f"{path} cannot be read: {reason}") from error
+
+
+def _paths(table: Table, column: str, root: Path, missing_allowed: bool) -> list[Path]:
+    """The image files, all relative to the same folder, that of the table or `root`: where the first one is."""
+    names = [table.text(column, row) for row in range(len(table.columns[column]))]
+    folders = list(dict.fromkeys((table.path.parent, root)))
+    base = next((folder for folder in folders if (folder / names[0]).is_file()), folders[0])
+    paths = [base / name for name in names]
+    missing = [] if missing_allowed else [row for row, path in enumerate(paths) if not path.is_file()]
+    if missing:
+        row, others = missing[0], f" (and {len(missing) - 1:,} more)" if len(missing) > 1 else ""
+        problem = f"names a file that does not exist: {paths[row].absolute()}{others}"
+        where = " or ".join(str(folder.absolute()) for folder in folders)
+        raise table.wrong(row, column, problem, f"paths relative to {where}, or data.on_error=skip")
+    return paths
+
+
+def column_targets(table: Table, labels: list[str], kind: Kind | None) -> tuple[Tensor, tuple[str, ...]]:
+    """Targets (N, ...) of the columns `labels` and the names of the classes, see `image_table`."""
+    count = len(table.columns[labels[0]])
+    if kind is None and len(labels) == 1:
+        kind = "classification"
+    if kind == "classification":
+        if len(labels) > 1:
+            problem = f"is classification, which has one column of classes, and label_columns names {len(labels)}"
+            raise UserError("data.dataset.kind", problem, "multilabel or regression, or one column")
+        return _classes(table, labels[0], [table.text(labels[0], row) for row in range(count)])
+    numbers = torch.tensor([[table.number(label, row) for label in labels] for row in range(count)])
+    binary = (numbers == 0) | (numbers == 1)
+    if kind == "multilabel" and not bool(binary.all()):
+        row, place = (int(number) for number in (~binary).nonzero()[0])
+        allowed = "0 or 1 in every column, or data.dataset.kind=regression"
+        raise table.wrong(row, labels[place], f"is {float(numbers[row, place]):g}", allowed)
+    if kind == "multilabel" or (kind is None and bool(binary.all())):
+        return numbers, tuple(labels)
+    return (numbers[:, 0] if len(labels) == 1 else numbers), ()
+
+
+def _classes(table: Table, column: str, names: list[str]) -> tuple[Tensor, tuple[str, ...]]:
+    def as_number(name: str) -> float | None:
+        try:
+            return float(name)
+        except ValueError:
+            return None
+
+    numbers = {name: as_number(name) for name in dict.fromkeys(names)}
+    if all(number is not None for number in numbers.values()):
+        for name, number in numbers.items():
+            if number != math.floor(number or 0):
+                allowed = "names or whole numbers of classes, or data.dataset.kind=regression task=regression loss=mse"
+                raise table.wrong(names.index(name), column, f"is {name}, which is no class", allowed)
+        ordered = sorted(numbers, key=lambda name: (numbers[name], name))
+    else:
+        ordered = sorted(numbers)
+    places = {name: place for place, name in enumerate(ordered)}
+    return torch.tensor([places[name] for name in names]), tuple(ordered)
+
+
+def _rows_of_splits(table: Table, column: str | None, count: int) -> dict[str, list[int]]:
+    if column is None:
+        return {"train": list(range(count))}
+    found: dict[str, list[int]] = {}
+    for row in range(count):
+        name = table.text(column, row)
+        if (split := _SPLITS.get(name.lower())) is None:
+            raise table.wrong(row, column, f"is '{name}', which is no split", "train, val or test")
+        found.setdefault(split, []).append(row)
+    return found

@@ -1,0 +1,221 @@
+"""The program as a library: what `from runner import ...` gives, and what it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import runner
+from runner import compose, evaluate, load, predict, train
+from runner.config.errors import UserError
+
+WORDS = ("model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.progress=false", "log.curves=false")
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+OWN = """
+import torch
+from runner.data.sources.digits import digits
+from runner.optim.losses import CrossEntropy
+
+class Optimizer(torch.optim.SGD):
+    pass
+
+class Loss(CrossEntropy):
+    pass
+
+class Callback:
+    def on_step(self, loop):
+        pass
+
+def data():
+    return digits()
+"""
+
+
+@pytest.fixture
+def trained(train_once: Callable[..., Any]) -> Path:
+    return Path(train_once("model=mlp", "model.hidden=[16]", "epochs=2").directory)
+
+
+@pytest.fixture
+def pictures(workdir: Path) -> Path:
+    folder = workdir / "pictures"
+    folder.mkdir()
+    for name, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (3, 20, 16), dtype=np.uint8)):
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return folder
+
+
+def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
+    assert runner.__all__ == ["compose", "evaluate", "load", "predict", "train"]
+    arguments = {name: list(inspect.signature(getattr(runner, name)).parameters) for name in runner.__all__}
+    assert arguments == {
+        "compose": ["overrides", "config_dir"],
+        "evaluate": ["checkpoint", "overrides", "config_dir"],
+        "load": ["checkpoint", "overrides", "device", "config_dir"],
+        "predict": ["checkpoint", "images", "overrides", "options"],
+        "train": ["overrides", "config_dir"],
+    }
+    names = [field.name for field in dataclasses.fields(runner.api.Trained)]
+    assert names == [
+        *("model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device"),
+    ]
+    assert [field.name for field in dataclasses.fields(runner.api.Result)] == ["directory", "summary", "value"]
+
+
+@pytest.mark.parametrize("first", ["import runner.train", "from runner.train import build_run", "pass"])
+def test_train_is_the_function_whatever_was_imported_before(first: str) -> None:
+    code = f"{first}\nfrom runner import train\nassert train.__module__ == 'runner.api', train"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", "import runner, sys; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_a_run_from_python_has_the_bits_of_the_same_run_from_the_command_line(workdir: Path, trained: Path) -> None:
+    known = json.loads((trained / "summary.json").read_text())
+    result = train(*WORDS, "epochs=2", "hydra.run.dir=here")
+    assert result.directory == Path("here")
+    assert result.summary["status"] == "finished"
+    assert result.summary["weights_sha256"] == known["weights_sha256"]
+    assert result.value == known["best"]["value"]
+    of_config = train(dataclasses.replace(compose(*WORDS, "epochs=1"), epochs=2, output_root="of_config"))
+    assert of_config.summary["weights_sha256"] == known["weights_sha256"]
+    assert of_config.directory.is_relative_to("of_config")
+
+
+def test_a_run_resumes_from_python(workdir: Path) -> None:
+    whole = train(*WORDS, "epochs=2", "checkpoint.every_steps=15", "hydra.run.dir=whole")
+    middle = next(Path("whole/checkpoints").glob("step_*"))
+    again = train(f"ckpt_path={middle}", "logger=none")
+    assert again.directory != whole.directory
+    assert again.summary["resumed_from"] == str(middle)
+    assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_a_loaded_model_predicts_what_the_command_line_predicts(
+    run: Callable[..., Any], trained: Path, pictures: Path
+) -> None:
+    assert run("predict", f"ckpt_path={trained}", f"input={pictures}", "output=rows.jsonl", "top_k=2").status == 0
+
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    model = load(trained, device="cpu")
+    assert not model.model.training
+    assert model.classes == tuple("0123456789")
+    assert (model.directory, model.path) == (trained, trained / "checkpoints/best.safetensors")
+    found = model.predict(pictures, top_k=2)
+    assert [row["prediction"] for row in found] == [row["prediction"] for row in rows]
+    assert [row["probability"] for row in found] == pytest.approx([row["probability"] for row in rows], abs=1e-6)
+    assert predict(trained, pictures, top_k=2) == found
+
+
+def test_the_same_image_in_any_form_gives_the_same_input(trained: Path, pictures: Path) -> None:
+    path = pictures / "0.png"
+    picture = Image.open(path)
+    picture.load()
+    array = np.array(picture)
+    forms = [path, str(path), picture, array, array[..., None], torch.from_numpy(array)[None]]
+    model = load(trained, device="cpu")
+    inputs = model.preprocess(forms)
+    assert inputs.shape == (6, 1, 8, 8)
+    assert torch.equal(inputs, inputs[:1].expand_as(inputs))
+    assert len(model.predict(forms)) == 6
+    with pytest.raises(TypeError, match="uint8"):
+        model.preprocess(np.zeros((4, 4)))
+
+
+def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Callable[..., Any], trained: Path) -> None:
+
+    before = sorted(trained.rglob("*"))
+    found = evaluate(trained, "split=val")
+    assert sorted(trained.rglob("*")) == before
+    assert run("eval", f"ckpt_path={trained}", "split=val").status == 0
+    assert json.loads((trained / "eval_val.json").read_text()) == json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        (lambda: compose("epoch=1"), "epoch"),
+        (lambda: train("model=mlp", "epochs=-1"), "epochs"),
+        (lambda: load("nowhere"), "ckpt_path"),
+        (lambda: evaluate("nowhere"), "ckpt_path"),
+        (lambda: compose("seed=0,1"), "seed"),
+        (lambda: compose(config_dir="nowhere"), "nowhere"),
+    ],
+)
+def test_mistakes_raise_an_error_that_names_the_key(workdir: Path, call: Callable[[], Any], key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        call()
+    assert not list(workdir.iterdir()), "a mistake leaves no folder behind"
+
+
+def test_what_ends_a_run_raises_as_it_is(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workdir / "mine.py").write_text("class Broken:\n    def on_step(self, loop):\n        raise LookupError('mine')\n")
+    monkeypatch.syspath_prepend(str(workdir))
+    with pytest.raises(LookupError, match="mine"):
+        train(*WORDS, "+callbacks.mine._target_=mine.Broken", "hydra.run.dir=run")
+    assert Path("run/summary.json").is_file()
+
+
+def test_a_model_needs_no_package_that_only_trained_it(
+    run: Callable[..., Any], workdir: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "own").mkdir()
+    (workdir / "own/only_here.py").write_text(OWN)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(workdir / "own"))
+        words = ("optimizer=sgd", "optimizer._target_=only_here.Optimizer", "loss._target_=only_here.Loss")
+        own = ("data.dataset._target_=only_here.data", "+callbacks.mine._target_=only_here.Callback")
+        result = train(*WORDS, *words, *own, "epochs=1", "hydra.run.dir=run")
+    sys.modules.pop("only_here")
+    for words in (
+        ("predict", f"input={pictures}"),
+        ("export",),
+        ("inspect", "what=[layers,weights,filters]"),
+        ("eval", "data=digits", "loss=cross_entropy"),
+    ):
+        done = run(words[0], "ckpt_path=run", *words[1:])
+        assert done.status == 0, (words, done.err)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(load(result.directory).predict(pictures)) == 3
+    for words in (("predict", "input=test"), ("eval",), ("inspect",)):
+        refused = run(words[0], "ckpt_path=run", *words[1:])
+        assert refused.status == 2, words
+        assert "data.dataset._target_: 'only_here.data' comes from a file" in refused.err
+        assert "optimizer" not in refused.err
+    assert "only_here" not in sys.modules, "nobody imported it"
+
+
+def test_the_code_of_the_page_runs(workdir: Path) -> None:
+    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 6
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["scores"]["metrics"]["accuracy"] > 0.5
+
+
+def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(DOCS / "first_model.ipynb", as_version=4)
+    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Jupyter's own packages
+        nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(workdir)}}).execute()
+    assert list((workdir / "outputs/digits").glob("*/checkpoints/best.safetensors"))

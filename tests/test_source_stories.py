@@ -1,0 +1,125 @@
+"""Each source of data, model and order: trained, killed, resumed to the same bits, evaluated, applied and exported."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+BOMB = """
+import os, signal
+
+class Bomb:
+    def __init__(self, step: int): self.step = step
+    def on_step(self, loop):
+        if loop.state.position.global_step == self.step: os.kill(os.getpid(), signal.SIGKILL)
+"""
+# 28 training samples: three batches of 8 and one of 4 an epoch, 8 steps in all.
+SMALL = (
+    "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp", "model.hidden=[8]", "evaluate.test=false",
+    "data.normalize.mean=[0.5]", "data.normalize.std=[0.25]", "checkpoint.min_seconds=0",
+)  # fmt: skip
+QUIET = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
+
+
+@pytest.fixture
+def pictures(workdir: Path) -> Path:
+    """40 images of noise, and `labels.csv` about them."""
+    rng, folder = np.random.default_rng(0), workdir / "pictures"
+    folder.mkdir()
+    with (folder / "labels.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["image", "label", "age", "part"])
+        for index in range(40):
+            label, part = "cat" if index % 5 else "dog", "train" if index < 28 else "val" if index < 34 else "test"
+            Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+            rows.writerow([f"{index}.png", label, index / 10, part])
+    return folder
+
+
+@pytest.fixture
+def story(
+    train: Callable[..., Any],
+    spawn: Callable[..., Any],
+    run: Callable[..., Any],
+    workdir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Any]:
+    """Everything that is done with a run, which must be possible; returns the resumed run."""
+    (workdir / "bomb.py").write_text(BOMB, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "bomb")
+
+    def call(*words: str, step: int = 6, inputs: str = "test") -> Any:
+        whole, killed = train(*words), workdir / "killed"
+        bomb = ("+callbacks.bomb._target_=bomb.Bomb", f"+callbacks.bomb.step={step}", f"hydra.run.dir={killed}")
+        died = spawn("train", *QUIET, *words, *bomb, "checkpoint.every_steps=1", "checkpoint.async=false")
+        assert died.returncode == -9, died.stderr
+        rest = train(f"ckpt_path={killed}", "callbacks=none")
+        assert f"step {step}" in rest.out or f"step {step - 1}" in rest.out, rest.out
+        assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
+        assert rest.summary["last"] == whole.summary["last"]
+        checkpoint = f"ckpt_path={rest.directory}"
+        for verb in (
+            ("eval", "split=test"),
+            ("predict", f"input={inputs}", f"output={workdir / 'rows.jsonl'}"),
+            ("export", f"output={workdir / 'model.pt2'}"),
+        ):
+            done = run(verb[0], checkpoint, *verb[1:])
+            assert done.status == 0, done.err + done.out
+        assert (workdir / "rows.jsonl").read_text().strip()
+        return rest
+
+    return call
+
+
+def test_a_table_of_classes(story: Callable[..., Any], pictures: Path, workdir: Path) -> None:
+    rest = story("data=csv", f"data.root={pictures}", "data.dataset.split_column=part", *SMALL, inputs=str(pictures))
+    rows = [json.loads(line) for line in (workdir / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 40
+    assert rest.directory.is_dir()
+
+
+def test_a_table_of_numbers_read_by_workers(story: Callable[..., Any], pictures: Path) -> None:
+    story(
+        "data=csv", f"data.root={pictures}", "data.dataset.label_columns=age", "data.dataset.kind=regression", *SMALL,
+        "task=regression", "loss=mse", "data.num_workers=2", "data.cache=disk",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [("accumulate=2",), ("data.num_workers=2", "data.hflip=0.5", "transform=strong")])
+def test_balanced_classes(story: Callable[..., Any], pictures: Path, words: tuple[str, ...]) -> None:
+    rest = story(
+        "data=csv",
+        f"data.root={pictures}",
+        "data.sampler=balanced",
+        *SMALL,
+        *words,
+        step=3 if "accumulate=2" in words else 6,
+    )
+    row = next(line for line in rest.out.splitlines() if line.strip().startswith("sampler"))
+    assert row.split()[1] == "balanced"
+
+
+def test_a_model_of_timm(story: Callable[..., Any], pictures: Path) -> None:
+    pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
+    words = [word for word in SMALL if not word.startswith(("model", "data.image_size"))]
+    rest = story(
+        "data=csv", f"data.root={pictures}", *words, "model=timm", "model.name=test_resnet", "data.image_size=32",
+        "model.options={drop_rate: 0.2}",
+    )  # fmt: skip
+    assert rest.summary["status"] == "finished"
+
+
+def test_a_data_set_of_hugging_face(story: Callable[..., Any], pictures: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'runner[huggingface]')")
+    files = [str(pictures / f"{index}.png") for index in range(40)]
+    rows = datasets.Dataset.from_dict({"image": files, "label": ["cat" if index % 5 else "dog" for index in range(40)]})
+    rows.cast_column("image", datasets.Image()).save_to_disk(str(pictures / "saved"))
+    story("data=huggingface", f"data.root={pictures}", "data.dataset.path=saved", *SMALL, "data.num_workers=2")

@@ -1,0 +1,85 @@
+"""`show` explains keys, and `copy` gives an option as a file of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.config import keys
+from runner.config.schema import VERBS
+from runner.config.sources import Sources
+from runner.verbs.show import main, page_of
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("optimizer.lr", ["learning rate", "optimizer=sgd", "0.1", "allowed and reported", "optimization.md"]),
+        ("grad_clip.norm", ["a number above 0 or null", "default   null", "optimization.md"]),
+        ("model.hidden", ["width of each hidden layer", "[128]", "refused", "models.md"]),
+        ("data.split", ["keys      val, test, seed", "data.md"]),
+        ("num_steps", ["300", "find-lr.md"]),
+        ("tags", ["default   []", "run.md"]),
+    ],
+)
+def test_a_key_is_explained(run: Callable[..., Any], key: str, parts: list[str]) -> None:
+    result = run("show", key)
+    assert result.status == 0, result.err
+    assert result.out.splitlines()[0] == key
+    for part in parts:
+        assert part in result.out
+
+
+def test_every_key_of_training_has_an_explanation_and_a_page_that_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    names = keys.all_keys(VERBS["train"])
+    # A name that is a group, too, shows its files.
+    single = [name for name in names if name not in Sources().groups()]
+    assert main(single) == 0
+    shown = capsys.readouterr().out.split("\n\n")
+    assert [text.splitlines()[0] for text in shown if text] == single
+    assert [name for name in names if not (DOCS.parent / page_of(name)).is_file()] == []
+    with_meaning = [text.splitlines()[0] for text in shown if "  meaning " in text]
+    sections = [text.splitlines()[0] for text in shown if "  keys " in text]
+    assert sorted({*with_meaning, *sections}) == sorted(single)
+
+
+def test_a_wrong_key_is_refused_with_the_nearest_one(run: Callable[..., Any]) -> None:
+    result = run("show", "optimizer.lrr")
+    assert result.status == 2
+    assert "did you mean 'optimizer.lr'?" in result.err
+
+
+def test_a_copied_option_is_ones_own(run: Callable[..., Any], train: Callable[..., Any], workdir: Path) -> None:
+    result = run("copy", "model=mlp", "mine")
+    assert result.status == 0, result.err
+    path = workdir / "mine/model/my_mlp.yaml"
+    assert result.out.splitlines()[-1] == "mine/model/my_mlp.yaml"
+    path.write_text(path.read_text().replace("hidden: [128]", "hidden: [12]"))
+    trained = train("--config-dir", "mine", "model=my_mlp", "epochs=1", "max_steps=1", "tags=[first]", "notes=a try")
+    assert "hidden: [12]" in (trained.directory / "config.yaml").read_text()
+    assert (trained.summary["tags"], trained.summary["notes"]) == (["first"], "a try")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("model=mlp",), "needs an option and a folder"),
+        (("model=mlpp", "mine"), "model has no option 'mlpp'"),
+        (("modle=mlp", "mine"), "there is no group 'modle'"),
+        (("model=mlp", "mine", "--name", "vit_tiny"), "has an option 'vit_tiny' already"),
+        (("model=mlp", "/proc/nowhere"), "cannot write"),
+    ],
+)
+def test_mistakes_with_copy_are_refused(run: Callable[..., Any], words: tuple[str, ...], reason: str) -> None:
+    result = run("copy", *words)
+    assert result.status == 2
+    assert reason in result.err
+    run("copy", "model=mlp", "mine")
+    again = run("copy", "model=mlp", "mine")
+    assert again.status == 2
+    assert "exists already" in again.err
