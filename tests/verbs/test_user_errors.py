@@ -161,7 +161,7 @@ BASE = (
 NET = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=own_parts.Net")
 OWN = ("--config-dir", "mine")
 IMAGES = (*OWN, "data=own", "data.placement=disk")
-# Words, the comment on the line that raises (empty for a mistake in the config), the exit status, and what is said besides.
+# Words, the comment where it raises (empty for a mistake in the config), the exit status, and what is said besides.
 KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "constructor": ((*NET, "+model.kind=constructor"), "constructor", 1, "while model was built"),
     "refused argument": ((*NET, "+model.kind=value"), "value", 2, "model: own_parts.Net refuses its arguments"),

@@ -109,7 +109,7 @@ def build_model(
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
 
     def construct() -> nn.Module:
-        model: nn.Module = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
+        model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
         if not isinstance(model, nn.Module):
             problem = f"{config.model['_target_']} gives a {type(model).__name__}"
             raise UserError("model._target_", problem, "a torch.nn.Module, or a function that returns one")

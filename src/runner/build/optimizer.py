@@ -36,7 +36,7 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
     groups = divide(config, extras, model)
     try:
-        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
+        optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -9,7 +9,7 @@ import textwrap
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TextIO
@@ -139,6 +139,23 @@ class Console:
         self._running = False
         self._due = float("inf")
         self._on_terminal(lambda terminal: terminal.stop())
+
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
+        """Gives a function to call before each of `total` parts, with its name; a bar shows them if this is a terminal."""
+        begun = -1
+
+        def begin(name: str = "") -> None:
+            nonlocal begun
+            begun += 1
+            texts = [name] if name else []
+            if self._terminal is not None:
+                self._on_terminal(lambda terminal: terminal.bar(what, begun / max(total, 1), f"{begun}/{total}", texts))
+
+        try:
+            yield begin
+        finally:
+            self._on_terminal(lambda terminal: terminal.stop())
 
     @property
     def _bar_on(self) -> bool:
