@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, started_by_launcher, world
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.runtime.blocks import named_blocks, repeated_blocks
+from runner.runtime.blocks import Block, named_blocks, repeated_blocks
 
 T = TypeVar("T", bound=Train)
 
@@ -214,6 +215,24 @@ def deferred_weights(config: Train, device: torch.device) -> Deferred | None:
     return Deferred()
 
 
+def gathered_apart(model: nn.Module, patterns: Sequence[str] | None) -> tuple[list[Block], list[str]]:
+    """The blocks of `fsdp.blocks` whose weights FSDP gathers one block at a time, and the names of those where it cannot.
+
+    Torch divides a weight once in each unit, so a weight of two units would become two.
+    """
+    blocks = repeated_blocks(model)
+    if patterns is not None:
+        blocks = named_blocks(model, patterns, "fsdp.blocks", "null")
+    places = _places(model)
+    shared = [name for name, block in blocks if any(places[weight] > n for weight, n in _places(block).items())]
+    return [(name, block) for name, block in blocks if name not in shared], shared
+
+
+def _places(model: nn.Module) -> Counter[nn.Parameter]:
+    """In how many modules each weight is."""
+    return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
+
+
 def shard_model(
     config: Train, model: nn.Module, hardware: Hardware, warnings: list[str], deferred: Deferred | None = None
 ) -> Mapping[nn.Parameter, nn.Parameter]:
@@ -246,9 +265,12 @@ def shard_model(
     if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         problem = f"has weights without dimensions, which strategy=fsdp cannot divide: {', '.join(scalars[:3])}"
         raise UserError("model", problem, "weights of shape (1,), or strategy=ddp")
-    blocks = repeated_blocks(model)
-    if settings.blocks is not None:
-        blocks = named_blocks(model, settings.blocks, "fsdp.blocks", "null")
+    blocks, shared = gathered_apart(model, settings.blocks)
+    if shared:
+        warnings.append(
+            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with what is outside of "
+            "blocks: they have weights in common with other modules"
+        )
     replaced = shard(
         model,
         [module for _, module in blocks],

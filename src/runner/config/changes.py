@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from runner.config.errors import Problem
+from runner.config.keys import within
 
 
 class Change(Enum):
@@ -67,9 +68,19 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
         inside_epoch: whether the checkpoint was written inside an epoch.
     """
     problems = []
+    # Another component has other arguments, too, which are not separate problems.
+    others = [
+        section for section, change in CHANGES.items() if change is Change.REFUSED and f"{section}._target_" in changed
+    ]
     for key in changed:
         if declared(key) is Change.REFUSED:
-            problems.append(Problem(key, "cannot change when resuming", "the checkpoint's value, or a new run"))
+            section = next((other for other in others if within(key, [other])), "")
+            if section and not key.endswith("._target_"):
+                continue
+            allowed = "the checkpoint's value, or a new run"
+            if section == "model":
+                allowed += " without ckpt_path= (init_from= starts one from the weights of another)"
+            problems.append(Problem(key, "cannot change when resuming", allowed))
         elif inside_epoch and declared(key) is Change.REFUSED_INSIDE_EPOCH:
             allowed = "the checkpoint's value, or a checkpoint from the end of an epoch"
             problems.append(Problem(key, "cannot change when resuming inside an epoch", allowed))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from runner.config.errors import Problem, UserError
-from runner.config.keys import at, key_of, within
-from runner.config.sources import Sources, text_of
+from runner.config.errors import Problem
+from runner.config.keys import key_of, within
+from runner.config.sources import Sources
+from runner.config.yaml_files import line_of
 
 
 @dataclass(frozen=True)
@@ -73,10 +72,13 @@ class Composition:
                 continue
             inside = key if option.is_global else key.removeprefix(f"{section}.")
             for path in (option.path, option.path.with_name("_base.yaml")):
-                if _defines(path, inside) or (key == section and path == option.path):
+                if line := line_of(path, inside):
+                    return f"{path}:{line}"
+                if key == section and path == option.path:
                     return str(path)
         file = self.sources.primary(self.primary) if self.primary else None
-        return str(file) if file is not None and _defines(file, key) else ""
+        line = line_of(file, key) if file is not None else None
+        return f"{file}:{line}" if line else ""
 
     def with_origins(self, problems: Sequence[Problem], checkpoint: str = "") -> list[Problem]:
         """Each problem with the override or file that its value came from, if that is known.
@@ -92,10 +94,3 @@ class Composition:
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in problems
         ]
-
-
-def _defines(path: Path, key: str) -> bool:
-    try:
-        return at(yaml.safe_load(text_of(path)), key) is not ...
-    except (UserError, yaml.YAMLError, ValueError, RecursionError):
-        return False

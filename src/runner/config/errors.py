@@ -82,14 +82,14 @@ class ConfigError(UserError):
         Exception.__init__(self, "\n".join([title, *lines]))
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str], alike: float = 0.6) -> str:
     """The choice spelled most like `word`, or the only one that begins with it; an empty string if none comes close."""
     pool = list(choices)
     longer = [choice for choice in pool if len(word) > 1 and choice.lower().startswith(word.lower())]
     if len(longer) == 1:
         return longer[0]
     by_lower = {choice.lower(): choice for choice in pool}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
     return by_lower[found[0]] if found else ""
 
 
@@ -105,6 +105,20 @@ def too_many_files(error: BaseException) -> str:
             )
         cause = cause.__cause__ or cause.__context__
     return ""
+
+
+def file_error(error: OSError) -> str:
+    """The sentence for a file or folder that the system refuses, or an empty string for another error."""
+    if error.filename is None or error.errno not in (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.ENOTDIR,
+    ):
+        return ""
+    allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
+    return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
 
 
 def called_exit(stop: SystemExit) -> str:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from runner import __version__
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
-from runner.config.secrets import mask_words
+from runner.config.secrets import mask_text, mask_words
+from runner.tracking.formats import duration
 from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
 from runner.verbs._table import VERBS, Verb
@@ -89,7 +90,14 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS
 
-    schema = SCHEMAS[verb.name]
+    schema, asked = SCHEMAS[verb.name], 0
+
+    def announce(number: int, count: int, varied: str, seconds: float | None) -> None:
+        nonlocal asked
+        asked = count
+        left = "" if seconds is None else f", about {duration(seconds)} left"
+        print(f"job {number} of {count}: {mask_text(varied) or 'as all others'}{left}", flush=True)
+
     status, sweep = launch(
         job_of(verb.name),
         schema,
@@ -98,13 +106,14 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
         restarted=restarted,
+        announce=announce,
     )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
     from runner.tracking.console import Console
     from runner.tracking.sweep import print_table, summarise
 
-    failed = print_table(summarise(sweep), Console(None))
+    failed = print_table(summarise(sweep), Console(None), asked)
     print(sweep)
     return max(status, int(failed))
 

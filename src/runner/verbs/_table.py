@@ -23,7 +23,8 @@ class Verb:
     on_ranks: bool = False  # whether several processes can share the work: `devices`, torchrun, SLURM
     # Keys that take one value or a list: `key=a,b` means `key=[a,b]` unless `--multirun` makes it a sweep
     lists: tuple[str, ...] = ()
-    only_lists: tuple[str, ...] = ()  # keys that take nothing but a list: `key=a` means `key=[a]`
+    # Keys that take nothing but a list: `key=a` means `key=[a]`, and `key=a,b` means `key=[a,b]` with `--multirun` too
+    only_lists: tuple[str, ...] = ()
     # Words that stand for others: a flag anywhere, anything else only as the first word
     aliases: Mapping[str, str] = field(default_factory=dict)
     rewrite: Callable[[str], str] = str  # expands further shorthand, one word at a time
@@ -46,7 +47,7 @@ class Verb:
         if not value or not _NOT_PLAIN.isdisjoint(value):
             return word
         several = key.lstrip("+") in self.lists and "," in value and not sweep
-        only = key.lstrip("+") in self.only_lists and value != "null"
+        only = key.lstrip("+") in ("trust", *self.only_lists) and value != "null"
         return f"{key}=[{value}]" if several or only else word
 
 
