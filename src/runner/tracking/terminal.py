@@ -58,7 +58,7 @@ class Terminal:
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
         room, texts = self._rich.width - 1, list(texts)
         while texts and len(before) + len("  ".join([after, *texts])) + 2 > room:
-            del texts[-2 if len(texts) > 1 else -1]  # the first is the loss, the last the time that is left
+            del texts[-2 if len(texts) > 2 else -1]  # the first is the loss, the last the time that is left
         tail = "  ".join([after, *texts])
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
         line = Text(encodable(before, self._encoding) + "  ", no_wrap=True, overflow="crop", end="")
