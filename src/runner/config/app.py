@@ -17,6 +17,7 @@ import hydra
 import yaml
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -278,6 +279,7 @@ def application(task: Callable[[DictConfig], Any], sources: Sources, schema: typ
 @contextlib.contextmanager
 def _files_checked(sources: Sources, schema: type) -> Iterator[None]:
     """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
+    Plugins.instance()  # registers the sources of configs
     source: Any = SourcesRegistry.instance().resolve("file")
     load_config = source.load_config
 
