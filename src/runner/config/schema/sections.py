@@ -97,6 +97,7 @@ class Data(Section):
     non_blocking: bool = True
     timeout_s: Annotated[float, Gt(0)] | None = 600.0
     on_error: Literal["raise", "skip"] = "raise"
+    max_skipped: Annotated[float, Ge(0), Le(1)] = 0.1
     identity: Literal["check", "full", "ignore"] = "check"
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)
