@@ -16,8 +16,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from runner.checkpoint.file import read
 from runner.config.errors import PREEMPTED
@@ -28,6 +31,7 @@ WORDS = (
     "log.progress=false", "checkpoint.every_steps=2", "checkpoint.min_seconds=0", "evaluate.test=false", "dist.timeout_s=20",
 )  # fmt: skip
 PATIENCE_S = 120
+EVALUATING = "evaluating"  # a file
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -82,29 +86,91 @@ def writing(folder: Path) -> bool:
     return any((folder / "checkpoints").glob(".*.tmp"))
 
 
-KINDS: dict[str, Callable[[random.Random, int, list[int]], None]] = {
-    "one rank": lambda rng, launcher, ranks: kill([rng.choice(ranks)]),
-    "all ranks": lambda rng, launcher, ranks: kill(ranks),
-    "launcher": lambda rng, launcher, ranks: kill([launcher]),
-    "rank 0, writing": lambda rng, launcher, ranks: kill(ranks[:1]),
-    "SIGTERM": lambda rng, launcher, ranks: kill([launcher], signal.SIGTERM),
+class Slow:
+    """A callback that makes evaluations slow, and keeps the file `evaluating` in a folder new while there is one.
+
+    Args:
+        folder: where the file is.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / EVALUATING
+
+    def on_start(self, loop: Any) -> None:
+        """Run something before each forward pass of an evaluation."""
+        loop.state.model.register_forward_pre_hook(lambda model, images: None if model.training else self._wait())
+
+    def _wait(self) -> None:
+        self._path.touch()
+        time.sleep(0.05)
+
+
+def evaluating(folder: Path) -> bool:
+    """Whether an evaluation has just begun a batch, see `Slow`."""
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - (folder / EVALUATING).stat().st_mtime < 0.02
+    return False
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to end a run early."""
+
+    chosen: Callable[[random.Random, int, list[int]], list[int]]  # of launcher and ranks, which get the signal
+    number: signal.Signals = signal.SIGKILL
+    awaited: Callable[[Path], bool] = lambda folder: True  # when
+    words: tuple[str, ...] = ()  # more of the command line
+
+
+KINDS = {
+    "one rank": Kind(lambda rng, launcher, ranks: [rng.choice(ranks)]),
+    "all ranks": Kind(lambda rng, launcher, ranks: ranks),
+    "launcher": Kind(lambda rng, launcher, ranks: [launcher]),
+    "rank 0, writing": Kind(lambda rng, launcher, ranks: ranks[:1], awaited=writing),
+    "SIGTERM": Kind(lambda rng, launcher, ranks: [launcher], signal.SIGTERM),
+    "SIGTERM, evaluating": Kind(
+        lambda rng, launcher, ranks: [launcher],
+        signal.SIGTERM,
+        evaluating,
+        ("evaluate.every_steps=5", "evaluate.batch_size=1", "+callbacks.slow._target_=scale_kills.Slow"),
+    ),
 }
 
 
-def attempt(kind: str, rng: random.Random, folder: Path, size: int, other: int, expected: dict[int, str]) -> str:
-    """Kill once and resume with `other` ranks; returns what went wrong, or an empty string."""
-    launcher = start(folder, *WORDS, f"devices={size}")
+@dataclass(frozen=True)
+class Layout:
+    """How many processes train, and how they share the work."""
+
+    strategy: str
+    size: int
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """On the command line."""
+        return f"devices={self.size}", f"strategy={self.strategy if self.size > 1 else 'auto'}"
+
+
+def attempt(kind: Kind, rng: random.Random, folder: Path, layout: Layout, other: Layout, expected: str) -> str:
+    """End a run early, and resume it in another layout or the same; returns what went wrong, or an empty string.
+
+    `expected` is the SHA-256 of the weights of a run of `layout` that nothing ends.
+    """
+    words = [*WORDS, "trust=[scale_kills]", *kind.words]
+    if kind.words:
+        words.append(f"+callbacks.slow.folder={folder}")
+    launcher = start(folder, *words, *layout.words)
     assert launcher.pid is not None
     step, deadline = rng.randint(1, 60), time.monotonic() + PATIENCE_S
     metrics = folder / "metrics.jsonl"
     while not (metrics.is_file() and metrics.read_bytes().count(b'"train"') >= step):
         if launcher.exitcode is not None or time.monotonic() > deadline:
+            kill([launcher.pid])
             return f"did not come to step {step}: {Path(f'{folder}.log').read_text()[-300:]}"
         time.sleep(0.002)
-    while kind == "rank 0, writing" and not writing(folder) and launcher.exitcode is None:
+    while not kind.awaited(folder) and launcher.exitcode is None:
         time.sleep(0.0002)
     ranks = ranks_of(launcher.pid)
-    KINDS[kind](rng, launcher.pid, ranks)
+    kill(kind.chosen(rng, launcher.pid, ranks), kind.number)
     launcher.join(PATIENCE_S)
     if launcher.exitcode is None:
         launcher.kill()
@@ -112,23 +178,25 @@ def attempt(kind: str, rng: random.Random, folder: Path, size: int, other: int, 
     if not gone(ranks):
         return "a rank is left"
     ended = launcher.exitcode == 0  # it was too late
-    if kind == "SIGTERM" and launcher.exitcode not in (0, PREEMPTED):
+    if kind.number == signal.SIGTERM and launcher.exitcode not in (0, PREEMPTED):
         return f"status {launcher.exitcode}, not {PREEMPTED}"
     last = folder / "checkpoints/last.safetensors"
     if last.is_file():
-        read(last)
-    words = [f"ckpt_path={folder}"] if last.is_file() else [*WORDS]
-    resumed = start(folder if last.is_file() else folder.with_name(f"{folder.name}_new"), *words, f"devices={other}")
+        position = read(last)["position"]
+        if kind.awaited is evaluating and not ended and not position["evaluation_due"]:
+            return f"the evaluation after step {position['global_step']} was not interrupted"
+        words = [f"ckpt_path={folder}", "trust=[scale_kills]"]
+    else:
+        folder = folder.with_name(f"{folder.name}_new")
+    resumed = start(folder, *words, *other.words)
     resumed.join(PATIENCE_S)
     if resumed.exitcode != 0:
         resumed.kill()
         return f"status {resumed.exitcode} when resumed: {Path(f'{folder}.log').read_text()[-300:]}"
-    summary = json.loads(
-        ((folder if last.is_file() else folder.with_name(f"{folder.name}_new")) / "summary.json").read_text()
-    )
+    summary = json.loads((folder / "summary.json").read_text())
     if summary["status"] != "finished":
         return f"it ended as {summary['status']}"
-    if size == other and not ended and summary["weights_sha256"] != expected[size]:
+    if layout == other and not ended and summary["weights_sha256"] != expected:
         return "other bits"
     return ""
 
@@ -136,33 +204,41 @@ def attempt(kind: str, rng: random.Random, folder: Path, size: int, other: int, 
 def kills(options: argparse.Namespace) -> int:
     """Kill and resume `options.count` times in each way."""
     CONTEXT.set_forkserver_preload(["runner.verbs.train"])
-    rng, broken = random.Random(options.seed), 0
-    print("| killed | attempts | ended in the right bits, or with as many steps on another number of processes |")
-    print("|---|---|---|")
+    rng = random.Random(options.seed)
+    own = [Layout(strategy, size) for strategy in options.strategies for size in (2, 3)]
+    every = [Layout("auto", 1), *(Layout(strategy, size) for strategy in ("ddp", "fsdp") for size in (2, 3))]
+    cells = [(name, strategy) for name in KINDS if options.only in name for strategy in options.strategies]
+    tried, right = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    deadline = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as scratch:
         expected = {}
-        for size in (2, 3):
-            whole = start(Path(scratch) / f"whole_{size}", *WORDS, f"devices={size}")
-            whole.join()
-            expected[size] = json.loads((Path(scratch) / f"whole_{size}/summary.json").read_text())["weights_sha256"]
-        numbers = itertools.count()
-        for kind in KINDS:
-            right = 0
-            for number in range(options.count):
-                size = rng.choice((2, 3))
-                other = size if number % 2 == 0 else rng.choice((1, 2, 3))
-                wrong = attempt(kind, rng, Path(scratch) / str(next(numbers)), size, other, expected)
-                right += not wrong
-                if wrong:
-                    print(f"{kind}, {size} ranks resumed with {other}: {wrong}", file=sys.stderr, flush=True)
-            broken += options.count - right
-            print(f"| {kind} | {options.count} | {right} |", flush=True)
-    return int(broken > 0)
+        for layout in own:
+            folder = Path(scratch) / f"whole_{layout.strategy}_{layout.size}"
+            start(folder, *WORDS, *layout.words).join()
+            expected[layout] = json.loads((folder / "summary.json").read_text())["weights_sha256"]
+        for number, (name, strategy) in itertools.product(range(options.count), cells):
+            if time.monotonic() > deadline:
+                break
+            layout = Layout(strategy, rng.choice((2, 3)))
+            other = layout if number % 2 == 0 else rng.choice(every)
+            folder = Path(scratch) / f"{name} {strategy} {number}".replace(" ", "_").replace(",", "")
+            wrong = attempt(KINDS[name], rng, folder, layout, other, expected[layout])
+            tried[name, strategy] += 1
+            right[name, strategy] += not wrong
+            print(f"{name}, {layout} resumed with {other}: {wrong or 'right'}", file=sys.stderr, flush=True)
+    print("| strategy | ended early | attempts | ended in the right bits, or with as many steps in another layout |")
+    print("|---|---|---|---|")
+    for name, strategy in cells:
+        print(f"| {strategy} | {name} | {tried[name, strategy]} | {right[name, strategy]} |")
+    return int(right != tried)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
     command = commands.add_parser("kills", help="killed at random moments, resumed")
     command.add_argument("--count", type=int, default=20, help="of each kind")
+    command.add_argument("--minutes", type=float, default=1000, help="begin no further attempt after so many")
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--only", default="", help="a part of the names of kinds")
+    command.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"], choices=["ddp", "fsdp"])
     command.set_defaults(run=kills)

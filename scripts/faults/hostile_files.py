@@ -142,7 +142,7 @@ def _nested(arena: Arena) -> bytes:
 def _naming(target: str) -> Callable[[Arena], list[str]]:
     def make(arena: Arena) -> list[str]:
         node = {"_target_": target, "_args_": [f"touch {arena.canary}"]}
-        return arena.sent(with_config(arena.contents, lambda config: config["callbacks"].update(evil=node)))
+        return arena.sent(with_config(arena.contents, lambda config: config.update(metrics={"evil": node})))
 
     return make
 

@@ -242,7 +242,7 @@ def _composition(verb: str, words: Sequence[str], config_dir: str | Path | None)
     def also(composition: Composition) -> list[Problem]:
         return problems_in(composition.values, composition, schema)[1]
 
-    with application(job_of(verb), sources) as app:
+    with application(job_of(verb), sources, schema) as app:
         composition, cfg = compose_first(app, verb, checked, schema, sources, also)
     return dataclasses.replace(composition, run_dir=run_dir_of(cfg.hydra))
 

@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, USAGE, UserError, nearest, too_many_files
-from runner.verbs._launch import complete_verb, launch_verb, print_error
+from runner.config.errors import FAILED, OK, USAGE, UserError, file_error, nearest, too_many_files
+from runner.verbs._errors import print_error
+from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -43,15 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"'{words[0]}' is not a verb", "", allowed, nearest(words[0], VERBS))
         return launch_verb(VERBS[words[0]], words[1:])
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader closed the pipe (`| head`); without this, Python would complain about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except (OSError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else too_many_files(error)
-        if not text or os.environ.get("HYDRA_FULL_ERROR") == "1":
+        text = str(error) if isinstance(error, UserError) else too_many_files(error) or file_error(error)
+        if not text:
             raise
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
         print_error(text)
         return USAGE if isinstance(error, UserError) else FAILED
     finally:

@@ -152,13 +152,17 @@ def test_a_config_that_names_other_things_builds_none_of_them(
     checkpoint: Path, workdir: Path, run: Callable[..., Any]
 ) -> None:
     target = workdir / "ran"
-    cases = [("model", evil) for evil in EVIL] + [(p, "os.system") for p in ("callbacks", "logger", "nested", "list")]
+    unused = ("callbacks", "logger")  # by eval
+    cases = [("model", evil) for evil in EVIL] + [(p, "os.system") for p in ("nested", "list", *unused)]
     for number, (place, evil) in enumerate(cases):
         path = poisoned(checkpoint, target, place, evil)
-        for verb in ("train", "eval") if number in (0, 8) else (("train", "eval")[number % 2],):
+        for verb in ("train", "eval") if number in (0, 8) or place in unused else (("train", "eval")[number % 2],):
             result = run(verb, f"ckpt_path={path}", "threads=1", "log.progress=false", "log.curves=false")
-            assert result.status == 2, (verb, place, evil, result.out)
             assert not target.exists(), f"{evil} was run"
+            if verb == "eval" and place in unused:
+                assert result.status == 0, (place, result.err)
+                continue
+            assert result.status == 2, (verb, place, evil, result.out)
             assert f"'{evil}'" in result.err
             assert "from a file" in result.err
             assert "Traceback" not in result.err

@@ -161,7 +161,11 @@ ROWS = [
     Mistake("no option at all", ("train", "model=null"), ("model: ", "allowed: a mapping with _target_")),
     Mistake("no override", ("train", "seed"), ("seed: is not an override", "allowed: key=value, group=option")),
     Mistake("unreadable value", ("train", "name=[1"), ("name=[1: has a value that cannot be read", "quote")),
-    Mistake("interpolation", ("train", "seed=${sede}"), ("seed: Interpolation key 'sede' not found",)),
+    Mistake(
+        "interpolation",
+        ("train", "seed=${sede}"),
+        ("seed: refers to 'sede'", "did you mean 'seed'?", "from: the override"),
+    ),
     Mistake(
         "several values without --multirun",
         ("train", "seed=1,2"),
@@ -519,14 +523,22 @@ def test_a_mistake_in_the_config_leaves_nothing_behind(run, tiny, workdir):
         assert list(workdir.iterdir()) == []
 
 
-def test_a_mistake_found_while_building_is_kept_with_the_run(run, tiny, workdir):
+def test_a_mistake_found_while_building_leaves_no_run(run, tiny, workdir):
     result = run("train", *tiny, "model.dropout=2")
     assert result.status == 2
-    [directory] = (workdir / "outputs" / "synthetic").iterdir()
-    summary = json.loads((directory / "summary.json").read_text())
+    assert "dropout must be" in result.err
+    assert list((workdir / "outputs" / "synthetic").iterdir()) == []
+    result = run("train", *tiny, "model.dropout=2", "hydra.run.dir=chosen/mine")
+    assert result.status == 2
+    assert not (workdir / "chosen").exists()
+
+
+def test_a_mistake_found_while_building_a_job_is_kept_with_the_job(run, tiny, workdir):
+    assert run("train", *tiny, "--multirun", "model.dropout=2", "hydra.sweep.dir=sweep").status == 1
+    summary = json.loads((workdir / "sweep" / "0" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert "dropout must be" in summary["error"]
-    assert "dropout must be" in (directory / "run.log").read_text()
+    assert "dropout must be" in (workdir / "sweep" / "0" / "run.log").read_text()
 
 
 def test_a_config_of_ones_own_that_lacks_sections_is_told_which(run, workdir):
@@ -553,12 +565,12 @@ def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypat
     assert "dropout must be" in result.err
 
 
-def test_a_failure_that_is_no_mistake_of_the_users_has_its_traceback_and_status_1(run, tiny, workdir, monkeypatch):
+def test_a_failure_that_is_no_mistake_in_the_call_names_its_line_and_has_status_1(run, tiny, workdir, monkeypatch):
     (workdir / "breaking_package.py").write_text("def model(**_):\n    raise RuntimeError('broken inside')\n")
     monkeypatch.syspath_prepend(workdir)
     result = run("train", *tiny, "model._target_=breaking_package.model")
     assert result.status == 1, result.err
-    assert "Traceback" in result.err
+    assert 'breaking_package.py", line 2, in model' in result.err
     assert "RuntimeError: broken inside" in result.err
 
 

@@ -106,12 +106,33 @@ def test_a_job_that_breaks_stops_no_other(sweep, workdir, monkeypatch):
     assert re.search(r"error: job 0 failed: RuntimeError: broken inside", result.out + result.err)
 
 
-def test_a_combination_that_only_some_jobs_have_fails_in_these_alone(sweep):
-    result, folder = sweep("--multirun", "deterministic=false,true", "cudnn_benchmark=true")
-    assert result.status == 1
-    found = summaries(folder)
-    assert [found[job]["status"] for job in "01"] == ["finished", "failed"]
-    assert "cudnn_benchmark" in found["1"]["error"]
+@pytest.mark.parametrize(
+    ("words", "key", "job"),
+    [
+        (("deterministic=false,true", "cudnn_benchmark=true"), "cudnn_benchmark", "job 2 of 2: deterministic=True"),
+        (("seed=0,1", "optimizer.lr=0.1,x"), "optimizer.lr", "job 2 of 4: seed=0 optimizer.lr=x, and 1 more"),
+        (("seed=0,1", "epochs=0"), "epochs", "the override epochs=0"),
+    ],
+)
+def test_a_mistake_in_the_config_of_any_job_is_told_before_the_first_one(words, key, job, run, tiny, workdir):
+    result = run("train", *tiny, "--multirun", *words)
+    assert result.status == 2
+    assert "1 problem in" in result.err
+    assert f"  {key}: " in result.err
+    assert f"from: {job}\n" in result.err
+    assert list(workdir.iterdir()) == []
+
+
+def test_each_job_says_its_number_and_what_it_varies(four_jobs):
+    out, _ = four_jobs
+    heads = re.findall(r"^job (\d) of 4: (.*?)(, about .* left)?$", out, re.MULTILINE)
+    assert [(number, varied) for number, varied, _ in heads] == [
+        ("1", "seed=0 optimizer.lr=0.1"),
+        ("2", "seed=0 optimizer.lr=0.01"),
+        ("3", "seed=1 optimizer.lr=0.1"),
+        ("4", "seed=1 optimizer.lr=0.01"),
+    ]
+    assert [bool(left) for *_, left in heads] == [False, True, True, True]
 
 
 def test_settings_of_one_job_do_not_leak_into_the_next(sweep, run, tiny):
@@ -207,6 +228,7 @@ def test_a_signal_ends_a_sweep_with_a_table_of_what_was_done(workdir, tiny):
     out, err = program.communicate(timeout=60)
     assert program.returncode == 75, err
     assert "preempted" in out
+    assert "0 of 3 jobs finished" in out
     assert not (Path(out.splitlines()[-1].strip()) / "1").exists()
 
 

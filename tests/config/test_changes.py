@@ -50,6 +50,8 @@ def test_nothing_is_declared_that_is_no_key() -> None:
         ("log.every_steps", Change.ALLOWED),
         ("logger.tensorboard", Change.ALLOWED),
         ("data.num_workers", Change.ALLOWED),
+        ("devices", Change.REPORTED),
+        ("strategy", Change.REPORTED),
         ("data.on_error", Change.REPORTED),
         ("modelling", Change.REPORTED),
         ("data.of_an_older_version", Change.REPORTED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,14 +213,14 @@ def own(workdir):
 @pytest.mark.parametrize(
     ("words", "key", "file"),
     [
-        (["model=own"], "model.hiden", "model/own.yaml"),
-        (["data=own"], "data.hflip", "data/own.yaml"),
-        (["experiment=own"], "epochs", "experiment/own.yaml"),
-        (["experiment=own"], "grad_clip.norm", "experiment/own.yaml"),
-        (["--config-name", "other"], "accumulate", "other.yaml"),
+        (["model=own"], "model.hiden", "model/own.yaml:2"),
+        (["data=own"], "data.hflip", "data/own.yaml:6"),
+        (["experiment=own"], "epochs", "experiment/own.yaml:2"),
+        (["experiment=own"], "grad_clip.norm", "experiment/own.yaml:4"),
+        (["--config-name", "other"], "accumulate", "other.yaml:4"),
     ],
 )
-def test_the_origin_of_a_value_from_a_file_is_that_file(words, key, file, own, problems):
+def test_the_origin_of_a_value_from_a_file_is_that_line_of_the_file(words, key, file, own, problems):
     found = problems("--config-dir", str(own), *words)
     assert found[key].origin == str(own / file)
 
@@ -231,8 +232,9 @@ def test_an_override_is_the_origin_rather_than_the_file_that_it_overrides(own, p
 
 def test_a_value_of_the_base_that_options_share_comes_from_there(compose):
     composition = compose("data=digits")
-    found = composition.origin("data.prefetch")
-    assert found == str(shipped() / "data" / "_base.yaml")
+    file, _, line = composition.origin("data.prefetch").rpartition(":")
+    assert file == str(shipped() / "data" / "_base.yaml")
+    assert Path(file).read_text().splitlines()[int(line) - 1].startswith("prefetch:")
 
 
 def test_checked_raises_every_problem_with_its_origin(compose):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
-import operator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,12 @@ def test_splits_of_every_size_give_the_same_numbers_on_any_number_of_ranks(pool:
         folder.mkdir()
         pool(split_sizes.on_a_rank, folder, ranks)
         found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-        for one, parts in zip(expected, zip(*found, strict=True), strict=True):
-            for kind in ("classes", "numbers"):
-                assert (
-                    sorted(functools.reduce(operator.iadd, (part[kind]["ids"] for part in parts), []))
-                    == one[kind]["ids"]
-                )
-                assert all(part[kind]["values"] == one[kind]["values"] for part in parts)
+        for strategy, kinds in (("ddp", ("classes", "numbers")), ("fsdp", ("classes",))):
+            for one, *parts in zip(expected, *(each[strategy] for each in found), strict=True):
+                for kind in kinds:
+                    ids = itertools.chain.from_iterable(part[kind]["ids"] for part in parts)
+                    assert sorted(ids) == one[kind]["ids"]
+                    assert all(part[kind]["values"] == one[kind]["values"] for part in parts)
     sizes = [size for size in split_sizes.SIZES for _ in split_sizes.BATCHES]
     for size, one in zip(sizes, expected, strict=True):
         assert one["classes"]["ids"] == list(range(size))

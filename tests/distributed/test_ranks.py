@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from forked import ForkedProgram
 
 from runner.checkpoint.file import read
+from scale_kills import ranks_of
 
 WORDS = (
     "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp",
@@ -62,16 +62,6 @@ def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def losses(folder: Path) -> dict[tuple[str, int], float]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {(record["split"], record["global_step"]): record["loss"] for record in records}
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """The processes of the ranks: children of a child of the launcher, its fork server."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            children.setdefault(int(parent), []).append(int(path.parent.name))
-    return [rank for server in children.get(launcher, []) for rank in children.get(server, [])]
 
 
 def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., Any]) -> None:

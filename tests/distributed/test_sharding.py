@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from runner.config.errors import Problem
+from scale_matrix import LAYOUTS
 
 # 41 samples to train on: five batches, of which the last has one. 5 samples to validate on: three batches.
 SMALL = (
@@ -23,6 +25,7 @@ VIT = (
     "model=vit_tiny", "model.dim=12", "model.depth=2", "model.dropout=0.1", "model.drop_path=0.2", "model.mlp_ratio=2",
 )  # fmt: skip
 WINDOW = (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9")
+TIED = ("model=null", "+model._target_=tied.Tied", "trust=[tied,poison]", "ema=0.9", "grad_clip.norm=0.5")
 TWO = ("devices=2", "strategy=fsdp")
 PARTS = ("freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1")
 
@@ -57,17 +60,22 @@ def assert_same(some: Any, other: Any) -> None:
 
 @pytest.mark.slow
 def test_accumulation_clipping_an_average_and_resuming_across_strategies(runs: Callable[..., Any]) -> None:
-    one, fsdp, ddp = runs(*WINDOW), runs(*WINDOW, *TWO), runs(*WINDOW, "devices=2", "strategy=ddp")
-    for found in (fsdp, ddp):
-        assert_same(found, one)
-    three = ("devices=3", "strategy=fsdp")
-    for before, now in ((one, TWO), (fsdp, ("devices=1", "strategy=auto")), (fsdp, three), (ddp, TWO)):
-        checkpoint = before.directory / "checkpoints" / "step_0000000003.safetensors"  # inside an epoch
-        assert_same(runs(*WINDOW, *now, f"ckpt_path={checkpoint}"), one)
+    whole = {name: runs(*WINDOW, *layout) for name, layout in LAYOUTS.items()}
+    one, two, ddp = (whole[name] for name in ("1 process", "fsdp, 2", "ddp, 2"))
+    for other in whole.values():
+        assert_same(other, one)
+    # Each layout resumes what it wrote itself, and what the next one wrote; scripts/scale.py matrix tries all pairs.
+    names = list(LAYOUTS)
+    for writer, name in [*zip(names, names, strict=True), *itertools.pairwise([*names, names[0]])]:
+        checkpoint = whole[writer].directory / "checkpoints" / "step_0000000003.safetensors"  # inside an epoch
+        resumed = runs(*WINDOW, *LAYOUTS[name], f"ckpt_path={checkpoint}")
+        assert_same(resumed, one)
+        if writer == name:
+            assert resumed.summary["weights_sha256"] == whole[name].summary["weights_sha256"], name
     for part in ("parameters", "gradients", "optimizer"):
-        whole = ddp.summary["memory"][0][part]
-        assert [rank[part] for rank in fsdp.summary["memory"]] == pytest.approx([whole / 2] * 2, rel=0.05), part
-    assert "rank 1 keeps" in (fsdp.directory / "logs" / "rank_1.log").read_text()
+        memory = ddp.summary["memory"][0][part]
+        assert [rank[part] for rank in two.summary["memory"]] == pytest.approx([memory / 2] * 2, rel=0.05), part
+    assert "rank 1 keeps" in (two.directory / "logs" / "rank_1.log").read_text()
 
 
 @pytest.mark.slow
@@ -98,6 +106,16 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[
     ours, theirs = tensors(two), tensors(one)
     for name in ("layers.0.weight", "optimizer/state/0/exp_avg_sq"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> None:
+    one, two = runs(*TIED), runs(*TIED, *TWO)
+    assert_same(two, one)
+    assert "gathers blocks.0, blocks.1, blocks.2 with what is outside" in (two.directory / "run.log").read_text()
+    for before, now in ((two, LAYOUTS["1 process"]), (one, TWO)):
+        checkpoint = before.directory / "checkpoints" / "step_0000000003.safetensors"
+        assert_same(runs(*TIED, *now, f"ckpt_path={checkpoint}"), one)
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from runner.data.loaders import MemoryLoader
 from runner.data.transforms.augment import Pipeline
-from runner.distributed.world import joined
+from runner.distributed.sharding import shard
+from runner.distributed.world import World, joined
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Classification, Regression
 
@@ -39,25 +40,35 @@ class Fading:
 
 
 class Noting:
-    """A source of batches that remembers which samples it gave."""
+    """A source of batches that remembers which samples it gave at first: what is asked for later is to count for nothing."""
 
     def __init__(self, source: MemoryLoader) -> None:
-        self.source, self.samples, self.batch_size, self.ids = source, source.samples, source.batch_size, list[int]()
+        self.source, self.samples, self.batch_size = source, source.samples, source.batch_size
+        self.ids, self._asked = list[int](), 0
 
     def batches(self, *which: int) -> Iterator[Any]:
+        self._asked += 1
+        first = self._asked == 1
         for batch in self.source.batches(*which):
-            self.ids += batch.indices.tolist()
+            if first:
+                self.ids += batch.indices.tolist()
             yield batch
 
 
-def all_found() -> list[dict[str, Any]]:
-    """For every size and batch size the samples that this rank evaluated, and the metrics of each task."""
+def all_found(world: World | None = None) -> list[dict[str, Any]]:
+    """For every size and batch size the samples that this rank evaluated, and the metrics of each task.
+
+    The models are divided among the ranks of `world`, if there is one. The metrics do not depend on it, so one task has to do.
+    """
     torch.manual_seed(0)
     images, prepare = torch.randint(256, (41, 1, 2, 2), dtype=torch.uint8), Pipeline([], [0.5], [0.3], 0, _CPU)
     targets = {"classes": torch.randint(3, (41,)), "numbers": torch.randn(41)}
     tasks: dict[str, Any] = {"classes": Classification(3), "numbers": Regression()}
     losses: dict[str, Any] = {"classes": F.cross_entropy, "numbers": F.mse_loss}
     models = {name: nn.Sequential(nn.Flatten(), nn.Linear(4, 3 if name == "classes" else 1)) for name in tasks}
+    if world is not None:
+        del tasks["numbers"]
+        shard(models["classes"], [], world, _CPU)
     metrics = {name: {**task.metrics(_CPU), "fading": Fading()} for name, task in tasks.items()}
     every = []
     for size, batch in itertools.product(SIZES, BATCHES):
@@ -79,4 +90,5 @@ def on_a_rank(folder: Path) -> None:
     """Write them to `RANK.json`."""
     torch.set_num_threads(1)
     with joined(60, _CPU) as world:
-        (folder / f"{world.rank}.json").write_text(json.dumps(all_found()))
+        found = {"ddp": all_found(), "fsdp": all_found(world)}
+        (folder / f"{world.rank}.json").write_text(json.dumps(found))

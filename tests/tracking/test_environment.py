@@ -36,7 +36,7 @@ def test_what_is_seeded_and_what_same_bits_need_is_told(monkeypatch):
     assert "each sample" in table["seeded by seed="]
     assert "numpy.random.default_rng()" in table["not seeded"]
     assert "PYTHONHASHSEED is not set" in table["not seeded"]
-    for need in (f"torch {torch.__version__}", f"{torch.get_num_threads()} threads", env["torch"]["cpu_capability"]):
+    for need in (f"torch {torch.__version__}", f"{torch.get_num_threads()} thread", env["torch"]["cpu_capability"]):
         assert need in table["same bits need"]
     env["devices"] = [{"name": "Some GPU", "memory_bytes": 2**30, "capability": "9.0", "multiprocessors": 1}] * 2
     assert dict(lines(env))["same bits need"].endswith("; Some GPU (9.0); deterministic=true")

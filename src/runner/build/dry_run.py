@@ -13,6 +13,7 @@ import torch
 
 from runner.build.finetune import explaining
 from runner.build.model import example_input, example_targets, indices_for
+from runner.build.ranks import gathered_apart
 from runner.build.run import Run
 from runner.build.validate import validate_limits
 from runner.config.errors import UserError
@@ -23,7 +24,6 @@ from runner.distributed import layout
 from runner.distributed.layout import Memory, Traffic, Weight
 from runner.instrument.nested import tensors_in
 from runner.instrument.saved_tensors import SavedTensors
-from runner.runtime.blocks import named_blocks, repeated_blocks
 from runner.runtime.memory import readable
 from runner.tracking.console import Console
 
@@ -173,8 +173,7 @@ def _measure(run: Run, samples: int) -> tuple[int, float]:
 
 def _weights(run: Run) -> list[Weight]:
     """The sizes of the parameters, of the optimizer state after some steps, and the blocks they are in."""
-    chosen = run.config.fsdp.blocks
-    blocks = repeated_blocks(run.model) if chosen is None else named_blocks(run.model, chosen, "fsdp.blocks", "null")
+    blocks, _ = gathered_apart(run.model, run.config.fsdp.blocks)
     units = {id(parameter): name for name, block in blocks for parameter in block.parameters()}
     found = []
     for parameter in run.model.parameters():

@@ -27,16 +27,13 @@ class Held:
 
     def parts(self) -> StepConfig:
         """The parts of a step, which count the gradients in the first one."""
-        average = self._run.parts.average_gradients
+        parts = self._run.parts
+        return dataclasses.replace(parts, on_gradients=self._count_gradients) if world().size > 1 else parts
 
-        def counting() -> None:
-            if average is not None:
-                average()
-            if not self._gradients:
-                gradients = (parameter.grad for parameter in self._run.model.parameters())
-                self._gradients = _bytes(gradient for gradient in gradients if gradient is not None)
-
-        return dataclasses.replace(self._run.parts, average_gradients=counting) if world().size > 1 else self._run.parts
+    def _count_gradients(self) -> None:
+        if not self._gradients:
+            gradients = (parameter.grad for parameter in self._run.model.parameters())
+            self._gradients = _bytes(gradient for gradient in gradients if gradient is not None)
 
     def by_rank(self) -> list[dict[str, int]]:
         """For each rank the bytes of `parameters`, `gradients`, `optimizer` state and `buffers`, and its `peak`.

@@ -39,4 +39,8 @@ def plan_length(config: Train, data: DataModule, start: Position | None) -> RunL
         problem = f"{size} is more than the {plan.samples} training samples, and data.drop_last=true leaves no batch"
         raise UserError("data.batch_size", problem, "a smaller data.batch_size, or data.drop_last=false")
     limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
-    return RunLength(plan, Timeline.of(start or Position(), plan), limits, limits.total_steps(plan, start))
+    total = limits.total_steps(plan, start)
+    if total < 1 and start is not None:
+        problem = f"is {config.epochs}, and the checkpoint has completed {start.epoch} epochs of {plan.steps} steps"
+        raise UserError("epochs", problem, f"epochs={start.epoch + 1} or more to train on")
+    return RunLength(plan, Timeline.of(start or Position(), plan), limits, total)

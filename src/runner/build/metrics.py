@@ -46,7 +46,12 @@ def _full_name(key: str, name: str, config: Train, task: Task) -> str:
     allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
     if name not in allowed:
-        raise UserError(key, f"there is no metric '{name}'", ", ".join(allowed), nearest(name, allowed))
+        listed = ", ".join(allowed)
+        if key == "checkpoint.monitor" and config.checkpoint.monitor is None and config.metrics:
+            own_name = name.removeprefix("val/")
+            problem = f"there is no metric '{name}': metrics= replaces those of the task, which watches it"
+            raise UserError(key, problem, f"{listed}; or metrics.{own_name} as well")
+        raise UserError(key, f"there is no metric '{name}'", listed, nearest(name, allowed))
     return name
 
 
@@ -98,9 +103,10 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     facts = {"num_classes": classes, "task": "multiclass"}
     if threshold is not None:
         facts = {"num_classes": classes, "num_labels": classes, "threshold": threshold, "task": "multilabel"}
+    metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
     return {
-        name: converting(build(f"metrics.{name}", node, facts=facts).to(device), task)
-        for name, node in config.metrics.items()
+        name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
+        for name, metric in metrics.items()
     }
 
 

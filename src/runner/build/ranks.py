@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,18 +22,24 @@ from runner.checkpoint import file, find
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.composition import Composition
-from runner.config.errors import UserError
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.frozen import to_plain
+from runner.config.rules import needing_one_process
 from runner.config.schema.train import Train
+from runner.config.validate import typed
 from runner.data.build import DataModule
 from runner.distributed.batchnorm import synchronize
 from runner.distributed.deferred import Deferred
 from runner.distributed.sharding import is_sharded, shard
-from runner.distributed.world import World, restarted, world
+from runner.distributed.world import World, restarted, started_by_launcher, world
 from runner.engine.tasks import Task
 from runner.instrument.no_trace import evaluating
-from runner.runtime.blocks import named_blocks, repeated_blocks
+from runner.runtime.blocks import Block, named_blocks, repeated_blocks
+
+T = TypeVar("T", bound=Train)
 
 _TRIED = 32  # targets
+_WEIGHTS = "different initial weights"
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,29 @@ class Job:
         checkpoint = found.path if found else None
         return cls(composition, setup.config, directory, checkpoint, setup.differences, warnings)
 
+    def to_plain(self) -> dict[str, Any]:
+        """The job as what JSON can contain, for ranks that another program started."""
+        return {
+            "composition": self.composition.to_plain(),
+            "config": to_plain(self.config),
+            "directory": str(self.directory),
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "differences": self.differences,
+            "warnings": self.warnings,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Job:
+        """What `to_plain` was called on."""
+        return cls(
+            composition=Composition.from_plain(plain["composition"]),
+            config=config_from_plain(plain["config"], Train),
+            directory=Path(plain["directory"]),
+            checkpoint=Path(plain["checkpoint"]) if plain["checkpoint"] else None,
+            differences=[(key, before, after) for key, before, after in plain["differences"]],
+            warnings=plain["warnings"],
+        )
+
     def setup(self) -> Setup:
         """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
         found = None
@@ -62,6 +92,18 @@ class Job:
         elif self.checkpoint is not None:
             found = find.LoadedCheckpoint(self.checkpoint, file.read(self.checkpoint, later=True), [])
         return Setup(self.config, found, self.differences, warnings=self.warnings)
+
+
+def config_from_plain(values: dict[str, Any], schema: type[T]) -> T:
+    """The config that `runner.config.frozen.to_plain` was called on.
+
+    Raises:
+        ConfigError: if the values have other types, as those of another version of this package may.
+    """
+    config, problems = typed(schema, values)
+    if config is None:
+        raise ConfigError(problems)
+    return config
 
 
 def count_ranks(config: Train) -> int:
@@ -80,6 +122,21 @@ def count_ranks(config: Train) -> int:
             "devices", f"asks for device {max(numbers)}, and torch sees {gpus}", f"0 to {gpus - 1}, or device=cpu"
         )
     return len(numbers)
+
+
+def check_one_process(config: Train) -> None:
+    """Check a config once the number of processes is known, which `devices=auto`, torchrun and SLURM decide.
+
+    Raises:
+        ConfigError: if there are several, and the config asks for what needs a single one.
+    """
+    if config.dry_run:
+        return
+    size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
+    if size > 1:
+        several = f"there are {size} processes"
+        if problems := [Problem(*each) for each in needing_one_process(config, several)]:
+            raise ConfigError(problems)
 
 
 def device_of_rank(config: Train) -> torch.device:
@@ -130,15 +187,17 @@ def check_same(run: Run, fingerprint: dict[str, Any], world: World) -> None:
     """
     if world.size == 1:
         return
-    weights = {} if is_sharded(run.model) else {"initial weights": weights_sha256(run.model.state_dict())}
-    own = {"config": _digest(stored.dump(run.config)), "data": _digest(repr(fingerprint)), **weights}
-    _require_same(own | {"version of torch": torch.__version__}, world)
+    own = {"a different version of torch": torch.__version__, "different data": _digest(repr(fingerprint))}
+    own |= {"a different config": _digest(stored.dump(run.config))}
+    own |= {} if is_sharded(run.model) else {_WEIGHTS: weights_sha256(run.model.state_dict())}
+    _require_same(own, world)
 
 
 def _require_same(own: dict[str, str], world: World) -> None:
+    """Check what may differ, causes first: the config has facts that come from the data."""
     for rank, other in enumerate(ranks := world.gather(own)):
         if wrong := [name for name in own if other[name] != ranks[0][name]]:
-            problem = f"rank {rank} of {world.size} has another {' and another '.join(wrong)} than rank 0"
+            problem = f"rank {rank} of {world.size} has {wrong[0]} from rank 0"
             raise UserError("devices", problem, "the same files, packages and environment for every rank")
 
 
@@ -154,6 +213,24 @@ def deferred_weights(config: Train, device: torch.device) -> Deferred | None:
     if device.type != "cpu" and schemes - {"zero_gamma", "prior_bias"}:
         return None  # drawn by the generator of the device
     return Deferred()
+
+
+def gathered_apart(model: nn.Module, patterns: Sequence[str] | None) -> tuple[list[Block], list[str]]:
+    """The blocks of `fsdp.blocks` whose weights FSDP gathers one block at a time, and the names of those where it cannot.
+
+    Torch divides a weight once in each unit, so a weight of two units would become two.
+    """
+    blocks = repeated_blocks(model)
+    if patterns is not None:
+        blocks = named_blocks(model, patterns, "fsdp.blocks", "null")
+    places = _places(model)
+    shared = [name for name, block in blocks if any(places[weight] > n for weight, n in _places(block).items())]
+    return [(name, block) for name, block in blocks if name not in shared], shared
+
+
+def _places(model: nn.Module) -> Counter[nn.Parameter]:
+    """In how many modules each weight is."""
+    return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
 
 
 def shard_model(
@@ -176,7 +253,7 @@ def shard_model(
         return {}
     settings, ranks, device = config.fsdp, world(), hardware.device
     with deferred or contextlib.nullcontext():
-        _require_same({"initial weights": weights_sha256(model.state_dict())}, ranks)
+        _require_same({_WEIGHTS: weights_sha256(model.state_dict())}, ranks)
     if deferred and deferred.reason:
         warnings.append(f"fsdp.lazy_init=true has no effect: every process built the whole model ({deferred.reason})")
     if ranks.size % settings.replicas:
@@ -188,9 +265,12 @@ def shard_model(
     if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
         problem = f"has weights without dimensions, which strategy=fsdp cannot divide: {', '.join(scalars[:3])}"
         raise UserError("model", problem, "weights of shape (1,), or strategy=ddp")
-    blocks = repeated_blocks(model)
-    if settings.blocks is not None:
-        blocks = named_blocks(model, settings.blocks, "fsdp.blocks", "null")
+    blocks, shared = gathered_apart(model, settings.blocks)
+    if shared:
+        warnings.append(
+            f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with what is outside of "
+            "blocks: they have weights in common with other modules"
+        )
     replaced = shard(
         model,
         [module for _, module in blocks],

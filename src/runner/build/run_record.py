@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import io
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 from runner.build.setup import Setup, is_inside
 from runner.checkpoint.find import named
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, OK, PREEMPTED, DataFailed, UserError, explain
+from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, UserError, explain, whole
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
@@ -42,6 +43,8 @@ class RunRecord:
         self.error: BaseException | None = None  # what ended the run early
         self.left: Path | None = None  # directory of the run that had finished before
         self._to_debug: BaseException | None = None
+        self._is_new = False  # whether the directory had no content when the run opened it
+        self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
 
     @property
@@ -86,6 +89,8 @@ class RunRecord:
         """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names."""
         self.setup = setup
         directory = self._directory or setup.again or self._new_directory(setup)
+        others = (path for path in directory.path.rglob("*") if path.name != ".lock" and not path.is_dir())
+        self._is_new = self._directory is None and next(others, None) is None
         directory.lock()
         self._directory = directory
         if setup.again is not None and not self.continued:
@@ -165,6 +170,9 @@ class RunRecord:
         hint = f"\n    to go on: ckpt_path={self.directory.path}" if saved and isinstance(error, DataFailed) else ""
         self.complain(text + hint)
         is_mistake = isinstance(error, UserError | BadMetric)
+        if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
+            Console(self._directory.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
+        self._mistaken = self.exit_code == USAGE and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
         if self.composition.values.get("post_mortem") is True and unexpected:
             self._to_debug = error
@@ -188,6 +196,10 @@ class RunRecord:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
         self._directory.unlock()
+        if self._is_new and self._mistaken:
+            # Nothing was trained, and the message has been shown.
+            shutil.rmtree(self._directory.path, ignore_errors=True)
+            self._directory = None
 
     def finish(self) -> None:
         """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded.

@@ -67,7 +67,8 @@ def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str
 
 def why_occupied(composition: Composition) -> UserError | None:
     """The mistake of writing into the folder that Hydra was given while it belongs to another run; None for no mistake."""
-    fixed, resumes = composition.job_dir or composition.run_dir, composition.resumes
+    fixed = composition.job_dir or composition.run_dir
+    resumes = composition.resumes or (restarted() and composition.job_dir is not None)
     if fixed is None or not any(os.path.lexists(fixed / name) for name in ("overrides.yaml", "summary.json")):
         return None
     if not resumes and composition.job_dir is None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
 
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
@@ -19,6 +22,11 @@ T = TypeVar("T")
 
 class Stateful(Protocol):
     """Anything whose state goes into a checkpoint, see `runner.engine.state.TrainState`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained."""
+        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain containers."""
@@ -52,13 +60,30 @@ def contents(
     """
     saved, ranks = state.state_dict(), world()
     if ranks.size > 1:
-        saved = mapped(saved, lambda tensor, _: part(tensor) if sharded else gathered(tensor, ranks))
+        saved = _collected(saved, state.model, part if sharded else partial(gathered, world=ranks))
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
     }
     saved["metrics"] |= known
     facts = {"config": config, "classes": classes, "versions": versions}
     return saved | {"format": file.FORMAT, "rng": rng.capture(), **facts}
+
+
+def _collected(saved: dict[str, Any], model: nn.Module, collect: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """A state with what `collect` makes of its tensors; weights that are tied stay one, which a file has once."""
+    first: dict[nn.Parameter, str] = {}
+    tied = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
+    once: dict[tuple[str, str], Any] = {}
+
+    def collect_once(tensor: Tensor, place: str) -> Any:
+        container, _, name = place.rpartition("/")
+        key = container, tied.get(name, name)
+        if key not in once:
+            once[key] = collect(tensor)
+        return once[key]
+
+    whole: dict[str, Any] = mapped(saved, collect_once)
+    return whole
 
 
 def copied(value: Any) -> Any:

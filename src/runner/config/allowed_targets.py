@@ -7,6 +7,7 @@ that it resolves to must be on the allow-list or come from a package that the us
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,9 +53,18 @@ _DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", 
 _PACKAGES = ("runner", "torch", "torchvision", "torchmetrics")
 
 
+IF_TRUSTED = "if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)"
+
+
 def section_of(key: str) -> str:
     """The section of components that a dotted key lies in, such as `data.dataset` or `loss`; otherwise its first part."""
     return next((section for section in _HOMES if within(key, [section])), key.split(".")[0])
+
+
+def packages_in(value: Any) -> list[str]:
+    """The packages that a value of `trust`, or of RUNNER_TRUST, names: a list, or text with commas or spaces between them."""
+    texts = value if isinstance(value, list) else [value] if value else []
+    return [name for text in texts for name in re.split(r"[,;:\s]+", str(text)) if name]
 
 
 def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
@@ -104,7 +114,7 @@ def remedy(path: str, trust: Iterable[str], section: str) -> str:
     elif within(path, _PACKAGES):
         homes = ", ".join(_HOMES.get(section, ()))
         return f"parts of {homes}, or {section}=... on the command line" if homes else "nothing: no part is built here"
-    return f"trust=[{package}] if you trust it (on the command line, in conf/local, or in RUNNER_TRUST)"
+    return f"trust=[{package}] {IF_TRUSTED}"
 
 
 def _home_of(found: Any) -> str:

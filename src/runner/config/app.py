@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import dataclasses
 import io
 import os
 import re
@@ -25,11 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.config import overrides
 from runner.config.composition import Composition as Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.file_mistakes import problems_in_file
+from runner.config.hydra_messages import as_problem
 from runner.config.hydra_nodes import unasked
-from runner.config.keys import flatten
+from runner.config.keys import all_keys, flatten
 from runner.config.output_folders import not_folders, why_occupied
 from runner.config.secrets import mask_sweep
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
+from runner.config.sweep_jobs import Announce, announced, jobs_of, validate_jobs
+from runner.config.words import flag_meant
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -77,8 +81,8 @@ def _choices(hydra_config: Any) -> dict[str, str]:
     return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Hydra's flags and the overrides among the words after a verb.
+def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
+    """Hydra's flags and the overrides among the words after a verb; `known` lists the keys, for a flag that means one.
 
     Raises:
         UserError: for a flag that Hydra does not have, or one that is refused.
@@ -86,6 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
+    parser.allow_abbrev = False
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -94,17 +99,41 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if stop.code in (0, None):
             raise
         options = [option for action in parser._actions for option in action.option_strings]
-        wrong = next((word for word in argv if word.startswith("-") and word.split("=")[0] not in options), "")
-        close = nearest(wrong.split("=")[0], options)
-        reason = complaint.getvalue().strip().splitlines()[-1].partition("error: ")[2]
-        raise UserError(reason + (f"; did you mean '{close}'?" if close else "")) from None
-    if flags.experimental_rerun:
-        raise UserError("--experimental-rerun reads a pickle, which could run anything; use ckpt_path= instead")
-    if flags.config_path:
-        raise UserError(
-            "--config-path would replace the configs that come with the program; add yours with --config-dir"
-        )
+        raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
+    for name, (given, fix) in {
+        "--experimental-rerun": (
+            flags.experimental_rerun,
+            "it reads a pickle, which could run anything; use ckpt_path= instead",
+        ),
+        "--config-path": (
+            flags.config_path,
+            "it would replace the configs of the program; add yours with --config-dir",
+        ),
+        "--package": (flags.package, "it would move all keys; select an option with group=option, such as model=mlp"),
+    }.items():
+        if given:
+            raise UserError(f"{name} is refused: {fix}")
     return flags
+
+
+def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], known: Sequence[str]) -> UserError:
+    """The mistake behind a complaint of argparse's."""
+    reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
+    at, wrong = next(
+        (
+            (number, word)
+            for number, word in enumerate(argv)
+            if word.startswith("-") and word.split("=")[0] not in options
+        ),
+        (0, ""),
+    )
+    if not wrong:
+        return UserError(reason.replace("(choose from", "(one of"), "", "python -m runner VERB --help lists the flags")
+    flag, _, value = wrong.partition("=")
+    follows = argv[at + 1] if at + 1 < len(argv) else ""
+    value = value or ("" if "=" in follows or follows.startswith("-") else follows)
+    meant, allowed = flag_meant(flag, value, known, options)
+    return UserError(f"there is no flag {flag}", "", allowed, meant)
 
 
 def launch(
@@ -114,6 +143,8 @@ def launch(
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
     sweep_root: Callable[[dict[str, Any]], Path],
+    restarted: bool = False,
+    announce: Announce = lambda *_: None,
 ) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
 
@@ -125,6 +156,8 @@ def launch(
         also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
             report has them all.
         sweep_root: claims the folder of a sweep, given the composed values.
+        restarted: whether this process continues the work of one that was started with the same words and died.
+        announce: called before each job of a sweep.
 
     Returns:
         The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
@@ -133,7 +166,7 @@ def launch(
         ConfigError: with every problem found in the overrides and the composition.
         UserError: for a flag that Hydra does not have, or one that is refused.
     """
-    flags = parse(argv)
+    flags = parse(argv, [*all_keys(schema), *Sources().groups()])
     shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
     if flags.resolve and not shows:
         raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
@@ -147,26 +180,49 @@ def launch(
         if checked.problems or unknown:
             raise ConfigError([*checked.problems, *unknown])
         others = [word for word in argv if word not in flags.overrides]
-        return _main(task, primary, [*others, *checked.accepted]), None
+        with _files_checked(sources, schema):
+            return _main(task, primary, [*others, *checked.accepted]), None
     primary = (flags.config_name or primary).removesuffix(".yaml")
-    with application(task, sources) as app:
+    with application(task, sources, schema) as app:
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            return _status(lambda: app.run(primary, task, checked.accepted)), None
-        if common := _of_every_job(cfg, checked.accepted, also(composition)):
+            with _no_empty_folders(Path(cfg.hydra.run.dir)):
+                return _status(lambda: app.run(primary, task, checked.accepted)), None
+        jobs: list[list[str]] = []
+        if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
+            jobs = jobs_of(checked.accepted, dict(cfg.hydra.sweeper.get("params") or {}))
+
+            def problems_of(words: list[str]) -> list[Problem]:
+                job, _ = compose(app, primary, dataclasses.replace(checked, accepted=words), schema, sources, also)
+                return [] if job.values.get("ckpt_path") is not None else also(job)
+
+            validate_jobs(jobs, problems_of)
+        elif common := _of_every_job(cfg, checked.accepted, also(composition)):
             raise ConfigError(common)
         given = [word.split("=", 1)[1].strip("'\"") for word in checked.accepted if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), checked.accepted, composition.resumes)):
+        if given and (problem := why_occupied(Path(given[-1]), checked.accepted, restarted or composition.resumes)):
             raise ConfigError([problem])
         folder = Path(given[-1]) if given else sweep_root(composition.values)
         words = [*checked.accepted, *([] if given else [f"hydra.sweep.dir='{folder}'"])]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
-        with _results_without_configs():
+        with announced(announce, jobs):
             return _status(lambda: app.multirun(primary, task, words)), folder
+
+
+@contextlib.contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """Remove a folder that Hydra makes before a job starts, and its parents, where they are new and nothing was written."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
@@ -201,7 +257,7 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
 
 
 @contextlib.contextmanager
-def application(task: Callable[[DictConfig], Any], sources: Sources) -> Iterator[Any]:
+def application(task: Callable[[DictConfig], Any], sources: Sources, schema: type) -> Iterator[Any]:
     """Hydra's object for an application that searches the shipped configs and those of the user."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     name = task.__module__.rpartition(".")[2]
@@ -209,12 +265,34 @@ def application(task: Callable[[DictConfig], Any], sources: Sources) -> Iterator
         # As `--config-dir` does; an override of `hydra.searchpath` would not find a primary config.
         loader: Any = GlobalHydra.instance().config_loader()
         path = loader.get_search_path()
-        schema = path.get_path().pop()  # has to stay the last
+        last = path.get_path().pop()  # has to stay the last
         for folder in sources.extra:
             path.append("command-line", f"file://{folder}")
-        path.append(schema.provider, schema.path)
+        path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
-        yield GlobalHydra.instance().hydra
+        with _files_checked(sources, schema):
+            yield GlobalHydra.instance().hydra
+
+
+@contextlib.contextmanager
+def _files_checked(sources: Sources, schema: type) -> Iterator[None]:
+    """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+
+    source: Any = FileConfigSource
+    load_config = source.load_config
+
+    def check_and_load(self: Any, config_path: str) -> Any:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        if problems := problems_in_file(path, Path(self.path), schema, sources):
+            raise ConfigError(problems)
+        return load_config(self, config_path)
+
+    source.load_config = check_and_load
+    try:
+        yield
+    finally:
+        source.load_config = load_config
 
 
 def compose(
@@ -236,30 +314,43 @@ def compose(
         message, close = f"there is no config '{primary}'", nearest(primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     words = overrides.first_of_sweeps(checked.accepted)
-    names, failure = [], []
+    names, failure = list[str](), list[Problem]()
     try:
         cfg: DictConfig = app.compose_config(primary, words, RunMode.RUN)
-        values = _plain(cfg)
-        names = list(flatten(values))
-    except (HydraException, OmegaConfBaseException) as error:
-        failure = [_as_problem(error)]
-    else:
+        names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
+        composition = Composition(
+            values={},
+            overrides=overrides.canonical(word for word in words if not word.startswith("hydra")),
+            group_choices=_choices(cfg.hydra),
+            sources=sources,
+            primary=primary,
+        )
+        composition = _with_values(composition, cfg, names)
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
             problems += overrides.intervals(checked.accepted)
+    except ConfigError as error:
+        failure = list(error.problems)
+    except (HydraException, OmegaConfBaseException) as error:
+        failure = [as_problem(error)]
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
     problems += unasked(cfg, checked.accepted)
-    composition = Composition(
-        values=values,
-        overrides=overrides.canonical(word for word in words if not word.startswith("hydra")),
-        group_choices=_choices(cfg.hydra),
-        sources=sources,
-        primary=primary,
-    )
     if problems:
         raise ConfigError([*problems, *also(composition)])
     return composition, cfg
+
+
+def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) -> Composition:
+    """The composition with the values of its config.
+
+    Raises:
+        ConfigError: for an interpolation that cannot be resolved.
+    """
+    try:
+        return dataclasses.replace(composition, values=_plain(cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
@@ -270,58 +361,32 @@ def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Prob
     return [problem for problem in problems if problem.key.startswith("data.split")]
 
 
-def _as_problem(error: Exception) -> Problem:
-    """A message of Hydra's or OmegaConf's in the form of all others."""
-    group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
-    if group in ("hydra/launcher", "hydra/sweeper"):
-        others = getattr(error, "options", None) or []
-        message = f"there is no '{option}': its plugin is not installed, or the name is wrong"
-        allowed = ", ".join(others) + "; pip install 'runner[joblib]', 'runner[submitit]' or 'runner[optuna]' adds one"
-        return Problem(group, message, allowed, nearest(option, others))
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
-    return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
-
-
 def _is_sweep(cfg: DictConfig) -> bool:
     return str(cfg.hydra.mode or "").endswith("MULTIRUN")
 
 
 def _status(run: Callable[[], Any]) -> int:
-    """The exit status of what Hydra runs."""
-    from hydra._internal.utils import run_and_report
+    """The exit status of what Hydra runs.
 
+    Raises:
+        ConfigError: if Hydra refuses it.
+    """
     try:
-        run_and_report(run)
+        run()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError([as_problem(error)]) from error
     return 0
-
-
-@contextlib.contextmanager
-def _results_without_configs() -> Iterator[None]:
-    """Hydra's launcher keeps the results of all jobs until a sweep ends, with two configs of 0.5 MiB in each: drop those."""
-    launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
-    run_job = launcher.run_job
-
-    def run_job_and_drop_configs(**given: Any) -> Any:
-        result = run_job(**given)
-        result.cfg = result.hydra_cfg = None
-        return result
-
-    launcher.run_job = run_job_and_drop_configs
-    try:
-        yield
-    finally:
-        launcher.run_job = run_job
 
 
 def _main(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
     """Hand over to Hydra as if it had been started by itself; returns the exit status."""
-    saved = sys.argv
+    saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
-    os.environ.setdefault("HYDRA_FULL_ERROR", "0")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself
     try:
         return _status(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
     finally:
         sys.argv = saved
+        os.environ["HYDRA_FULL_ERROR"] = shown or "0"

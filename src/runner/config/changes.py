@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from runner.config.errors import Problem
+from runner.config.keys import within
 
 
 class Change(Enum):
@@ -34,7 +35,8 @@ _OF = {
         epochs max_steps lr optimizer scheduler loss grad_clip.norm grad_clip.value grad_clip.agc
         transform.sample_train transform.sample_eval transform.train transform.eval transform.mix data.shift data.hflip
         data.normalize.mean data.normalize.std data.on_error data.max_pixels
-        device threads dtype amp channels_last sync_batchnorm compile compiler.mode compiler.fullgraph compiler.dynamic
+        device devices strategy dist.find_unused_parameters fsdp.blocks fsdp.replicas threads dtype amp channels_last sync_batchnorm
+        compile compiler.mode compiler.fullgraph compiler.dynamic
         cudnn_benchmark tf32 matmul_precision deterministic on_nonfinite on_oom
         evaluate.every_epochs evaluate.every_steps limit.eval_batches metrics callbacks checkpoint.monitor checkpoint.mode
         ema swa averaging.warmup averaging.lr_factor averaging.anneal_epochs averaging.recalibrate_batches
@@ -44,8 +46,7 @@ _OF = {
         watch.shapes watch.finite data.name data.root data.download data.mirror data.max_skipped data.placement data.cache
         data.cache_dir data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
-        devices strategy max_restarts dist.timeout_s dist.find_unused_parameters fsdp.reshard_after_forward fsdp.blocks
-        fsdp.replicas fsdp.lazy_init checkpoint.sharded dry_run dist.link_gb_s
+        max_restarts dist.timeout_s fsdp.reshard_after_forward fsdp.lazy_init checkpoint.sharded dry_run dist.link_gb_s
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
     """,
 }
@@ -67,9 +68,19 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
         inside_epoch: whether the checkpoint was written inside an epoch.
     """
     problems = []
+    # Another component has other arguments, too, which are not separate problems.
+    others = [
+        section for section, change in CHANGES.items() if change is Change.REFUSED and f"{section}._target_" in changed
+    ]
     for key in changed:
         if declared(key) is Change.REFUSED:
-            problems.append(Problem(key, "cannot change when resuming", "the checkpoint's value, or a new run"))
+            section = next((other for other in others if within(key, [other])), "")
+            if section and not key.endswith("._target_"):
+                continue
+            allowed = "the checkpoint's value, or a new run"
+            if section == "model":
+                allowed += " without ckpt_path= (init_from= starts one from the weights of another)"
+            problems.append(Problem(key, "cannot change when resuming", allowed))
         elif inside_epoch and declared(key) is Change.REFUSED_INSIDE_EPOCH:
             allowed = "the checkpoint's value, or a checkpoint from the end of an epoch"
             problems.append(Problem(key, "cannot change when resuming inside an epoch", allowed))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from runner.config.errors import Problem, UserError
-from runner.config.keys import at, key_of, within
-from runner.config.sources import Sources, text_of
+from runner.config.errors import Problem
+from runner.config.keys import key_of, within
+from runner.config.sources import Sources
+from runner.config.yaml_files import line_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,20 @@ class Composition:
         """The folder that run directories of this name are made in."""
         return Path(str(self.values["output_root"])) / str(self.values["name"])
 
+    def to_plain(self) -> dict[str, Any]:
+        """The composition as what JSON can contain."""
+        folders = {"job_dir": self.job_dir, "run_dir": self.run_dir}
+        paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
+        own = {name: getattr(self, name) for name in ("values", "overrides", "group_choices", "primary")}
+        return {**own, **paths, "sources": [str(folder) for folder in self.sources.extra]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Composition:
+        """What `to_plain` was called on."""
+        paths = {name: Path(plain[name]) if plain[name] else None for name in ("job_dir", "run_dir")}
+        sources = Sources([Path(folder) for folder in plain["sources"]])
+        return cls(**{**plain, **paths, "sources": sources})
+
     def origin(self, key: str) -> str:
         """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
         for word in reversed(self.overrides):
@@ -59,10 +72,13 @@ class Composition:
                 continue
             inside = key if option.is_global else key.removeprefix(f"{section}.")
             for path in (option.path, option.path.with_name("_base.yaml")):
-                if _defines(path, inside) or (key == section and path == option.path):
+                if line := line_of(path, inside):
+                    return f"{path}:{line}"
+                if key == section and path == option.path:
                     return str(path)
         file = self.sources.primary(self.primary) if self.primary else None
-        return str(file) if file is not None and _defines(file, key) else ""
+        line = line_of(file, key) if file is not None else None
+        return f"{file}:{line}" if line else ""
 
     def with_origins(self, problems: Sequence[Problem], checkpoint: str = "") -> list[Problem]:
         """Each problem with the override or file that its value came from, if that is known.
@@ -78,10 +94,3 @@ class Composition:
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in problems
         ]
-
-
-def _defines(path: Path, key: str) -> bool:
-    try:
-        return at(yaml.safe_load(text_of(path)), key) is not ...
-    except (UserError, yaml.YAMLError, ValueError, RecursionError):
-        return False

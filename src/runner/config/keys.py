@@ -10,7 +10,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from runner.config.errors import nearest
 from runner.config.schema.sections import HasTarget
+from runner.config.synonyms import key_meant
 
+_ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
+_TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # sections of other programs
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
 
 
@@ -84,11 +87,19 @@ def key_of(word: str) -> str:
 
 
 def closest(key: str, pool: Sequence[str]) -> str:
-    """The key of `pool` that is meant by a wrong one: one with the same last part, or spelled much like it; else empty."""
+    """The key of `pool` that is meant by a wrong one, or the words that set it; empty if none comes close.
+
+    It has the same last part, is what another program calls so, or is spelled much like it.
+    """
     by_leaf = {candidate.rpartition(".")[2]: candidate for candidate in reversed(pool)}
     leaf = key.rpartition(".")[2]
     same_leaf = [candidate for candidate in pool if candidate.rpartition(".")[2] == leaf]
-    return min(same_leaf, key=len, default="") or nearest(key, pool) or by_leaf.get(nearest(leaf, by_leaf), "")
+    return (
+        min(same_leaf, key=len, default="")
+        or key_meant(key)
+        or nearest(key, pool, _ALIKE)
+        or ("" if leaf in _TOO_GENERAL else by_leaf.get(nearest(leaf, by_leaf, _ALIKE), ""))
+    )
 
 
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
 from runner.config import keys, stored
-from runner.config.allowed_targets import refusal, remedy, section_of
+from runner.config.allowed_targets import IF_TRUSTED, packages_in, refusal, remedy, section_of
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
 from runner.config.schema.train import Train
@@ -62,7 +63,7 @@ def merge_with_checkpoint(
     values |= {key: composition.values[key] for key in _OF_THE_CALL}
     _fetch_nothing(values, composition.values)
     if problems := _refused(values, composition, builds):
-        raise ConfigError([dataclasses.replace(problem, origin=where) for problem in problems])
+        raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
     _fetch_nothing(original, composition.values)  # which is no change of the user's
     changed = stored.differences(original, values)
     return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
@@ -114,7 +115,14 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
         if isinstance(number, int) and number > _MOST and number != own.get(key):
             message = f"cannot be {number}, as it comes from a file"
             problems.append(Problem(key, message, f"{_MOST}, or {key}=... on the command line"))
-    trust = [*composed["trust"], *filter(None, os.environ.get("RUNNER_TRUST", "").split(","))]
+    trust = [*packages_in(composed["trust"]), *packages_in(os.environ.get("RUNNER_TRUST", ""))]
+    for package in trust:
+        if not all(part.isidentifier() for part in package.split(".")):
+            problems.append(
+                Problem(
+                    "trust", f"'{package}' is no name of a package", f"trust=[{package.split('.')[0]}]", origin="trust"
+                )
+            )
     # The command line allows a target only in the section that names it: a data set is no loss.
     named = {(section_of(key), path) for key, path in targets_in(composed)}
     for key, target in targets_in(values):
@@ -123,7 +131,20 @@ def _refused(values: dict[str, Any], composition: Composition, builds: Sequence[
         section = section_of(key)
         if (section, target) not in named and (reason := refusal(target, trust, section)):
             problems.append(Problem(f"{key}._target_", f"'{target}' {reason}", remedy(target, trust, section)))
-    return problems
+    return _with_one_trust(problems, trust)
+
+
+def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Problem]:
+    """The problems with one value of `trust` that solves all of them, as a second one would replace the first."""
+    found = [re.fullmatch(r"trust=\[(.*)\] .*", problem.allowed) for problem in problems]
+    needed = [match[1] for match in found if match]
+    others = (name for name in trust if name.isidentifier() and name not in ("True", "all"))
+    packages = ",".join(dict.fromkeys([*others, *needed]))
+    allowed = f"trust=[{packages}] {IF_TRUSTED}"
+    return [
+        dataclasses.replace(problem, allowed=allowed) if match else problem
+        for problem, match in zip(problems, found, strict=True)
+    ]
 
 
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:

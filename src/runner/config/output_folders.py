@@ -80,7 +80,7 @@ def not_folders(words: Sequence[str]) -> list[Problem]:
     problems = []
     for word in words:
         key, _, value = word.partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+        if key in ("hydra.run.dir", "hydra.sweep.dir", "output_root"):
             path = Path(value.strip("'\""))
             if reason := _not_makeable(path):
                 message, allowed = f"cannot be {path}: {reason}", "a folder, or one that can be made"
@@ -94,6 +94,8 @@ def _not_makeable(path: Path) -> str:
         there = next(each for each in (path, *path.parents) if each.exists())
         if not there.is_dir():
             return f"{there} is a file"
+        if there == path and not os.access(path, os.W_OK | os.X_OK):
+            return "permission denied"
         if there != path:
             Path(tempfile.mkdtemp(prefix=".runner_", dir=there)).rmdir()
     except OSError as error:

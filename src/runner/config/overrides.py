@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,6 +19,8 @@ from runner.config import keys
 from runner.config.errors import Problem, nearest
 from runner.config.renamed import renamed_problem
 from runner.config.sources import Sources
+from runner.config.synonyms import option_meant, target_meant
+from runner.config.words import not_overrides
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,11 @@ def check_overrides(words: Iterable[str], schema: type, sources: Sources, multir
     """Check each override by itself; a wrong one never hides the others."""
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
     result = CheckedOverrides()
-    for word in words:
-        try:
-            [override] = parsed([word])
-        except HydraException:
-            problem = Problem(word, "is not an override", "key=value, group=option, ~key or a verb's flag")
-            if "=" in word:
-                problem = Problem(word, "has a value that cannot be read", "quote special characters: 'key=\"a b\"'")
-            result.problems.append(problem)
-            continue
-        checked = _checked(override, word, schema, groups, multirun)
+    readable, problems = not_overrides(list(words), _is_readable)
+    result.problems.extend(problems)
+    for word in readable:
+        [override] = parsed([word])
+        checked = _checked(override, word, schema, sources, groups, multirun)
         if checked is None:
             result.unknown.append((override.key_or_group, word))
         elif isinstance(checked, Problem):
@@ -59,8 +57,15 @@ def check_overrides(words: Iterable[str], schema: type, sources: Sources, multir
     return result
 
 
+def _is_readable(word: str) -> bool:
+    try:
+        return bool(parsed([word])[0].key_or_group)
+    except HydraException:
+        return False
+
+
 def _checked(
-    override: Override, word: str, schema: type, groups: dict[str, list[str]], multirun: bool
+    override: Override, word: str, schema: type, sources: Sources, groups: dict[str, list[str]], multirun: bool
 ) -> str | Problem | None:
     """The override for Hydra, or its problem; None for a key that nothing knows."""
     key, options = override.key_or_group, groups.get(override.key_or_group)
@@ -68,7 +73,13 @@ def _checked(
     if key.startswith(("hydra/", "hydra.")):
         return word
     if override.is_sweep_override() and not multirun:
-        return Problem(key, "has several values, which needs the flag --multirun", "one value, or quotes around it")
+        value_text = word.partition("=")[2]
+        allowed = (
+            f"one value, a list in brackets: '{key}=[{value_text}]', or quotes around text: '{key}=\"{value_text}\"'"
+        )
+        if options is not None:
+            allowed = "one option" + (f", or several: '{key}=[{value_text}]'" if key in ("callbacks", "logger") else "")
+        return Problem(key, "has several values, which needs the flag --multirun", allowed)
     if isinstance(value, Glob) and (names := value.filter(options or [])):
         # Spelled out here, as Hydra would also take parts of options, whose names begin with `_`.
         word = f"{key}={','.join(name if name.isidentifier() else repr(name) for name in names)}"
@@ -76,7 +87,7 @@ def _checked(
     if override.is_sweep_override() and (reason := _wrong_sweep(override, options is not None)):
         return Problem(key, reason, ", ".join(options or []) or "values such as 1,2 or range(3)")
     if options is not None and not isinstance(value, dict):
-        return _checked_group(override, word, options)
+        return _checked_group(override, word, options, sources)
     annotation = keys.find(schema, key)
     if renamed := renamed_problem(key):
         return renamed
@@ -90,7 +101,7 @@ def _checked(
     return ("++" if may_be_new else "") + word.lstrip("+")
 
 
-def _checked_group(override: Override, word: str, options: list[str]) -> str | Problem:
+def _checked_group(override: Override, word: str, options: list[str], sources: Sources) -> str | Problem:
     """The choice of an option for Hydra, or its problem."""
     key = override.key_or_group
     if override.is_delete():
@@ -98,12 +109,29 @@ def _checked_group(override: Override, word: str, options: list[str]) -> str | P
     names = selected(override)
     for name in names:
         if name not in options and name not in ("null", "") and not name.startswith("_"):
-            return Problem(key, f"has no option '{name}'", ", ".join(options) or "none", nearest(name, options))
+            return _no_option(key, name, options, sources)
     if names == ["null"]:
         return f"~{key}"  # Hydra takes null in files only
     if isinstance(override.value(), int | float):
         return f"{key}='{names[0]}'"  # a name such as nan is a number to Hydra
     return word.lstrip("+")
+
+
+def _no_option(group: str, name: str, options: list[str], sources: Sources) -> Problem:
+    """The problem of an option that there is not, with what is meant by it."""
+    message, allowed = f"has no option '{name}'", ", ".join(options) or "none"
+    if misnamed := sources.misnamed(group, name):
+        return Problem(group, f"{message}: {misnamed.name} does not end in .yaml", f"rename it to {name}.yaml")
+    bare = name.replace("\\", "/").rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
+    if bare in options:
+        return Problem(group, message, allowed, bare)
+    if bare.lower() in [option.lower() for option in options]:
+        return Problem(group, message, allowed, nearest(bare, options))
+    if words := target_meant(group, name):
+        return Problem(group, message, f"{allowed}; {words} for a class", option_meant(group, name))
+    if group == "data" and ("/" in name or Path(name).is_dir()):
+        return Problem(group, message, allowed, f"data=image_folder data.root={name}")
+    return Problem(group, message, allowed, option_meant(group, name) or nearest(name, options))
 
 
 def _wrong_sweep(override: Override, is_group: bool) -> str:

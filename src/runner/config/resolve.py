@@ -48,7 +48,20 @@ def problems_in(
             section = key if key in FACTS else key.split(".")[0]
             found = bind(key, node, FACTS.get(section, ()), _POSITIONAL.get(section, 0))
             problems += [_listing_optimizers(problem) for problem in found]
+    problems = [_of_an_option(problem, composition) for problem in problems]
     return config, composition.with_origins(problems, where)
+
+
+def _of_an_option(problem: Problem, composition: Composition) -> Problem:
+    """For keys of a callback or logger that no option brings, name the option that does."""
+    group, _, name = problem.key.partition(".")
+    if "names nothing to build" not in problem.message or composition.sources.option(group, name) is None:
+        return problem
+    chosen = composition.group_choices.get(group, "none")
+    several = name if chosen in ("none", "default") else f"'[{chosen},{name}]'"
+    return dataclasses.replace(
+        problem, message=f"has keys, but {group}={name} is not selected", allowed=f"{group}={several} too"
+    )
 
 
 def _listing_optimizers(problem: Problem) -> Problem:

@@ -213,18 +213,25 @@ def _of_ranks(config: Train) -> Broken:
     devices = f"devices={config.devices}".replace(" ", "")
     if isinstance(config.devices, list) and len(set(config.devices)) != len(config.devices):
         yield "devices", f"names a device twice: {config.devices}", "each device once, such as [0, 1]"
+    yield from needing_one_process(config, devices)
+
+
+def needing_one_process(config: Train, several: str) -> Broken:
+    """What only one process can do; `several` says why there are more."""
     if config.strategy == "single":
-        yield (
-            "strategy",
-            f"is single, which is one process, and {devices} asks for several",
-            "auto or ddp, or devices=1",
-        )
+        yield "strategy", f"is single, which is one process, but {several}", "auto, ddp or fsdp, or devices=1"
     if config.lr == "auto":
-        yield "lr", f"is auto, which searches with one process, and {devices}", "what find-lr suggests, or devices=1"
+        allowed = "optimizer.lr=RATE, with the rate that find-lr suggests for the same data.batch_size, or devices=1"
+        yield "lr", f"is auto, which searches with one process, but {several}", allowed
     if config.data.batch_size == "auto":
-        yield "data.batch_size", f"is auto, which searches with one process, and {devices}", "a number, or devices=1"
+        allowed = (
+            "a number: run data.batch_size=auto max_steps=1 devices=1 on such a device first, and multiply what it finds by "
+            "the number of processes; or devices=1"
+        )
+        yield "data.batch_size", f"is auto, which searches with one process, but {several}", allowed
     if config.post_mortem:
-        yield "post_mortem", f"needs a terminal, which several processes do not share: {devices}", "false, or devices=1"
+        allowed = "false; to debug, repeat the run with devices=1 post_mortem=true, or resume its checkpoint so"
+        yield "post_mortem", f"needs a terminal, which several processes do not share, but {several}", allowed
 
 
 def _of_sharding(config: Train) -> Broken:

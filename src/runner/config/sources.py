@@ -73,8 +73,24 @@ class Sources:
         self.extra = [path.absolute() for path in extra or []]
         for path in self.extra:
             if not path.is_dir():
-                raise UserError(f"--config-dir: there is no folder {path}")
+                what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
+                hint = "--config-dir DIR has to be followed by a folder" if "=" in path.name else ""
+                allowed = hint or "the folder that has your experiment/, model/ or other groups with .yaml files"
+                raise UserError("--config-dir", what, allowed)
+            if not any(path.rglob("*.yaml")):
+                other = next(path.rglob("*.yml"), None)
+                allowed = (
+                    f"rename {other.name} to {other.stem}.yaml" if other else "files such as experiment/mine.yaml in it"
+                )
+                raise UserError("--config-dir", f"{path} has no .yaml file", allowed)
         self.folders = [shipped(), *self.extra]
+        self._groups: list[str] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sources) and self.folders == other.folders
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.folders))
 
     def hidden(self) -> list[Path]:
         """Files of the user's folders that are never read, because a shipped file of the same name comes first."""
@@ -83,9 +99,12 @@ class Sources:
 
     def groups(self) -> list[str]:
         """Names of all config groups, sorted; nested ones as `a/b`."""
+        if self._groups is not None:
+            return self._groups
         found = {path.parent.relative_to(folder) for folder in self.folders for path in folder.rglob("*.yaml")}
         own = [group for group in found if group.parts and group.parts[0] not in ("local", "hydra")]
-        return sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
+        self._groups = sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
+        return self._groups
 
     def options(self, group: str) -> list[Option]:
         """Options of `group` in order of name; those whose names start with `_` are parts of others and not listed."""
@@ -100,6 +119,13 @@ class Sources:
             if path.is_file() and path.stat().st_size <= _LARGEST:
                 return Option(group, path.stem, path)
         return None
+
+    def misnamed(self, group: str, name: str) -> Path | None:
+        """A file in the user's folders that is named like an option, but is not read, as it does not end in `.yaml`."""
+        name = name.removesuffix(".yml")
+        wrong = (f"{name}.yml", f"{name}.YAML", f"{name}.yaml.txt", f"{name}.json", f"{name}.toml")
+        paths = (folder / group / file for folder in reversed(self.folders) for file in wrong)
+        return next((path for path in paths if path.is_file()), None)
 
     def primary(self, name: str) -> Path | None:
         """The file of the primary config `name` (such as `train`), or None."""

@@ -19,6 +19,7 @@ from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.renamed import new_key, new_target
 from runner.config.schema.sections import EXTRAS
 from runner.config.secrets import is_masked
+from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
@@ -150,7 +151,9 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         elif not takes_any and new_key(f"{key}.{name}") is None:  # a renamed key has been reported
             listed = [*named, *sorted(component.known_extras)]
             allowed = ", ".join(listed) or "no arguments"
-            problems.append(Problem(f"{key}.{name}", f"is not an argument of {path}", allowed, nearest(name, listed)))
+            meant = key_meant(f"{key}.{name}").rpartition(".")[2]
+            close = meant if meant in listed else nearest(name, listed)
+            problems.append(Problem(f"{key}.{name}", f"is not an argument of {path}", allowed, close))
     if not node.get("_partial_"):
         given = {*component.arguments, *facts}
         missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
@@ -258,9 +261,13 @@ def build(
         return component.target(*positional, **kwargs)
     except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
+            error.add_note(f"while {key} was built")
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
         raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
+    except Exception as error:
+        error.add_note(f"while {key} was built")
+        raise
 
 
 def _built(key: str, value: Any, fetch: bool) -> Any:

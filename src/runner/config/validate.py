@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import yaml
@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from runner.config import keys
 from runner.config.errors import Problem, nearest
 from runner.config.renamed import renamed_problem
+from runner.config.synonyms import key_meant, value_meant
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
             fields = keys.hints(annotation)  # type: ignore[arg-type]
             path.append(part)
             if part not in fields:
-                return Problem(".".join(path), "is not a key", ", ".join(fields), nearest(part, fields))
+                return _unknown(section, ".".join(path), fields)
             annotation = fields[part]
         elif component := keys.component_inside(annotation):
             path.append(part)
@@ -76,11 +77,19 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
     allowed = keys.describe(annotation)
     if kind in ("missing", "missing_argument"):
         return Problem(key, "is missing", allowed)
-    suggestion = nearest(value, allowed.replace(" or ", ", ").split(", ")) if isinstance(value, str) else ""
+    suggestion = value_meant(key, value) or (key_meant(key) if dataclasses.is_dataclass(annotation) else "")
+    if not suggestion and isinstance(value, str):
+        suggestion = nearest(value, allowed.replace(" or ", ", ").split(", "))
     if isinstance(value, float) and key in _IN_STEPS:
         in_steps = key.replace("epochs", "steps")
         allowed += f"; {in_steps} counts in optimizer steps, which can be fewer than an epoch has"
     return Problem(key, f"cannot be {shown(value)}", allowed, suggestion)
+
+
+def _unknown(section: type, key: str, fields: Iterable[str]) -> Problem:
+    """The problem of a key that a section does not have; it may be one of another section."""
+    close = nearest(key.rpartition(".")[2], fields) or keys.closest(key, keys.all_keys(section))
+    return Problem(key, "is not a key", ", ".join(fields), close)
 
 
 def shown(value: Any) -> str:

@@ -18,7 +18,7 @@ from runner.config.errors import UserError
 from runner.config.reading import read_regular
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
-from runner.distributed.world import world
+from runner.distributed.world import World, world
 
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
@@ -186,6 +186,11 @@ class BadSampleLog:
                 self._waiting = [new for new in self._waiting if (new["split"], new["sample"]) != key]
         self._cut_short = bool(text) and not text.endswith("\n")
         self._known_bytes = len(content)
+
+    def join(self, ranks: World) -> None:
+        """Add what other ranks have found, without reporting it; all have to call this."""
+        for entries in ranks.gather(self._entries):
+            self._entries |= entries
 
     def _write(self) -> None:
         tell = self._tell

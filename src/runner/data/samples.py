@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from runner.config.errors import UserError, first_line
+from runner.config.user_frames import own_frames
 from runner.data.bad_samples import BadSample, ReplacementSampler, path_of
 from runner.data.sample_rng import preserved_rng, seed_generators
 from runner.data.sampler import sample_of
@@ -136,11 +136,7 @@ def _name(index: int, split: str) -> str:
 
 def _located(error: Exception) -> str:
     """An error in one line, with the last line of user code in its traceback."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(folder in Path(frame.filename).parts for folder in ("runner", "site-packages", "dist-packages"))
-    ]
+    own = own_frames(error)
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {first_line(error)}{place}"
 

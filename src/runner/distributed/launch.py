@@ -23,6 +23,7 @@ from runner.config.errors import FAILED, PREEMPTED, explain
 
 _FORWARDED = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 _PATIENCE_S = 120  # for ranks that are asked to end, before they are killed
+_STARTED = "started"  # a file that rank 0 makes
 _COLLECTED_S = 1.0
 _NOTICED_S = 10.0  # for the agent to find the rank that was killed, before those that lost it end too
 _WATCHED_S = 0.5  # between two looks at the launcher
@@ -42,6 +43,7 @@ class Outcome:
     text: str = ""  # the same for people, maybe with a traceback
     lost: bool = False  # whether it failed because another rank was gone
     ended: float = 0.0  # Unix time
+    unsaved: bool = False  # whether a signal asked it to save and end, and it was killed before it had
 
 
 class RankFailed(Exception):
@@ -52,7 +54,7 @@ class RankFailed(Exception):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(f"rank {outcome.rank}{'' if outcome.clause else ':'} {outcome.sentence}")
         self.exit_code = outcome.status
-        self.hint = "\n" + outcome.text if "\n" in outcome.text else ""
+        self.hint = "\n" + outcome.text if "\n" in outcome.text and outcome.text != outcome.sentence else ""
 
 
 def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: Path, max_restarts: int = 0) -> Outcome:
@@ -79,6 +81,7 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_PATIENCE_S)
     multiprocessing.set_forkserver_preload([entry.__module__])
     failures: dict[int, Any] = {}
+    asked, started = "a signal", False
     with tempfile.TemporaryDirectory() as scratch, _quiet():
         config = LaunchConfig(
             min_nodes=1,
@@ -95,15 +98,21 @@ def run_ranks(entry: Callable[[Any], float | None], job: Any, size: int, logs: P
         )
         try:
             elastic_launch(config, _rank)(entry, job, scratch, str(logs), dict(os.environ), os.getpid())
-        except SignalException:
-            pass  # the ranks have saved, and say so
+        except SignalException as error:
+            asked = signal.Signals(error.sigval).name  # most often the ranks have saved, and say so
         except ChildFailedError as error:
             failures = error.failures
         outcomes = _outcomes(Path(scratch), failures, size)
+        started = Path(scratch, _STARTED).exists()
     failed = [outcome for outcome in outcomes if outcome.status not in (0, PREEMPTED)]
     if failed:
         raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
-    return outcomes[0] if outcomes else Outcome(0, PREEMPTED, sentence="a signal, before the ranks had started")
+    if outcomes and outcomes[0].rank == 0:
+        return outcomes[0]
+    if not started:
+        return Outcome(0, PREEMPTED, sentence=f"{asked}, before the ranks had started")
+    sentence = f"{asked}, and rank 0 did not save within {_PATIENCE_S} s and was killed"
+    return Outcome(0, PREEMPTED, sentence=sentence, unsaved=True)
 
 
 def _outcomes(scratch: Path, failures: dict[int, Any], size: int) -> list[Outcome]:
@@ -143,7 +152,9 @@ def _rank(
         os.setsid()  # a terminal's signals come through the launcher, once
     done = threading.Event()
     threading.Thread(target=_watch, args=(launcher, done), daemon=True).start()
-    if rank:
+    if not rank:
+        Path(scratch, _STARTED).touch()
+    else:
         log = os.open(Path(logs) / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())

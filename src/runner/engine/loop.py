@@ -106,6 +106,10 @@ class Loop:
                         self._epoch()
                 except NotFinite as found:
                     self._return_from(found)
+                except Exception as error:
+                    position = self.state.position
+                    error.add_note(f"in epoch {position.epoch + 1}, after {position.global_step} optimizer steps")
+                    raise
         self.emit("on_end")
 
     def _prepare(self) -> None:

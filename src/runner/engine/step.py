@@ -31,6 +31,7 @@ class StepConfig:
     # around batches that do not end an accumulation window: their gradients are not yet averaged over the ranks
     no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     average_gradients: Callable[[], None] | None = None  # over the ranks, where backward has not done it
+    on_gradients: Callable[[], None] | None = None  # called before each update, while there are gradients
 
 
 StepFunction = Callable[[TrainState, StepConfig, Any, float, int, bool], None]
@@ -88,6 +89,8 @@ def update_weights(state: TrainState, parts: StepConfig) -> None:
     model, optimizer, scaler, guard = state.model, state.optimizer, state.scaler, parts.guard
     if parts.average_gradients is not None:
         parts.average_gradients()
+    if parts.on_gradients is not None:
+        parts.on_gradients()
     if guard is None or guard.allows_step():
         if parts.clip_norm is not None or parts.clip_value is not None or parts.clip_adaptive is not None:
             if scaler is not None:

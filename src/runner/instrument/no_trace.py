@@ -97,12 +97,17 @@ def preserved_buffers(*modules: object) -> Iterator[None]:
 
 
 class SavedRNG:
-    """The global random generators of Python, NumPy and torch, on the CPU and on every device in use, as they are now."""
+    """The global random generators of Python, NumPy and torch, on the CPU and on every device in use, as they are now.
+
+    One of several processes that train together uses a single GPU, so only that one is asked.
+    """
 
     def __init__(self) -> None:
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
         in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if in_use else []
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        own = [torch.cuda.current_device()] if in_use and several else range(torch.cuda.device_count() * in_use)
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in own}
         self._apple = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
 
     def restore(self) -> None:
@@ -110,7 +115,8 @@ class SavedRNG:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
-        torch.cuda.set_rng_state_all(self._cuda)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
         if self._apple is not None:
             torch.mps.set_rng_state(self._apple)
 

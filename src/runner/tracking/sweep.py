@@ -80,8 +80,8 @@ def summarise(sweep_dir: Path) -> list[JobRow]:
     return rows
 
 
-def print_table(rows: list[JobRow], console: Console) -> bool:
-    """Show the jobs, then the errors; return whether any job failed or died."""
+def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
+    """Show the jobs, then the errors; return whether any job failed or died. `asked` is the number of jobs, if known."""
     metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
     head = metrics[0] if len(metrics) == 1 else "metric"
     cells = []
@@ -93,7 +93,9 @@ def print_table(rows: list[JobRow], console: Console) -> bool:
         time = duration(row.wall_s) if row.wall_s is not None else "-"
         cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
     finished = sum(row.status == "finished" for row in rows)
-    console.table(f"{finished} of {len(rows)} jobs finished", ["job", "varied", "status", head, "time", ""], cells)
+    console.table(
+        f"{finished} of {max(asked, len(rows))} jobs finished", ["job", "varied", "status", head, "time", ""], cells
+    )
     if spreads := spreads_of(rows):
         cells = [
             [

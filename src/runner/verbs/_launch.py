@@ -16,9 +16,11 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner import __version__
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
-from runner.config.secrets import mask_text
-from runner.tracking.formats import clean
+from runner.config.secrets import mask_text, mask_words
+from runner.tracking.formats import duration
+from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
 from runner.verbs._table import VERBS, Verb
 
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from runner.config.app import Composition
 
 
+_FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 _LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
 """Variables of torchrun and of srun."""
 
@@ -48,26 +51,53 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     if asks_for_help:
         print_help(verb, argv)
         return OK
-    if verb.keeps_runs and not _LAUNCHERS.isdisjoint(os.environ):
-        from runner.distributed import follow, world
+    if not _LAUNCHERS.isdisjoint(os.environ):
+        from runner.distributed.world import started_by_launcher
 
-        if world.started_by_launcher():
-            if follow.rank():
-                return int(importlib.import_module(verb.module).main_of_follower())
-            try:
-                return _launch(verb, argv)
-            finally:
-                follow.dismiss()
+        if started_by_launcher():
+            return _launch_rank(verb, argv)
     return _launch(verb, argv)
 
 
-def _launch(verb: Verb, argv: Sequence[str]) -> int:
-    """Run the jobs of a verb that takes a config."""
+def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
+    """Run a verb as one of the ranks that torchrun or SLURM started."""
+    from runner.distributed import follow
+    from runner.distributed.world import restarted
+
+    if not verb.on_ranks:
+        if follow.rank():
+            return USAGE  # rank 0 says why
+        problem = f"runs in one process, and torchrun or srun started {follow.size()}"
+        raise UserError(verb.name, problem, f"python -m runner {verb.name} without torchrun and srun")
+    words = mask_words([verb.name, *argv])
+    if follow.rank():
+        follow.compare(words)
+        module = verb.module if verb.keeps_runs else "runner.verbs._ranks"
+        return int(importlib.import_module(module).main_of_follower())
+    try:
+        follow.compare(words)
+        return _launch(verb, argv, restarted())
+    finally:
+        follow.dismiss()
+
+
+def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
+    """Run the jobs of a verb that takes a config; see `runner.config.app.launch`."""
+    if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
+        # Importing torch takes seconds. Standard output may be a pipe, and its last line is the run directory.
+        print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
     from runner.config.app import launch
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS
 
-    schema = SCHEMAS[verb.name]
+    schema, asked = SCHEMAS[verb.name], 0
+
+    def announce(number: int, count: int, varied: str, seconds: float | None) -> None:
+        nonlocal asked
+        asked = count
+        left = "" if seconds is None else f", about {duration(seconds)} left"
+        print(f"job {number} of {count}: {mask_text(varied) or 'as all others'}{left}", flush=True)
+
     status, sweep = launch(
         job_of(verb.name),
         schema,
@@ -75,21 +105,28 @@ def _launch(verb: Verb, argv: Sequence[str]) -> int:
         verb.expand_shorthand(argv),
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
         sweep_root=functools.partial(_new_sweep_folder, verb),
+        restarted=restarted,
+        announce=announce,
     )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
     from runner.tracking.console import Console
     from runner.tracking.sweep import print_table, summarise
 
-    failed = print_table(summarise(sweep), Console(None))
+    failed = print_table(summarise(sweep), Console(None), asked)
     print(sweep)
     return max(status, int(failed))
 
 
 def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
+    from runner.distributed import follow
+    from runner.distributed.world import started_by_launcher
     from runner.tracking.run_directory import claim, timestamp
 
-    return claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), timestamp())
+    def make() -> str:
+        return str(claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), timestamp()))
+
+    return Path(follow.kept("sweep", make) if started_by_launcher() else make())
 
 
 class Job:
@@ -116,8 +153,9 @@ class Job:
         if self.verb.keeps_runs:
             return run(cfg)
         from runner.config.app import current
+        from runner.verbs._ranks import on_ranks
 
-        return _report_errors(run, current(cfg))
+        return _report_errors(functools.partial(on_ranks, self.verb, run), current(cfg))
 
     def __reduce__(self) -> tuple[Callable[[str], Job], tuple[str]]:
         return job_of, (self.verb.name,)
@@ -144,11 +182,6 @@ def _report_errors(run: Callable[[Composition], float | None], composition: Comp
         status, _, text = explain(error)
         print_error(text)
         raise SystemExit(status) from None
-
-
-def print_error(text: str) -> None:
-    """Print an error to standard error, without secrets and control characters."""
-    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
 
 
 def complete_verb(verb: Verb, argv: Sequence[str]) -> int:

@@ -20,9 +20,11 @@ class Verb:
     sweeps: str = ""
     # Whether each job has a run directory, where `run` reports its own errors, and a sweep ends with a table
     keeps_runs: bool = False
+    on_ranks: bool = False  # whether several processes can share the work: `devices`, torchrun, SLURM
     # Keys that take one value or a list: `key=a,b` means `key=[a,b]` unless `--multirun` makes it a sweep
     lists: tuple[str, ...] = ()
-    only_lists: tuple[str, ...] = ()  # keys that take nothing but a list: `key=a` means `key=[a]`
+    # Keys that take nothing but a list: `key=a` means `key=[a]`, and `key=a,b` means `key=[a,b]` with `--multirun` too
+    only_lists: tuple[str, ...] = ()
     # Words that stand for others: a flag anywhere, anything else only as the first word
     aliases: Mapping[str, str] = field(default_factory=dict)
     rewrite: Callable[[str], str] = str  # expands further shorthand, one word at a time
@@ -45,7 +47,7 @@ class Verb:
         if not value or not _NOT_PLAIN.isdisjoint(value):
             return word
         several = key.lstrip("+") in self.lists and "," in value and not sweep
-        only = key.lstrip("+") in self.only_lists and value != "null"
+        only = key.lstrip("+") in ("trust", *self.only_lists) and value != "null"
         return f"{key}=[{value}]" if several or only else word
 
 
@@ -83,7 +85,7 @@ _ENTRIES = (
     ),
     Verb(
         "copy",
-        "Copy an option into a folder of your own, to change it there: `copy model=vit_tiny my_conf`.",
+        "Copy an option to your config folder, to change it there: `copy model=vit_tiny my_conf`.",
         "runner.verbs.copy",
     ),
     Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),
@@ -92,6 +94,7 @@ _ENTRIES = (
         "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",
         "runner.verbs.eval",
         sweeps="evaluations",
+        on_ranks=True,
         lists=("tta",),
     ),
     Verb(
@@ -125,6 +128,7 @@ _ENTRIES = (
         "Predict the classes of images: files, folders or a split, written as CSV, JSON lines or Parquet.",
         "runner.verbs.predict.run",
         sweeps="predictions",
+        on_ranks=True,
         lists=("input", "features", "tta"),
     ),
     Verb(
@@ -146,6 +150,7 @@ _ENTRIES = (
         "runner.verbs.train",
         sweeps="{name}/sweeps",
         keeps_runs=True,
+        on_ranks=True,
     ),
 )
 VERBS = {verb.name: verb for verb in _ENTRIES}

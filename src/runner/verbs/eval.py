@@ -17,6 +17,7 @@ from runner.build.probe import probe
 from runner.checkpoint.weights import weights_sha256
 from runner.config.app import Composition
 from runner.config.schema.verbs import Eval
+from runner.distributed.world import world
 from runner.engine.evaluation import evaluate
 from runner.engine.tasks import Task
 from runner.optim.losses import BinaryCrossEntropy
@@ -47,6 +48,8 @@ def run(composition: Composition) -> float:
     resolved = resolve_checkpoint(composition, Eval)
     config, found = resolved.config, resolved.found
     record = evaluation(resolved, report)
+    if not world().first:
+        return float(record["metrics"]["loss"])
     classes = list(record.get("per_class", ()))
     folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
     same_data = config.data.name == stored_data(found).get("name")
@@ -92,6 +95,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
                 del averaged["loss"]
                 kind, known = activation_of(task), "tta_mean=probabilities: the averaged views have no loss"
                 report.warn(f"{known}, as this loss does not take {kind} logits")
+    splits.bad_samples.join(world())
     if summary := splits.bad_samples.summary():
         report.warn(summary)
     limit = config.limit.eval_batches

@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from runner.build.dry_run import dry_run
-from runner.build.ranks import Job, count_ranks, device_of_rank
+from runner.build.ranks import Job, check_one_process, count_ranks, device_of_rank
 from runner.build.run_record import RunRecord
 from runner.build.setup import Setup, resolve, why_occupied
+from runner.checkpoint import find
 from runner.config.app import Composition, current
 from runner.config.durations import seconds
-from runner.config.errors import OK, PREEMPTED, USAGE
+from runner.config.errors import PREEMPTED, USAGE
 from runner.config.reading import read_summary
-from runner.distributed import follow
-from runner.distributed.launch import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
+from runner.distributed.launch import run_ranks
 from runner.distributed.world import joined, started_by_launcher
 from runner.engine.errors import Preempted
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.train import build_run, train
+from runner.verbs._ranks import follow_rank_0, lead
 
 
 def run(cfg: DictConfig) -> float | None:
@@ -53,6 +53,7 @@ def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
         with signals, operations_named(lambda text: record.console.warn(text)):
             record.reserve()
             setup = resolve(composition)
+            check_one_process(setup.config)
             if setup.config.max_time is not None:
                 signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
             if setup.config.dry_run:
@@ -75,7 +76,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     """Train here, or with other ranks."""
     size = count_ranks(setup.config)
     if started_by_launcher():
-        return _lead(setup, record, signals)
+        job = Job.of(record.composition, setup, record.directory.path)
+        return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals))
     if size == 1:
         return train(setup, record, signals)
     directory = record.directory.path
@@ -86,50 +88,15 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     finally:
         record.summary |= read_summary(directory) or {}
     if outcome.status == PREEMPTED:
-        raise Preempted(outcome.sentence.removeprefix(Preempted.prefix))
+        newest = [path.name for path in find.step_files(directory / "checkpoints")][:1] if outcome.unsaved else []
+        saved = f"; the newest checkpoint is {newest[0]}" if newest else ""
+        raise Preempted(outcome.sentence.removeprefix(Preempted.prefix) + saved)
     return outcome.value
-
-
-def _lead(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
-    """Train as rank 0 of those that torchrun or SLURM started."""
-    end_with_parent()
-    store = follow.lead(Job.of(record.composition, setup, record.directory.path))
-    try:
-        with joined(setup.config.dist.timeout_s, device_of_rank(setup.config), store):
-            return train(setup, record, signals)
-    except Exception as error:
-        if outcome_of(0, error).lost and (failed := follow.first_failure()):
-            raise RankFailed(Outcome(**failed)) from error
-        raise
 
 
 def main_of_follower() -> int:
     """A rank other than 0 that torchrun or SLURM started: train what rank 0 says, and return the exit status."""
-    end_with_parent()
-    status = OK
-
-    def job_of_rank_0(job: Job, store: Any) -> None:
-        nonlocal status
-        try:
-            train_as_rank(job, store)
-        except (Exception, SystemExit) as error:
-            outcome = outcome_of(follow.rank(), error)
-            follow.report(outcome)
-            status = outcome.status
-            if not outcome.lost and status != PREEMPTED:
-                raise RankFailed(outcome) from error
-
-    try:
-        follow.follow(job_of_rank_0)
-    except RankFailed as failed:
-        from runner.verbs._launch import print_error
-
-        print_error(f"{failed}{failed.hint}")
-        time.sleep(_HEARD_S)  # rank 0 reports it, if it can; the launcher ends all ranks when this one does
-    return status
-
-
-_HEARD_S = 5.0
+    return follow_rank_0(lambda plain, store: train_as_rank(Job.from_plain(plain), store))
 
 
 def train_as_rank(job: Job, store: Any = None) -> float | None:

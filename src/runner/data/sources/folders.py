@@ -164,7 +164,13 @@ def _class_folders(folder: Path) -> list[str]:
         loose = sum(entry.suffix.lower() in EXTENSIONS for entry in entries)
         found = f"only {loose} images that belong to no class" if loose else "none"
         problem = f"{folder.absolute()} must hold one folder of images for each class; there is {found}"
-        raise UserError("data.root", problem)
+        raise UserError(
+            "data.root", problem, f"data.root={folder.parent}" if loose else "folders named like the classes"
+        )
+    inner = [entry for entry in (folder / names[0]).iterdir() if entry.is_dir()] if len(names) == 1 else []
+    if len(inner) > 1:
+        problem = f"{folder.absolute()} has one folder, '{names[0]}', with {len(inner)} folders in it"
+        raise UserError("data.root", problem, f"data.root={folder / names[0]}, if these are the classes")
     return names
 
 

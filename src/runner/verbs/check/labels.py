@@ -37,6 +37,8 @@ def target_range(context: CheckContext) -> Result:
 
 def _label_shares(context: CheckContext) -> dict[str, Tensor]:
     """By split, the share of the samples that have each label, float64 (L,), where targets are vectors for the classes."""
+    if context.labels:  # class numbers, known without reading samples
+        return {}
     found = {name: stats.targets for name, stats in context.stats.items()}
     vectors = all(each.ndim == 2 and each.shape[1] == context.classes for each in found.values())
     return {name: (each > 0.5).double().mean(0) for name, each in found.items()} if vectors and context.classes else {}

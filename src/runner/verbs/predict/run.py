@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from runner.data.bad_samples import BadSample
 from runner.data.build import DataModule, callables
 from runner.data.loaders import Loader
 from runner.data.sources.image_files import files_loader
+from runner.distributed.world import world
+from runner.engine.protocols import Batch
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor
 from runner.runtime.precision import Precision
@@ -54,7 +57,8 @@ class Source:
 
     loader: Loader  # gives them in batches
     first_cells: Callable[[int, Any], Row]  # the first cells of an image's row, from its number and its target
-    unreadable: Callable[[], dict[int, str]]  # the images that could not be read so far, by number, with the reason
+    found: Callable[[], dict[int, str]]  # the images that this rank could not read so far, by number, with the reason
+    unreadable: dict[int, str] = field(default_factory=dict)  # those of all ranks
 
 
 def run(composition: Composition) -> float:
@@ -96,10 +100,13 @@ def run(composition: Composition) -> float:
             predictor = with_tta(model, task, resolved.blank_input(data), config.tta, config.tta_mean)
         names = as_list(config.features)
         layers = Extractor(model, names) if names else None
-        path = _output_file(config)
+        path = _output_file(config) if world().first else Path(os.devnull)
         began = time.perf_counter()
-        features_file = path.with_name(f"{path.stem}_features.npz") if names else None
-        with open_table(path, rows.lists) as table:
+        features_file = path.with_name(f"{path.stem}_features.npz") if names and world().first else None
+        opened: contextlib.AbstractContextManager[Callable[[list[Row]], object]] = contextlib.nullcontext(list)
+        if world().first:
+            opened = open_table(path, rows.lists)
+        with opened as table:
 
             def write(outputs: Tensor, first_cells: list[Row]) -> None:
                 table(rows.rows(outputs, first_cells))
@@ -109,8 +116,10 @@ def run(composition: Composition) -> float:
                 deque(batches, maxlen=0)
             else:
                 write_features(batches, features_file)
+        if not world().first:
+            return 0.0
         seconds = time.perf_counter() - began
-        unreadable = [reason for _, reason in sorted(source.unreadable().items())]
+        unreadable = [reason for _, reason in sorted(source.unreadable.items())]
     unreadable_list = path.with_name(f"{path.stem}_unreadable.txt")
     if unreadable:
         write_atomically(unreadable_list, "".join(f"{_one_line(reason)}\n" for reason in unreadable).encode())
@@ -178,22 +187,40 @@ def _predict(
     strict: bool,
     write: Callable[[Tensor, list[Row]], None],
 ) -> Iterator[dict[str, Tensor]]:
-    """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`."""
-    loader = source.loader
+    """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`.
+
+    Several ranks compute a batch each, and rank 0 gets what all have found.
+    """
+    loader, ranks = source.loader, world()
+    batches = math.ceil(loader.samples / loader.batch_size)
     with evaluating(model):
-        for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
-            with precision.autocast():
-                outputs = model(batch.images).float().cpu()
-                features = layers.rows(batch.images) if layers is not None else {}
-            indices, targets = batch.indices.tolist(), batch.targets.tolist()
-            unreadable = source.unreadable()
-            if strict and unreadable:
+        own = iter(loader.batches(0, ranks.rank, batches, ranks.size))
+        for _ in range(0, batches, ranks.size):
+            parts = ranks.gather(_computed(model, layers, source, precision, next(own, None)))
+            for _, _, _, unreadable in parts:
+                source.unreadable.update(unreadable)
+            if strict and source.unreadable:
                 allowed = "strict=false, which lists such images and continues"
-                raise UserError("input", unreadable[min(unreadable)], allowed)
-            kept = [place for place, index in enumerate(indices) if index not in unreadable]
-            if kept:
-                write(outputs[kept], [source.first_cells(indices[place], targets[place]) for place in kept])
-                yield {name: tensor[kept] for name, tensor in features.items()}
+                raise UserError("input", source.unreadable[min(source.unreadable)], allowed)
+            for outputs, cells, features, _ in parts:
+                if cells:
+                    write(outputs, cells)
+                    yield features
+
+
+def _computed(
+    model: nn.Module, layers: Extractor | None, source: Source, precision: Precision, batch: Batch | None
+) -> tuple[Tensor, list[Row], dict[str, Tensor], dict[int, str]]:
+    """Outputs, first cells and features of the readable images of a batch, and the unreadable images so far."""
+    if batch is None:
+        return torch.empty(0), [], {}, source.found()
+    with precision.autocast():
+        outputs = model(batch.images).float().cpu()
+        features = layers.rows(batch.images) if layers is not None else {}
+    indices, targets, unreadable = batch.indices.tolist(), batch.targets.tolist(), source.found()
+    kept = [place for place, index in enumerate(indices) if index not in unreadable]
+    cells = [source.first_cells(indices[place], targets[place]) for place in kept]
+    return outputs[kept], cells, {name: tensor[kept].cpu() for name, tensor in features.items()}, unreadable
 
 
 def _output_file(config: Predict) -> Path:

@@ -1,0 +1,58 @@
+"""Messages of Hydra's and OmegaConf's in the form of all others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from runner.config.errors import Problem, nearest
+from runner.config.keys import closest
+
+_KEY = re.compile(r"Interpolation key '(.*)' not found")
+_RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
+_ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
+_VARIABLE = re.compile(r"Environment variable '(.*)' not found")
+
+
+def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
+    """What an error of composing is about.
+
+    Args:
+        error: of Hydra or OmegaConf.
+        known: the keys of the config, for a name that is none of them.
+    """
+    group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        others = getattr(error, "options", None) or []
+        message = f"there is no '{option}': its plugin is not installed, or the name is wrong"
+        allowed = ", ".join(others) + "; pip install 'runner[joblib]', 'runner[submitit]' or 'runner[optuna]' adds one"
+        return Problem(group, message, allowed, nearest(option, others))
+    lines: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:  # the innermost says what is wrong, the outer ones where
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()] + lines
+        cause = cause.__cause__
+    key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), "config")
+    text = " ".join(lines)
+    if match := _KEY.search(text):
+        missing = match[1]
+        message = f"refers to '{missing}', which is not a key"
+        return Problem(key, message, "${KEY} of a key that there is, or \\${ for the text", closest(missing, known))
+    if match := _RESOLVER.search(text):
+        resolvers = ["oc.env", "oc.select", "oc.dict.keys", "oc.dict.values", "oc.create", "oc.decode", "oc.deprecated"]
+        resolvers = [name for name in resolvers if OmegaConf.has_resolver(name)]
+        return Problem(
+            key, f"uses '{match[1]}', which is no resolver", ", ".join(resolvers), nearest(match[1], resolvers)
+        )
+    if match := _VARIABLE.search(text):
+        allowed = f"export {match[1]}=..., or a default: ${{oc.env:{match[1]},VALUE}}"
+        return Problem(key, f"reads the environment variable {match[1]}, which is not set", allowed)
+    if match := _ABSENT.search(text):
+        return Problem(
+            match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known)
+        )
+    if "Recursive interpolation" in text:
+        return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
+    return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

@@ -1,0 +1,94 @@
+"""The jobs of a sweep: all of them validated before the first one starts, then run with a word on each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from runner.config import overrides
+from runner.config.errors import ConfigError, Problem
+
+Announce = Callable[[int, int, str, float | None], None]
+"""Called before each job with its number from 1, the number of jobs, what it varies, and the seconds left if known."""
+
+
+def jobs_of(words: Sequence[str], params: dict[str, Any]) -> list[list[str]]:
+    """The overrides of every job, as Hydra's own sweeper makes them from a command line and the parameters of a preset."""
+    sweeper: Any = importlib.import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
+    given = [*(f"{key}={value}" for key, value in params.items()), *words]
+    [jobs] = sweeper.split_arguments(overrides.parsed(given), None)
+    return [list(job) for job in jobs]
+
+
+def validate_jobs(jobs: Sequence[Sequence[str]], problems_of: Callable[[list[str]], list[Problem]]) -> None:
+    """Validate all jobs.
+
+    Args:
+        jobs: the overrides of each.
+        problems_of: composes a job and finds its problems; may raise `ConfigError` too.
+
+    Raises:
+        ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
+            all jobs have it.
+    """
+    found: list[list[Problem]] = []
+    for job in jobs:
+        try:
+            found.append(problems_of(list(job)))
+        except ConfigError as error:
+            found.append(list(error.problems))
+    wrong = [number for number, problems in enumerate(found) if problems]
+    if not wrong:
+        return
+    kinds = [{(problem.key, problem.message) for problem in problems} for problems in found]
+    everywhere = set.intersection(*kinds)
+    told = [problem for problem in found[wrong[0]] if (problem.key, problem.message) in everywhere]
+    varied, seen = varied_words(jobs), everywhere
+    for number in wrong:
+        for problem in found[number]:
+            if (problem.key, problem.message) not in seen:
+                seen.add((problem.key, problem.message))
+                others = sum((problem.key, problem.message) in kind for kind in kinds) - 1
+                name = f"job {number + 1} of {len(jobs)}: {varied[number]}" + (f", and {others} more" if others else "")
+                told.append(dataclasses.replace(problem, origin=name))
+    raise ConfigError(told)
+
+
+def varied_words(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """For each job, the overrides that not all jobs have, as one text."""
+    common = set.intersection(*(set(job) for job in jobs)) if len(jobs) > 1 else set()
+    return [" ".join(word.lstrip("+") for word in job if word not in common and "hydra." not in word) for job in jobs]
+
+
+@contextlib.contextmanager
+def announced(announce: Announce, jobs: Sequence[Sequence[str]]) -> Iterator[None]:
+    """Call `announce` before each job that Hydra's own launcher runs, and keep no results.
+
+    The launcher keeps the results of all jobs until a sweep ends, with two configs of 0.5 MiB in each.
+    """
+    launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
+    run_job, varied, began, count = launcher.run_job, varied_words(jobs), time.monotonic(), len(jobs)
+
+    def run_job_and_drop_configs(**given: Any) -> Any:
+        number = int(given["config"].hydra.job.num)
+        if number < count > 1:
+            passed = time.monotonic() - began
+            announce(number + 1, count, varied[number], passed / number * (count - number) if number else None)
+        result = run_job(**given)
+        result.cfg = result.hydra_cfg = None
+        return result
+
+    sweeper: Any = importlib.import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
+    launcher.run_job = run_job_and_drop_configs
+    if jobs:
+        sweeper.validate_batch_is_legal = lambda self, batch: None  # they are validated, and composing takes long
+    try:
+        yield
+    finally:
+        launcher.run_job = run_job
+        if jobs:
+            del sweeper.validate_batch_is_legal  # that of its base class is back

@@ -1,0 +1,13 @@
+"""How errors are shown. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import sys
+
+from runner.config.secrets import mask_text
+from runner.tracking.formats import clean
+
+
+def print_error(text: str) -> None:
+    """Print an error to standard error, without secrets and control characters."""
+    print(f"error: {mask_text(clean(text))}", file=sys.stderr)

@@ -1,0 +1,156 @@
+"""Verbs on several processes, which the launcher of this machine, torchrun or SLURM starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.build.ranks import config_from_plain, count_ranks, device_of_rank
+from runner.config.composition import Composition
+from runner.config.errors import OK, PREEMPTED
+from runner.config.frozen import to_plain
+from runner.config.keys import key_of
+from runner.config.schema import VERBS as SCHEMAS
+from runner.config.schema.train import Train
+from runner.distributed import follow
+from runner.distributed.launch import Outcome, RankFailed, end_with_parent, outcome_of, run_ranks
+from runner.distributed.world import joined, started_by_launcher
+from runner.verbs._checkpoint import resolve_checkpoint
+from runner.verbs._errors import print_error
+from runner.verbs._table import VERBS, Verb
+
+_HEARD_S = 5.0
+
+
+def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -> float | None:
+    """Do `work` as rank 0 of those that torchrun or SLURM started, while the others do the job.
+
+    Args:
+        job: what JSON can contain.
+        config: of the job.
+        work: what rank 0 does.
+
+    Raises:
+        RankFailed: if another rank failed first.
+    """
+    end_with_parent()
+    store = follow.lead(job)
+    try:
+        with joined(config.dist.timeout_s, device_of_rank(config), store):
+            return work()
+    except Exception as error:
+        if outcome_of(0, error).lost and (failed := follow.first_failure()):
+            raise RankFailed(Outcome(**failed)) from error
+        raise
+
+
+def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
+    """On another rank, call `entry(job, store)` for every job of rank 0; returns the exit status."""
+    end_with_parent()
+    status = OK
+
+    def work(job: dict[str, Any], store: Any) -> None:
+        nonlocal status
+        try:
+            entry(job, store)
+        except (Exception, SystemExit) as error:
+            outcome = outcome_of(follow.rank(), error)
+            follow.report(outcome)
+            status = outcome.status
+            if not outcome.lost and status != PREEMPTED:
+                raise RankFailed(outcome) from error
+
+    try:
+        follow.follow(work)
+    except RankFailed as failed:
+        print_error(f"{failed}{failed.hint}")
+        time.sleep(_HEARD_S)  # rank 0 reports it, if it can; the launcher ends all ranks when this one does
+    return status
+
+
+@dataclass(frozen=True)
+class VerbJob:
+    """What every rank of a verb other than `train` gets."""
+
+    verb: str
+    composition: Composition  # whose `ckpt_path` is a file
+    config: Train
+
+    def to_plain(self) -> dict[str, Any]:
+        """The job as what JSON can contain."""
+        return {"verb": self.verb, "composition": self.composition.to_plain(), "config": to_plain(self.config)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> VerbJob:
+        """What `to_plain` was called on."""
+        config = config_from_plain(plain["config"], SCHEMAS[plain["verb"]])
+        return cls(plain["verb"], Composition.from_plain(plain["composition"]), config)
+
+
+def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition: Composition) -> float | None:
+    """Run a job of a verb other than `train` on as many processes as the command line, torchrun or SLURM asks for.
+
+    A checkpoint's own `devices` is how it was trained, and does not count.
+
+    Raises:
+        RankFailed: if a rank failed.
+    """
+    given, led = any(key_of(word) == "devices" for word in composition.overrides), started_by_launcher()
+    if not verb.on_ranks:
+        if given and composition.values["devices"] not in (1, "auto"):
+            devices = f"devices={composition.values['devices']}".replace(" ", "")
+            print(f"warning: {devices} has no effect on {verb.name}, which runs in one process", file=sys.stderr)
+        return run(composition)
+    if not (given or led):
+        return run(composition)
+    resolved = resolve_checkpoint(composition, SCHEMAS[verb.name])
+    config, size = resolved.config, 1 if led else count_ranks(resolved.config)
+    composition = dataclasses.replace(composition, values=composition.values | {"ckpt_path": str(resolved.found.path)})
+    job = VerbJob(verb.name, composition, config)
+    if led:
+        return lead(job.to_plain(), config, functools.partial(run, composition))
+    if size == 1:
+        return run(composition)
+    with tempfile.TemporaryDirectory() as logs:
+        outcome = run_ranks(verb_as_rank, job, size, Path(logs))
+    if outcome.status == PREEMPTED:
+        raise SystemExit(128 + signal.SIGINT)
+    return outcome.value
+
+
+def verb_as_rank(job: VerbJob, store: Any = None) -> float | None:
+    """Run a job of a verb as one of several ranks, of which only rank 0 talks."""
+    device = device_of_rank(job.config)
+    with joined(job.config.dist.timeout_s, device, store) as world, _spoken_by(world.first):
+        value: float | None = importlib.import_module(VERBS[job.verb].module).run(job.composition)
+    return value
+
+
+def main_of_follower() -> int:
+    """A rank other than 0 that torchrun or SLURM started: do what rank 0 says, and return the exit status."""
+    return follow_rank_0(lambda plain, store: verb_as_rank(VerbJob.from_plain(plain), store))
+
+
+@contextlib.contextmanager
+def _spoken_by(speaks: bool) -> Iterator[None]:
+    """Whether what this process prints is shown."""
+    if speaks:
+        yield
+        return
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield

@@ -1,0 +1,163 @@
+"""Ranks that cannot train together, or stop answering: one sentence names the rank, and no process is left waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from agent import Agent
+
+from rank_pool import RankPool
+from runner.build.ranks import Job
+from runner.config.errors import UserError
+from runner.config.resolve import resolve_config
+from runner.config.schema.train import Train
+from runner.distributed import follow
+
+WORDS = (
+    "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "model=mlp", "model.hidden=[16]",
+    "threads=1", "logger=none", "log.curves=false", "log.progress=false", "checkpoint.every_steps=1",
+    "checkpoint.min_seconds=0", "max_steps=4",
+)  # fmt: skip
+MINE = """
+import os, signal, time
+from runner.data.sources.synthetic import synthetic
+
+def data(**given):
+    return synthetic(**given | {"seed": int(os.environ.get("RANK", "0"))})
+
+class Late:
+    def on_step(self, loop):
+        if os.environ["RANK"] == "0" and loop.state.position.global_step == 3:
+            os.kill(int(os.environ["LAUNCHER"]), signal_module.SIGTERM)
+            time.sleep(60)
+
+class Fault:
+    def __init__(self, step=2, signal="SIGSTOP"):
+        self.step, self.signal = step, getattr(signal_module, signal)
+
+    def on_step(self, loop):
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if os.environ["RANK"] == "1" and loop.state.position.global_step == self.step and first:
+            os.kill(os.getpid(), self.signal)
+
+signal_module = signal
+"""
+FAULT = "+callbacks.mine._target_=mine.Fault"
+
+
+@pytest.fixture
+def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workdir / "mine.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(workdir))
+    monkeypatch.setenv("RUNNER_TRUST", "mine")
+    monkeypatch.syspath_prepend(str(workdir))
+    return workdir
+
+
+@pytest.fixture
+def agent(here: Path) -> Agent:
+    return Agent()
+
+
+def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
+    with pool.installed():
+        result = run("train", *WORDS, "devices=2", "data.dataset._target_=mine.data", "hydra.run.dir=run")
+    assert result.status == 2
+    assert "rank 1 of 2 has different data from rank 0" in result.err
+    assert result.err.count("error: ") == 1
+
+
+def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    # A stopped process ignores SIGTERM, and torch kills it after 30 s.
+    close = MultiprocessContext._close
+    monkeypatch.setattr(MultiprocessContext, "_close", lambda self, death_sig, timeout=30: close(self, death_sig, 1))
+    result = run("train", *WORDS, "devices=2", "dist.timeout_s=5", FAULT, "hydra.run.dir=run")
+    assert result.status == 1
+    assert "error: rank 1 took no part for dist.timeout_s" in result.err
+    assert result.err.count("error: ") == 1
+
+
+def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoint(
+    here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.distributed.launch._PATIENCE_S", 2)
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))
+    result = run("train", *WORDS, "devices=2", "+callbacks.mine._target_=mine.Late", "hydra.run.dir=run")
+    assert result.status == 75, result.err
+    newest = max(path.name for path in (here / "run/checkpoints").glob("step_*"))
+    said = json.loads((here / "run/summary.json").read_text())["error"]
+    expected = (
+        f"stopped by SIGTERM, and rank 0 did not save within 2 s and was killed; the newest checkpoint is {newest}"
+    )
+    assert said == expected
+
+
+def test_ranks_that_were_started_with_other_words_are_named(agent: Agent, here: Path) -> None:
+    words = ("train", *WORDS, "hydra.run.dir=run")
+    (status, out, err), (other, *_) = agent((*words, "epochs=2"), (*words, "epochs=3"))
+    assert (status, other) == (2, 0)
+    assert err.count("error: ") == 1
+    assert "rank 1 of 2 was started with 'epochs=3', and rank 0 with 'epochs=2'" in err
+    assert not (here / "run").exists(), out
+
+
+@pytest.mark.parametrize(
+    ("own", "its", "said"),
+    [
+        (["train", "a=1"], ["train"], "started without 'a=1', and rank 0 with it"),
+        (["train"], ["train", "a=1"], "started with 'a=1', and rank 0 without it"),
+        (["eval", "a=1"], ["train", "a=1"], "started with 'train', and rank 0 with 'eval'"),
+        (["eval", "a=1"], ["eval", "a=1"], ""),
+    ],
+)
+def test_the_first_difference_of_command_lines(
+    monkeypatch: pytest.MonkeyPatch, own: list[str], its: list[str], said: str
+) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(follow, "_store", lambda: store)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    follow.compare(its)
+    monkeypatch.setenv("RANK", "0")
+    if said:
+        with pytest.raises(UserError, match=f"rank 1 of 2 was {said}"):
+            follow.compare(own)
+    else:
+        follow.compare(own)
+
+
+@pytest.mark.parametrize("folder", ["", "sweep"])
+def test_a_sweep_goes_on_in_its_folder_after_a_restart(agent: Agent, here: Path, folder: str) -> None:
+    words = (
+        "train", *WORDS, "output_root=runs", FAULT, "+callbacks.mine.signal=SIGKILL", "--multirun",
+        "callbacks.mine.step=100,2",
+    )  # fmt: skip
+    words = (*words[:-1], f"+{words[-1]}", *([f"hydra.sweep.dir={folder}"] if folder else []))
+    statuses = [status for status, _, _ in agent(words, words)]
+    assert statuses[1] < 0
+    (status, out, err), (other, *_) = agent(words, words)
+    assert (status, other) == (0, 0), err
+    assert "0 has finished already" in out
+    found = sorted(here.glob(f"{folder or 'runs/*/sweeps/*'}/*/summary.json"))
+    assert [path.parent.name for path in found] == ["0", "1"]
+    summaries = [json.loads(path.read_text()) for path in found]
+    assert [summary["status"] for summary in summaries] == ["finished"] * 2
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+
+
+def test_a_job_is_plain_data(compose: Callable[..., Any], tmp_path: Path) -> None:
+    composition = compose("optimizer.betas=[0.8,0.99]", "+loss.label_smoothing=1e-17", "data.normalize.mean=[0.1]")
+    config = resolve_config(composition, Train)
+    job = Job(composition, config, tmp_path, tmp_path / "last", [("lr", "1", "2")], ["a warning"])
+    again = Job.from_plain(json.loads(json.dumps(job.to_plain())))
+    assert again.config == job.config
+    assert again.to_plain() == job.to_plain()
+    assert again.differences == job.differences
