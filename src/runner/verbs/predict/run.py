@@ -87,7 +87,7 @@ def run(composition: Composition) -> float:
             if Path(split).is_dir():
                 report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
             # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
-            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip")
+            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
             listing = dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
             data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
             source = _split(resolved, splits, split)
