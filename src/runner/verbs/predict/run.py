@@ -111,7 +111,7 @@ def run(composition: Composition) -> float:
             def write(outputs: Tensor, first_cells: list[Row]) -> None:
                 table(rows.rows(outputs, first_cells))
 
-            batches = _predict(predictor, layers, source, precision, config.strict, write)
+            batches = _predict(predictor, layers, source, precision, config.strict, write, report)
             if features_file is None:
                 deque(batches, maxlen=0)
             else:
@@ -186,6 +186,7 @@ def _predict(
     precision: Precision,
     strict: bool,
     write: Callable[[Tensor, list[Row]], None],
+    report: Report,
 ) -> Iterator[dict[str, Tensor]]:
     """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`.
 
@@ -193,9 +194,10 @@ def _predict(
     """
     loader, ranks = source.loader, world()
     batches = math.ceil(loader.samples / loader.batch_size)
-    with evaluating(model):
+    with evaluating(model), report.counting("predict", math.ceil(batches / ranks.size)) as begin:
         own = iter(loader.batches(0, ranks.rank, batches, ranks.size))
         for _ in range(0, batches, ranks.size):
+            begin()
             parts = ranks.gather(_computed(model, layers, source, precision, next(own, None)))
             for _, _, _, unreadable in parts:
                 source.unreadable.update(unreadable)
