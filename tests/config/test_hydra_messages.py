@@ -1,4 +1,4 @@
-"""What Hydra refuses is told in the form of all other mistakes: with what is meant, and where it stands."""
+"""What Hydra refuses is reported in the form of all other mistakes: with what is meant, and where it stands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = [
     ("sweep/mine.yaml", f"{SWEEP}      seeed: 0,1\n", ["sweep=mine"], "seeed: is not a key; did you mean 'seed'?"),
     (
         "sweep/mine.yaml",
-        f"{GLOBAL}hydra:\n  sweeper:\n    parms:\n      seed: 0,1\n",
+        f"{GLOBAL}hydra:\n  sweeper:\n    param:\n      seed: 0,1\n",
         ["sweep=mine", "--multirun"],
         "did you mean 'hydra.sweeper.params'?",
     ),
@@ -29,7 +29,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("file", "text", "words", "says"), ROWS, ids=[row[-1][:30] for row in ROWS])
-def test_what_is_meant_and_where_it_stands_are_told(run, workdir, file, text, words, says):
+def test_what_is_meant_and_where_it_stands_are_reported(run, workdir, file, text, words, says):
     if file:
         path = workdir / file
         path.parent.mkdir()

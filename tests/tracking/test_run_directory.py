@@ -190,7 +190,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_emp
     assert "deleted or replaced" not in log + second.out + second.err
 
 
-def test_a_full_disk_is_told_when_the_lock_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_when_the_lock_is_written(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -201,7 +201,7 @@ def test_a_full_disk_is_told_when_the_lock_is_written(tmp_path, monkeypatch):
     directory.unlock()
 
 
-def test_a_full_disk_is_told_when_a_table_is_closed(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_when_a_table_is_closed(tmp_path, monkeypatch):
     class Full(io.RawIOBase):
         def writable(self):
             return True

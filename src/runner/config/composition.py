@@ -68,7 +68,8 @@ class Composition:
             if key == target or part or (within(key, [target]) and target not in self.group_choices):
                 return f"the override {word.lstrip('+')}"
         # Options at the top level, such as those of experiment, set keys after all others.
-        for group, name in sorted(reversed(self.group_choices.items()), key=self._sets_part):
+        choices = list(reversed(self.group_choices.items()))
+        for group, name in sorted(choices, key=self._sets_part):
             option, section = self.sources.option(group, name), group.replace("/", ".")
             if option is None or not (option.is_global or within(key, [section])):
                 continue
