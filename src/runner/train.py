@@ -205,7 +205,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     interrupted = agreement.reason if agreement else signals.asked
     if found:
         warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")
-    data.bad_samples.open(record.directory.path / "skipped.jsonl", console.warn)
+    data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
 
     # Logging and checkpoints
     loggers = build_loggers(config.logger if world().first else {}, console.warn)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from runner.tracking.terminal import Terminal
 
 _BAR_PERIOD_S = 0.2
+_COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 _NOTABLE_WAIT = 0.1
@@ -143,13 +144,14 @@ class Console:
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
         """Gives a function to call before each of `total` parts, with its name; a bar shows them if this is a terminal."""
-        begun = -1
+        begun, due = -1, 0.0
 
         def begin(name: str = "") -> None:
-            nonlocal begun
+            nonlocal begun, due
             begun += 1
             texts = [name] if name else []
-            if self._terminal is not None:
+            if self._terminal is not None and (name or perf_counter() >= due):  # short parts would flood the terminal
+                due = perf_counter() + _COUNTED_S
                 self._on_terminal(lambda terminal: terminal.bar(what, begun / max(total, 1), f"{begun}/{total}", texts))
 
         try:
