@@ -171,9 +171,10 @@ class RunDirectory:
         except OSError:  # a file system without locks
             os.close(descriptor)
             return
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._lock = descriptor
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         # Temporary files of a killed process; the lock excludes that another one uses them.
         for folder in (self.path, self.plots, self.checkpoints):
             for leftover in folder.glob(".*.tmp"):
