@@ -220,3 +220,9 @@ def test_moments_in_steps_and_in_epochs_belong_together() -> None:
     assert [timeline.step(epoch) for epoch in (0, 1.5, 3, 3.25, 5)] == [0, 9, 18, 21, 42]
     assert [timeline.scaled(step) for step in (0, 9, 18, 21, 42)] == [0, 18, 36, 39, 60]
     assert Timeline.of(Position(epoch=4, global_step=30, turns=[[18, 3]]), plan).turns == ((18, 3),)
+
+
+def test_a_batch_larger_than_the_training_split_is_told(train: Callable[..., Any]) -> None:
+    shown = train("model=mlp", "epochs=1", "data.batch_size=5000").out
+    assert "warning: data.batch_size=5000 has no effect above 1,258" in shown
+    assert "warning: data.batch_size" not in train("model=mlp", "epochs=1").out

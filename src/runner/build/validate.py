@@ -15,6 +15,9 @@ def validate_limits(run: Run) -> list[str]:
         UserError: if the weights cannot be averaged as `swa` says, or something waits for evaluations that never happen.
     """
     config, timeline, total_steps, warnings = run.config, run.length.timeline, run.total_steps, []
+    samples, batch_size = run.data.train.samples, run.plan.batch_size
+    if batch_size > samples:
+        warnings.append(f"data.batch_size={batch_size} has no effect above {samples:,}, the size of the training split")
     if run.data.val is None:
         waiting = [f"callbacks.{name}" for name, node in config.callbacks.items() if stops_early(node)]
         if str(config.scheduler.get("_target_", "")).endswith("Plateau"):
