@@ -176,7 +176,7 @@ def test_options_of_a_group_can_be_swept(sweep):
 
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
     monkeypatch.setattr(run_directory, "timestamp", lambda: "2026-11-20_10-31-07")
-    folders = [sweep("--multirun", "seed=0")[1] for _ in range(2)]
+    folders = [sweep("--multirun", "seed=0", "new_sweep=true")[1] for _ in range(2)]
     assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
     assert all(len(summaries(folder)) == 1 for folder in folders)
 

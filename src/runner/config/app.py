@@ -139,6 +139,8 @@ def launch(
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
             with _no_empty_folders(Path(cfg.hydra.run.dir)):
                 return _status(lambda: app.run(primary, task, checked.accepted)), None
+        if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
+            raise ConfigError(wrong)  # no job has these keys
         words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
