@@ -1,4 +1,4 @@
-.PHONY: install test test-fast coverage lint format types check torture benchmark clean
+.PHONY: install test test-fast coverage lint format types check docs docs-serve torture benchmark clean
 
 install:  ## install with everything that development needs
 	python -m pip install -e ".[dev]"
@@ -29,6 +29,12 @@ types:  ## static types
 
 check: lint types test  ## what a change has to pass
 
+docs:  ## the documentation as a site in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
+
+docs-serve:  ## the site on http://127.0.0.1:8000, built again when a page changes
+	NO_MKDOCS_2_WARNING=1 python -m mkdocs serve
+
 torture:  ## everything that machines and strangers do to runs, injected and counted: about an hour
 	python scripts/torture.py
 
@@ -36,4 +42,4 @@ benchmark:  ## start-up time against the bare imports
 	python scripts/benchmark_startup.py
 
 clean:  ## remove caches and build products, never outputs
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .coverage .coverage.* htmlcov .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .coverage .coverage.* htmlcov .hypothesis

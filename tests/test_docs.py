@@ -26,9 +26,12 @@ from runner.config.sources import Sources, shipped
 from runner.verbs import _table as table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 README = REPOSITORY / "README.md"
 DOCUMENTS = [path for path in (README, *PAGES) if path.is_file()]
+# Its commands build on each other: tests/test_docs_site.py runs them in order.
+TUTORIAL = DOCS / "tutorial" / "first_hour.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A file shown whole: its path in the line before, or in the first line.
 FILE = re.compile(
@@ -167,7 +170,7 @@ def says_something_else(example: Example) -> str:
     return "" if (status, err) == (0, "") and out else f"exits with status {status} and prints: {out}{err}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != TUTORIAL], ids=lambda path: path.stem)
 def test_every_command_does_what_the_page_shows(document: Path, workplaces: dict[str, Path]) -> None:
     with inside(workplaces["README" if document == README else "docs"]):
         found = {each.line: says_something_else(each) for each in examples() if each.document == document}
@@ -361,5 +364,6 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
-    assert not [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in index]
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    names = [page.relative_to(DOCS).as_posix() for page in PAGES]
+    assert not [name for name in names if name != "index.md" and f"({name})" not in index]

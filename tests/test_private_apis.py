@@ -1,4 +1,4 @@
-"""Private APIs of other libraries are listed in docs/private_apis.md, all of them and no others."""
+"""Private APIs of other libraries are listed in docs/explanation/private_apis.md, all of them and no others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "explanation" / "private_apis.md"
 
 
 def is_private(name: str) -> bool:
@@ -39,12 +40,12 @@ def private_names(path: Path) -> set[str]:
 
 def test_every_private_api_is_listed_and_used() -> None:
     used = set().union(*(private_names(path) for path in (ROOT / "src" / "runner").rglob("*.py")))
-    rows = [line for line in (ROOT / "docs" / "private_apis.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
     assert used == listed
 
 
 def test_the_tests_that_notice_a_change_are_there() -> None:
-    text = (ROOT / "docs" / "private_apis.md").read_text()
+    text = PAGE.read_text()
     for name in re.findall(r"`(tests/[\w/.]+)`", text):
         assert (ROOT / name).exists(), name

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,18 +38,17 @@ def pictures(workdir: Path) -> Path:
     folder.mkdir()
     with (folder / "labels.csv").open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["image", "label", "age", "part"])
+        rows.writerow(["image", "label", "age", "part", "height", "furry", "loud"])
         for index in range(40):
             label, part = "cat" if index % 5 else "dog", "train" if index < 28 else "val" if index < 34 else "test"
             Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / f"{index}.png")
-            rows.writerow([f"{index}.png", label, index / 10, part])
+            rows.writerow([f"{index}.png", label, index / 10, part, index % 7, index % 2, int(index % 3 == 0)])
     return folder
 
 
 @pytest.fixture
 def story(
     train: Callable[..., Any],
-    spawn: Callable[..., Any],
     run: Callable[..., Any],
     workdir: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -56,11 +58,19 @@ def story(
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "bomb")
 
-    def call(*words: str, step: int = 6, inputs: str = "test") -> Any:
+    def call(*words: str, step: int = 6, inputs: str = "test", thorough: bool = False) -> Any:
         whole, killed = train(*words), workdir / "killed"
         bomb = ("+callbacks.bomb._target_=bomb.Bomb", f"+callbacks.bomb.step={step}", f"hydra.run.dir={killed}")
-        died = spawn("train", *QUIET, *words, *bomb, "checkpoint.every_steps=1", "checkpoint.async=false")
-        assert died.returncode == -9, died.stderr
+        # A fork has imported everything already, which takes longer than all the rest.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            try:
+                run("train", *QUIET, *words, *bomb, "checkpoint.every_steps=1", "checkpoint.async=false")
+            finally:
+                os._exit(1)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
         rest = train(f"ckpt_path={killed}", "callbacks=none")
         assert f"step {step}" in rest.out or f"step {step - 1}" in rest.out, rest.out
         assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
@@ -70,7 +80,10 @@ def story(
             ("eval", "split=test"),
             ("predict", f"input={inputs}", f"output={workdir / 'rows.jsonl'}"),
             ("export", f"output={workdir / 'model.pt2'}"),
+            ("check", "only=[readable,image-shapes,target-range]", "budget_s=5"),
         ):
+            if verb[0] in ("export", "check") and not thorough:
+                continue
             done = run(verb[0], checkpoint, *verb[1:])
             assert done.status == 0, done.err + done.out
         assert (workdir / "rows.jsonl").read_text().strip()
@@ -123,3 +136,50 @@ def test_a_data_set_of_hugging_face(story: Callable[..., Any], pictures: Path) -
     rows = datasets.Dataset.from_dict({"image": files, "label": ["cat" if index % 5 else "dog" for index in range(40)]})
     rows.cast_column("image", datasets.Image()).save_to_disk(str(pictures / "saved"))
     story("data=huggingface", f"data.root={pictures}", "data.dataset.path=saved", *SMALL, "data.num_workers=2")
+
+
+ROWS = {
+    "multilabel": ("[furry,loud]", "task=multilabel", "loss=bce"),
+    "regression": ("[age,height]", "task=regression", "loss=mse"),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_table_with_several_columns_of_targets(kind: str, story: Callable[..., Any], pictures: Path) -> None:
+    columns, *words = ROWS[kind]
+    story(
+        "data=csv", f"data.root={pictures}", f"data.dataset.label_columns={columns}", f"data.dataset.kind={kind}",
+        "data.dataset.split_column=part", *SMALL, *words, thorough=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_data_set_of_hugging_face_with_several_columns_of_targets(
+    kind: str, story: Callable[..., Any], pictures: Path
+) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (pip install 'runner[huggingface]')")
+    with (pictures / "labels.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns: dict[str, list[Any]] = {"image": [str(pictures / row["image"]) for row in rows]}
+    columns |= {name: [float(row[name]) for row in rows] for name in ("age", "height")}
+    columns |= {name: [int(row[name]) for row in rows] for name in ("furry", "loud")}
+    saved = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    saved.save_to_disk(str(pictures / "saved"))
+    names, *words = ROWS[kind]
+    story(
+        "data=huggingface", f"data.root={pictures}", "data.dataset.path=saved", f"data.dataset.label_key={names}",
+        f"data.dataset.kind={kind}", *SMALL, *words,
+    )  # fmt: skip
+
+
+def test_a_model_of_timm_on_folders_of_images(story: Callable[..., Any], pictures: Path, workdir: Path) -> None:
+    pytest.importorskip("timm", reason="timm is not installed (pip install 'runner[timm]')")
+    for index in range(40):
+        path = workdir / "folders" / ("cat" if index % 2 else "dog") / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (pictures / f"{index}.png").rename(path)
+    words = [word for word in SMALL if not word.startswith(("model", "data.image_size"))]
+    story(
+        "data=image_folder", f"data.root={workdir / 'folders'}", *words, "model=timm", "model.name=test_resnet",
+        "data.image_size=32", "data.num_workers=0",
+    )  # fmt: skip

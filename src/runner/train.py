@@ -48,10 +48,10 @@ from runner.runtime.compilation import CompileReport, forget_compiled
 from runner.runtime.hardware_metrics import choose_hardware_metrics
 from runner.runtime.memory import reset_peak_memory
 from runner.runtime.peak_flops import kind_of
-from runner.runtime.shapes import ShapeWatch
+from runner.runtime.shapes import COLUMNS, ShapeWatch, shapes_on_failure
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import toggle
-from runner.tracking.formats import WEIGHTS_STEP
+from runner.tracking.formats import WEIGHTS_STEP, aligned
 from runner.tracking.metrics_buffer import MetricsBuffer
 from runner.tracking.skipped_steps import SkippedSteps
 
@@ -104,7 +104,8 @@ def build_run(
         config = with_facts(config, task, data)
         place(model, loss, device, config.channels_last, precision.weights)
         warnings = synchronize_norms(config, model)
-        single_values = probe(task, model, loss, data)
+        with shapes_on_failure(model, config.watch.shapes, aligned):
+            single_values = probe(task, model, loss, data)
         monitor = choose_monitor(config, task)
 
         # Initial weights, which a checkpoint brings along, and what is frozen
@@ -203,7 +204,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     interrupted = agreement.reason if agreement else signals.asked
     if found:
         warnings += compare_data(found.contents, data, fingerprint, sources, config.data.identity == "ignore")
-    data.bad_samples.open(record.directory.path / "skipped.jsonl", console.warn)
+    data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
 
     # Logging and checkpoints
     loggers = build_loggers(config.logger if world().first else {}, console.warn)
@@ -273,8 +274,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     if loop.finished:
         console.warn(f"there is nothing left to train: the checkpoint is at step {resumed_step} of {run.total_steps}")
     if config.watch.shapes:
-        columns = ["module", "type", "takes", "gives"]
-        ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", columns))
+        ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", COLUMNS))
     if config.watch.finite:
         FiniteWatch(state)
     console.start(run.total_steps, config.epochs or 0, resumed_step)
@@ -285,7 +285,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     ending.callback(_summarize_losses, record, data, compile_reports)
     try:
         saving.begin(loop)
-        with memory_for_training(config):
+        with memory_for_training(config), shapes_on_failure(run.model, config.watch.shapes, aligned):
             loop.run()
         saving.end(loop)
         if loop.stop_reason:

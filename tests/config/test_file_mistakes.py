@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +121,17 @@ def test_a_file_that_cannot_be_read_does_not_hide_other_mistakes(workdir: Path, 
     assert result.status == 2
     assert "error: 2 problems" in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_mistake_is_located_by_a_new_process_that_only_shows_the_config(tmp_path):
+    # Hydra loads its plugins, and replaces their classes, once in a process.
+    path = tmp_path / "mine" / "experiment" / "own.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(HEAD + "seed:1\nepochs: 2\n")
+    words = ("train", "--cfg", "job", "--config-dir", "mine", "experiment=own")
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"{path}:2:1: 'seed:1' has no space after the colon" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -19,13 +19,15 @@ from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
 from runner.config.schema.sections import Data, Split, Transform
+from runner.data import bad_samples
 from runner.data.bad_samples import DRAWS, BadSample, BadSampleLog, ReplacementSampler
 from runner.data.build import DataModule, build_data
 from runner.data.cache_file import CachedImages
 from runner.data.loaders import Batch, MemoryLoader
 from runner.data.sampler import AllSamples
-from runner.data.samples import SeededDataset
+from runner.data.samples import SeededDataset, read_sample
 from runner.data.workers import WorkerLoader
+from runner.distributed.world import World
 
 CPU = torch.device("cpu")
 PART = torch.arange(40)[torch.arange(40) % 5 != 0]  # 32 samples: four batches
@@ -266,12 +268,12 @@ def listing(skipped: BadSampleLog, path: Path | None = None) -> list[str]:
 
 def test_a_sample_is_listed_once_and_the_first_is_reported_at_once(tmp_path: Path) -> None:
     skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
-    note: Callable[[list[BadSample]], None] = skipped.noting("train", object())
+    note: Callable[[list[BadSample]], None] = skipped.noting("train", object(), 100)
     note([BadSample(3, "early")])
     said = listing(skipped, path)
     note([BadSample(3, "early"), BadSample(9, "later")])
     note([BadSample(9, "later")])
-    skipped.noting("val", object())([BadSample(9, "elsewhere")])
+    skipped.noting("val", object(), 100)([BadSample(9, "elsewhere")])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["split"], line["sample"], line["reason"]) for line in lines] == [
         ("train", 3, "early"),
@@ -287,7 +289,7 @@ def test_a_list_is_continued_although_a_kill_cut_it_short(tmp_path: Path) -> Non
     entry = {"split": "train", "sample": 3, "path": None, "reason": "early"}
     path.write_text(json.dumps(entry) + "\n" + json.dumps(entry)[:20])
     skipped = BadSampleLog()
-    note = skipped.noting("train", object())
+    note = skipped.noting("train", object(), 100)
     note([BadSample(3, "early")])
     listing(skipped, path)
     note([BadSample(3, "early"), BadSample(4, "new")])
@@ -299,7 +301,7 @@ def test_a_list_is_continued_although_a_kill_cut_it_short(tmp_path: Path) -> Non
 def test_a_list_that_is_deleted_during_the_run_is_written_again_whole(tmp_path: Path) -> None:
     skipped, path = BadSampleLog(), tmp_path / "skipped.jsonl"
     said = listing(skipped, path)
-    note = skipped.noting("train", object())
+    note = skipped.noting("train", object(), 100)
     note([BadSample(3, "early")])
     path.unlink()
     note([BadSample(4, "new")])
@@ -311,7 +313,7 @@ def test_a_list_that_cannot_be_written_is_reported_and_costs_nothing_else(tmp_pa
     skipped = BadSampleLog()
     said = listing(skipped, tmp_path / "gone" / "skipped.jsonl")
     for sample in (1, 2):
-        skipped.noting("train", object())([BadSample(sample, "bad")])
+        skipped.noting("train", object(), 100)([BadSample(sample, "bad")])
     assert len(said) == 2
     assert "cannot write" in said[1]
     assert "1 of" not in skipped.summary()
@@ -323,3 +325,55 @@ def test_nothing_skipped_is_nothing_reported(tmp_path: Path) -> None:
     assert listing(skipped, tmp_path / "skipped.jsonl") == []
     assert skipped.summary() == ""
     assert not (tmp_path / "skipped.jsonl").exists()
+
+
+@pytest.mark.parametrize(("share", "samples", "allowed"), [(0.1, 40, 4), (0.1, 4, 1), (0.0, 40, 0), (1.0, 40, 40)])
+def test_more_than_a_share_of_a_split_is_refused_whoever_found_them(
+    share: float, samples: int, allowed: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "skipped.jsonl"
+    before, skipped = BadSampleLog(), BadSampleLog(share)
+    listing(before, path)
+    before.noting("train", object(), samples)([BadSample(sample, "bad") for sample in range(allowed)])
+    listing(skipped, path)
+    note = skipped.noting("train", Named(), samples)
+    skipped.noting("val", object(), 9)([BadSample(0, "bad")] if share else [])
+    if allowed == samples:
+        return
+    with pytest.raises(
+        UserError, match=rf"data.max_skipped: {allowed + 1} of the {samples} samples of 'train'"
+    ) as caught:
+        note([BadSample(39, "the disk says no")])
+    assert "39" in str(caught.value) if allowed < 3 else "skipped.jsonl" in str(caught.value)
+    assert len(path.read_text().splitlines()) == allowed + 1 + bool(share), "the last one is listed too"
+
+
+class Named:
+    """Knows the files of its samples."""
+
+    def path(self, index: int) -> str:
+        return f"folder/{index}.png"
+
+    def __getitem__(self, index: int) -> Any:
+        raise ValueError("no image")
+
+
+def test_an_error_names_the_file_of_the_sample_if_the_data_set_knows_it() -> None:
+    with pytest.raises(UserError, match=r"sample 7 of 'train', folder/7.png, cannot be read: ValueError: no image \("):
+        read_sample(lambda index: Named()[index], 7, "train", (), Named())
+    with pytest.raises(UserError, match=r"sample 7 of 'train' cannot be read"):
+        read_sample(lambda index: Named()[index], 7, "train", (), object())
+
+
+def test_what_another_rank_listed_is_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "skipped.jsonl"
+    logs = [BadSampleLog(), BadSampleLog()]
+    for rank, log in enumerate(logs):
+        monkeypatch.setattr(bad_samples, "world", lambda rank=rank: World(rank, 2))
+        log.noting("train", object(), 100)([BadSample(1, "known to all")])
+        listing(log, path)
+    for log, sample in zip(logs, (2, 3), strict=True):
+        log.noting("train", object(), 100)([BadSample(2, "found by both"), BadSample(sample, "found")])
+    assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert "3 of train" in logs[0].summary()
+    assert len(logs[0]) == 3

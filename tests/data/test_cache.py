@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from runner.config.errors import DataFailed, UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
 from runner.data import cache as cache_module
+from runner.data import long_work
 from runner.data.build import DataModule, build_data
 from runner.data.cache import Cache, Opened
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Header, Unusable
@@ -431,9 +432,9 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(tmp_path: Path, capsys:
 
 def test_without_locks_both_make_it_and_both_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(lock: int, how: int) -> None:
-        raise OSError(cache_module.errno.ENOLCK, "No locks available")
+        raise OSError(long_work.errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(cache_module.fcntl, "flock", unsupported)
+    monkeypatch.setattr(long_work.fcntl, "flock", unsupported)
     dataset = Made(before=lambda index: time.sleep(0.002))
     for each in _at_once(2, lambda: opened(tmp_path, dataset)):
         check(each.images, Made())
@@ -460,8 +461,8 @@ def test_a_signal_that_the_run_handles_ends_the_making_and_is_passed_on(tmp_path
 def test_progress_is_shown_once_it_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cache_module, "_SHOWN_AFTER_S", 0.0)
-    monkeypatch.setattr(cache_module, "_SHOWN_EVERY_S", 0.0)
+    monkeypatch.setattr(long_work, "_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(long_work, "_SHOWN_EVERY_S", 0.0)
     opened(tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" images")[0] for line in lines] == [f"caching train: {n} of 150" for n in (64, 128, 150)]

@@ -7,6 +7,8 @@ import pickle
 import struct
 import subprocess
 import sys
+import tarfile
+import urllib.request
 from pathlib import Path
 from urllib.error import URLError
 
@@ -19,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.config.errors import UserError
+from runner.data.sources import fetch
 from runner.data.sources import torchvision_sets as sets
 
 IMAGES = torch.arange(12 * 5 * 4).remainder(256).to(torch.uint8).reshape(12, 5, 4)
@@ -40,15 +43,16 @@ def _write_family(root: Path, name: str = "MNIST", packed: bool = False) -> Path
     return folder
 
 
-def _no_network(*args, **kwargs):
-    raise URLError("network is unreachable")
-
-
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
-    monkeypatch.setattr(tv.mnist, "download_and_extract_archive", _no_network)
-    monkeypatch.setattr(tv.cifar, "download_and_extract_archive", _no_network)
-    monkeypatch.setattr(tv.svhn, "download_url", _no_network)
+    def no_network(*args, **kwargs):
+        raise URLError("network is unreachable")
+
+    monkeypatch.setattr(fetch, "urlopen", no_network)
+
+
+def _from_folder(monkeypatch):
+    monkeypatch.setattr(fetch, "urlopen", urllib.request.urlopen)
 
 
 FAMILY = {"MNIST": sets.mnist, "FashionMNIST": sets.fashion_mnist, "KMNIST": sets.kmnist}
@@ -113,13 +117,24 @@ def test_a_failed_download_says_why_and_what_to_put_where(tmp_path):
 
 def test_a_root_that_is_a_file_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"fetching MNIST failed: .*file"):
+    with pytest.raises(UserError, match=r"data.root: cannot write .*/file/MNIST"):
         sets.mnist(str(tmp_path / "file"), True)
 
 
-def test_a_download_that_works_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(tv.MNIST, "download", lambda self: _write_family(Path(self.root)))
-    assert torch.equal(sets.mnist(str(tmp_path), True)["train"].images, IMAGES.unsqueeze(1))
+def _md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def test_idx_files_are_fetched_from_a_mirror_where_they_are_missing_or_damaged(tmp_path, monkeypatch):
+    _from_folder(monkeypatch)
+    mirror = _write_family(tmp_path / "mirror", packed=True)
+    monkeypatch.setattr(tv.MNIST, "resources", [(path.name, _md5(path)) for path in sorted(mirror.iterdir())])
+    folder = _write_family(tmp_path, packed=True)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(b"damaged")
+    (folder / "t10k-labels-idx1-ubyte.gz").unlink()
+    found = sets.mnist(str(tmp_path), True, mirror.as_uri())
+    assert torch.equal(found["train"].images, IMAGES.unsqueeze(1))
+    assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in mirror.iterdir())
 
 
 def test_a_damaged_unpacked_file_is_named_even_when_downloading(tmp_path):
@@ -276,6 +291,26 @@ def test_a_failed_cifar_download_says_what_to_put_where(tmp_path):
     assert tv.CIFAR10.url in str(caught.value)
 
 
+def test_an_archive_of_cifar_is_fetched_and_only_its_known_files_are_unpacked(tmp_path, monkeypatch):
+    _from_folder(monkeypatch)
+    mirror = tmp_path / "mirror"
+    mirror.mkdir()
+    folder = _write_cifar(mirror, "CIFAR10", monkeypatch)
+    (folder / "readme.html").write_text("")
+    with tarfile.open(mirror / tv.CIFAR10.filename, "w:gz") as archive:
+        archive.add(folder, "cifar-10-batches-py")
+        archive.add(folder / "test_batch", "../../outside")
+    monkeypatch.setattr(tv.CIFAR10, "tgz_md5", _md5(mirror / tv.CIFAR10.filename))
+    found = sets.cifar10(str(tmp_path / "root"), True, [mirror.as_uri()])
+    assert found["train"].images.shape == (20, 3, 32, 32)
+    unpacked = {path.name for path in (tmp_path / "root" / "cifar-10-batches-py").iterdir()}
+    assert unpacked == {path.name for path in folder.iterdir()} - {"readme.html"}
+    assert not (tmp_path / "outside").exists()
+    (tmp_path / "root" / "cifar-10-batches-py" / "test_batch").unlink()
+    monkeypatch.setattr(fetch, "urlopen", None)
+    sets.cifar10(str(tmp_path / "root"), True)  # from the archive that is there
+
+
 def _write_svhn(root: Path, monkeypatch) -> None:
     rng = np.random.default_rng(0)
     listed = dict(tv.SVHN.split_list)
@@ -297,11 +332,11 @@ def test_svhn_is_read_with_zero_as_class_zero(tmp_path, monkeypatch):
 
 
 def test_svhn_fetches_both_of_its_files(tmp_path, monkeypatch):
-    fetched = []
+    _from_folder(monkeypatch)
     _write_svhn(tmp_path, monkeypatch)
-    monkeypatch.setattr(tv.svhn, "download_url", lambda url, root, filename, md5: fetched.append(filename))
-    sets.svhn(str(tmp_path), True)
-    assert fetched == ["train_32x32.mat", "test_32x32.mat"]
+    root = tmp_path / "root"
+    assert len(sets.svhn(str(root), True, tmp_path.as_uri())["test"].targets) == 2
+    assert {path.name for path in root.iterdir()} == {"train_32x32.mat", "test_32x32.mat"}
 
 
 def test_missing_and_damaged_svhn_files_are_distinguished(tmp_path, monkeypatch):

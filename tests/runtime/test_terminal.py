@@ -113,6 +113,8 @@ def test_a_key_that_stops_saves_and_ends_with_75(on_terminal: Callable[..., Term
     terminal.press(key)
     assert terminal.end() == 75, terminal.said
     assert preempted(name)
+    assert terminal.said.startswith("runner "), "the first line appears before torch is loaded"
+    assert "train, loading torch" in terminal.said.splitlines()[0]
     assert "resume with ckpt_path=" in terminal.said
     assert "Traceback" not in terminal.said
 

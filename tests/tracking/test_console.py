@@ -308,3 +308,34 @@ def test_a_log_file_that_cannot_be_opened_or_written_is_warned_about_once(tmp_pa
     console.line("and on")
     assert stream.getvalue().count("warning") == 1
     assert stream.getvalue().endswith("on\nand on\n")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_header_and_a_bar_fit_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = FakeTerminal()
+    console = Console(None, stream=stream)
+    reason = "auto: AdamW has one kernel for the whole update on cpu, and others have not"
+    console.header("run", [("update", "fused", reason), ("device", "cpu", "as set")])
+    text = re.sub("\x1b\\[[0-9;]*[A-Za-z]", "", stream.getvalue())
+    assert max(map(len, text.splitlines())) <= columns
+    assert f"update  fused ({reason}) device  cpu (as set)".split() == text.split()[1:]
+    with console.counting("check", 4) as begin:
+        for name in ("build", "labels"):
+            begin(name)
+    assert "1/4  labels" in stream.getvalue()
+    console.start(100, 2, 0)
+    console.metrics("train", {"lr": 0.0031, "loss": 0.412, "grad_norm": 1.0, "accuracy": 0.4}, 50, 1)
+    console.advance(50, 1)
+    console.stop()
+    last = stream.getvalue().rpartition("epoch 1/2")[2]
+    assert "loss 0.412" in last
+    assert len(last.split("\x1b")[0]) <= columns
+
+
+def test_counting_shows_nothing_where_there_is_no_terminal():
+    stream = io.StringIO()
+    with Console(None, stream=stream).counting("check", 2) as begin:
+        begin("build")
+    assert not stream.getvalue()

@@ -340,6 +340,9 @@ class Opened:
     def log(self, *args):
         pass
 
+    def flush(self):
+        pass
+
     def close(self):
         with Path("diary").open("a") as file:
             file.write("closed ")
@@ -350,6 +353,9 @@ class Breaking:
         raise RuntimeError("this logger cannot be opened")
 
     def log(self, *args):
+        pass
+
+    def flush(self):
         pass
 
     def close(self):

@@ -1,4 +1,4 @@
-"""`show` explains keys, and `copy` gives an option as a file of one's own."""
+"""`show` explains keys, and `copy` copies a shipped option to change it."""
 
 from __future__ import annotations
 

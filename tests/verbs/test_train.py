@@ -82,7 +82,8 @@ def test_a_run_that_fails_says_so_and_ends_with_its_directory(
     assert result.status == 1
     assert result.summary["status"] == "failed"
     assert result.summary["error"] == "OSError: the coffee is out"
-    assert "Traceback" in result.err, "a bug in someone's code shows where it is"
+    assert 'broken.py", line 3, in on_step' in result.err, "a bug in someone's code shows where it is"
+    assert "Traceback" in (result.directory / "run.log").read_text()
     assert "the coffee is out" in (result.directory / "run.log").read_text()
 
 

@@ -103,9 +103,10 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     facts = {"num_classes": classes, "task": "multiclass"}
     if threshold is not None:
         facts = {"num_classes": classes, "num_labels": classes, "threshold": threshold, "task": "multilabel"}
+    metrics = {name: build(f"metrics.{name}", node, facts=facts) for name, node in config.metrics.items()}
     return {
-        name: converting(build(f"metrics.{name}", node, facts=facts).to(device), task)
-        for name, node in config.metrics.items()
+        name: converting(metric.to(device) if hasattr(metric, "to") else metric, task)
+        for name, metric in metrics.items()
     }
 
 

@@ -27,6 +27,12 @@ from runner.tracking.formats import is_number
 _SUPPORTED = "a class number (task=classification), a vector of 0 and 1 (task=multilabel) or numbers (task=regression) per sample"
 
 
+TAKES_BATCHES = (
+    "transforms of batches, called with images (B, C, H, W) and random numbers, as in runner.data.transforms.augment; "
+    "a transform of a single image belongs in transform.sample_train or transform.sample_eval"
+)
+
+
 class KnownData(Protocol):
     """What a model has to know about the data."""
 
@@ -103,7 +109,10 @@ def build_model(
     _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None})
 
     def construct() -> nn.Module:
-        model: nn.Module = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
+        model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
+        if not isinstance(model, nn.Module):
+            problem = f"{config.model['_target_']} gives a {type(model).__name__}"
+            raise UserError("model._target_", problem, "a torch.nn.Module, or a function that returns one")
         if head is not None:
             give_head(model, head, facts["num_classes"], image())
         return model
@@ -228,8 +237,7 @@ def example_targets(data: DataModule, copies: int = 1) -> Tensor:
 
 def prepared(pipeline: Pipeline, images: Tensor) -> Tensor:
     """Images after `transform.eval` and normalisation."""
-    takes = "batch transforms, as in runner.data.transforms.augment; others belong in transform.sample_*"
-    with explaining("transform.eval", f"cannot take images of {tuple(images.shape)}: ", takes):
+    with explaining("transform.eval", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):
         return pipeline(images, indices_for(images), 0)
 
 

@@ -36,9 +36,12 @@ def build_optimizer(config: Train, model: nn.Module) -> tuple[torch.optim.Optimi
     facts = dict.fromkeys(config.optimizer.keys() & set(KINDS)) | kernels.arguments
     groups = divide(config, extras, model)
     try:
-        optimizer: torch.optim.Optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
+        optimizer = build("optimizer", config.optimizer, groups or parameters, facts=facts)
     except RuntimeError as error:  # how torch refuses arguments that do not go together
         raise UserError("optimizer", f"{config.optimizer['_target_']} refuses its arguments: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problem = f"{config.optimizer['_target_']} gives a {type(optimizer).__name__}"
+        raise UserError("optimizer._target_", problem, "a torch.optim.Optimizer")
     if groups and not all("lr_mult" in group for group in optimizer.param_groups):
         problem = (
             f"{config.optimizer['_target_']} drops keys of its parameter groups, so no group can have its own rate"

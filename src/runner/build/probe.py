@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.build.finetune import explaining, try_forward
-from runner.build.model import example_input, example_targets, indices_for
+from runner.build.model import TAKES_BATCHES, example_input, example_targets, indices_for
 from runner.config.errors import UserError
 from runner.data.build import DataModule
 from runner.engine.plan import EpochPlan
@@ -141,8 +141,7 @@ def _probe_other_sizes(model: nn.Module, data: DataModule) -> None:
 def _probe_augmentation(task: Task, loss: nn.Module, data: DataModule, logits: Tensor) -> None:
     """Send the sample through what only training does to it: augmentation and mixing."""
     image, target = data.example
-    takes = "batch transforms, as in runner.data.transforms.augment; others belong in transform.sample_*"
-    with explaining("transform.train", f"cannot take images of {tuple(image.shape)}: ", takes):
+    with explaining("transform.train", f"cannot take images of {tuple(image.shape)}: ", TAKES_BATCHES):
         images = data.train.prepare(image, indices_for(image), 0)
     if data.train.mix is not None:
         allowed = "transform.mix=null, or a loss of probabilities such as loss=cross_entropy"

@@ -26,6 +26,7 @@ from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.metrics_buffer import MetricsBuffer
 
+_METHODS = ("open", "log", "flush", "close")  # of a logger
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
 
 
@@ -243,7 +244,12 @@ class Saving:
 
 def build_loggers(chosen: Mapping[str, Any], warn: Callable[[str], None]) -> list[Logger]:
     """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config."""
-    return [JsonLines(warn), *(build(f"logger.{name}", node, facts={"warn": warn}) for name, node in chosen.items())]
+    loggers = {name: build(f"logger.{name}", node, facts={"warn": warn}) for name, node in chosen.items()}
+    for name, logger in loggers.items():
+        if missing := [method for method in _METHODS if not hasattr(logger, method)]:
+            problem = f"{type(logger).__name__} has no method {', '.join(missing)}"
+            raise UserError(f"logger.{name}._target_", problem, f"an object with {', '.join(_METHODS)}")
+    return [JsonLines(warn), *loggers.values()]
 
 
 def _repeated(state: TrainState) -> tuple[str, ...]:

@@ -15,7 +15,9 @@ from typing import Any
 
 import hydra
 import yaml
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -245,9 +247,8 @@ def application(task: Callable[[DictConfig], Any], sources: Sources, schema: typ
 @contextlib.contextmanager
 def _files_checked(sources: Sources, schema: type) -> Iterator[None]:
     """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-
-    source: Any = FileConfigSource
+    Plugins.instance()  # registers the sources of configs
+    source: Any = SourcesRegistry.instance().resolve("file")
     load_config = source.load_config
 
     def check_and_load(self: Any, config_path: str) -> Any:

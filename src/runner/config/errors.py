@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from runner.config import user_frames
 from runner.config.secrets import MASK, is_secret, mask_word
 
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
@@ -138,18 +139,29 @@ def called_exit(stop: SystemExit) -> str:
 
 
 def explain(error: BaseException) -> tuple[int, str, str]:
-    """Exit code, a sentence, and the text to show for what ended a job; only unexpected errors show a traceback.
+    """Exit code, a sentence, and the text to show for what ended a job.
 
-    Expected errors of the program carry an `exit_code`, and may carry a `prefix` and a `hint` around their message.
+    Expected errors of the program carry an `exit_code`, and may carry a `prefix` and a `hint` around their message. What user
+    code raised is shown with the frames of user code; any other unexpected error with its traceback.
     """
     if isinstance(error, SystemExit):  # its code may be 0, and the job is not finished
         return FAILED, called_exit(error), called_exit(error)
     code = getattr(error, "exit_code", None)
+    where = user_frames.located(error)
     if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
-        text = too_many_files(error) or "".join(traceback.format_exception(error)).rstrip()
-        return FAILED, f"{type(error).__name__}: {error}", text
+        sentence = f"{type(error).__name__}: {error}"
+        own = bool(user_frames.own_frames(error)) and not user_frames.wants_all()
+        first, *others = sentence.split("\n")
+        text = "\n".join([first, *where, *others]) if own else whole(error)
+        return FAILED, sentence, too_many_files(error) or text
     sentence = f"{getattr(error, 'prefix', '')}{error}"
-    return code, sentence, f"{sentence}{getattr(error, 'hint', '')}"
+    lines = where if isinstance(error, UserError) else []
+    return code, sentence, "\n".join([f"{sentence}{getattr(error, 'hint', '')}", *lines])
+
+
+def whole(error: BaseException) -> str:
+    """The traceback of an error, as Python prints it."""
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from runner.config.validate import shown
 
 # Arguments that the program adds where a component's signature names them.
 FACTS: dict[str, tuple[str, ...]] = {
-    "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error"),
+    "data.dataset": ("root", "download", "mirror", "image_size", "max_pixels", "on_error"),
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts", "label_counts"),
     "task": ("num_classes", "num_outputs"),
@@ -38,7 +38,8 @@ PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
 
 _OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", *OF_THE_SWEEP)
-_FETCHING = ("data.download", "data.dataset.download")  # fetching writes to disk, so the command line decides
+# Fetching writes to disk, so the command line decides.
+_FETCHING = ("data.download", "data.dataset.download", "data.mirror", "data.dataset.mirror")
 _MOST = 1024  # threads or processes that a file may ask for
 _LONGEST_NAME = 200
 
@@ -150,12 +151,14 @@ def _with_one_trust(problems: list[Problem], trust: Sequence[str]) -> list[Probl
 def _fetch_nothing(values: dict[str, Any], composed: dict[str, Any]) -> None:
     """Let a config from a file fetch data only if the command line does, too: fetching writes into the folder it names."""
     data, own = _at(values, "data"), composed["data"]
-    data["download"] = own["download"]
+    data["download"], data["mirror"] = own["download"], own["mirror"]
     dataset = _at(values, "data.dataset")
     if dataset != own["dataset"]:
         for _, node in keys.walk(dataset):
             if isinstance(node, dict) and node.get("download"):
                 node["download"] = node is dataset and own["download"]
+        if dataset.get("mirror") is not None:
+            dataset["mirror"] = own["dataset"].get("mirror")
 
 
 def may_write_cache(config: Train, composition: Composition) -> bool:

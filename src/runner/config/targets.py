@@ -261,9 +261,13 @@ def build(
         return component.target(*positional, **kwargs)
     except (ValueError, TypeError, OverflowError, MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RuntimeError) and not _TOO_LARGE.search(str(error)):
+            error.add_note(f"while {key} was built")
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
         raise UserError(f"{key}: {node['_target_']} refuses its arguments: {reason}") from error
+    except Exception as error:
+        error.add_note(f"while {key} was built")
+        raise
 
 
 def _built(key: str, value: Any, fetch: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,14 @@ from runner.config.errors import UserError
 from runner.config.reading import read_regular
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
-from runner.distributed.world import World
+from runner.distributed.world import World, world
 
 DRAWS = 16
 """Replacements that are tried for one sample: with a tenth of a data set damaged, all fail once in 10^16."""
 NOT_READ = "it could not be read when the cache was made"
 _LARGEST_LIST = 2**28  # bytes; a line has about 200
 _OWN_STREAM = 2
+_NAMED = 3  # samples in an error
 
 T = TypeVar("T")
 
@@ -99,13 +101,28 @@ def _reason(error: Exception) -> str:
     return text if isinstance(error, UserError) or text == kind else f"{kind}: {text}"
 
 
-class BadSampleLog:
-    """Log of the samples that could not be read: each is reported once, and written as soon as it is found."""
+def path_of(dataset: Any, sample: int) -> str | None:
+    """The file of a sample, if the data set has a method `path` that tells it."""
+    with contextlib.suppress(Exception):  # user code, called while another error is handled
+        return str(dataset.path(sample))
+    return None
 
-    def __init__(self) -> None:
+
+class BadSampleLog:
+    """Log of the samples that could not be read: each is reported once, and written as soon as it is found.
+
+    All ranks of a run append to one file, and learn from it what the others found.
+
+    Args:
+        share: share of a split, rounded up to whole samples, beyond which the run is refused.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
         self._entries: dict[tuple[str, int], dict[str, Any]] = {}
         self._waiting: list[dict[str, Any]] = []  # found before `open`
         self._path: Path | None = None
+        self._known_bytes = 0
         self._cut_short = False
         self._tell: Callable[[str], None] | None = None
 
@@ -120,35 +137,55 @@ class BadSampleLog:
             if name == split
         }
 
-    def noting(self, split: str, dataset: Any) -> Callable[[Sequence[BadSample]], None]:
-        """A function that logs samples of a split; the data set names their files if it has a method `path`."""
+    def noting(self, split: str, dataset: Any, samples: int) -> Callable[[Sequence[BadSample]], None]:
+        """A function that logs samples of a split, which has `samples`; the data set names their files, see `path_of`.
+
+        It raises `UserError` once they are more than the share that is allowed.
+        """
 
         def note(found: Sequence[BadSample]) -> None:
             for sample, reason in found:
                 if (split, sample) not in self._entries:
-                    path = str(dataset.path(sample)) if hasattr(dataset, "path") else None
-                    entry = {"split": split, "sample": sample, "path": path, "reason": reason}
+                    entry = {"split": split, "sample": sample, "path": path_of(dataset, sample), "reason": reason}
                     self._entries[split, sample] = entry
                     self._waiting.append(entry)
             self._write()
+            bad = sum(name == split for name, _ in self._entries)
+            if bad > math.ceil(self._share * samples):
+                named = [f"{sample}: {reason}" for sample, reason in self.reasons(split).items()][:_NAMED]
+                where = f", and in {self._path}" if self._path else ""
+                problem = f"{bad:,} of the {samples:,} samples of '{split}' cannot be read, which are more than {self._share:g}"
+                allowed = "repaired samples and a new run, or a larger share"
+                raise UserError("data.max_skipped", f"{problem} of them; among them {'; '.join(named)}{where}", allowed)
 
         return note
 
     def open(self, path: Path | None, tell: Callable[[str], None]) -> None:
         """Set the file of JSON lines, which is continued (None writes none), and the callback for warnings."""
         self._path, self._tell = path, tell
-        if path is not None and path.is_file():
-            try:
-                text = read_regular(path, _LARGEST_LIST).decode("utf-8", "replace")
-            except OSError as error:
-                raise UserError(str(path), f"cannot be read: {error.strerror or error}", "move it away") from error
-            for line in text.splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
-                    entry = json.loads(line)
-                    self._entries[str(entry["split"]), int(entry["sample"])] = entry
-                    self._waiting = [new for new in self._waiting if new != entry]
-            self._cut_short = bool(text) and not text.endswith("\n")
+        self._read()
+        if not world().first:
+            self._waiting = []  # what was found before is known to all ranks
         self._write()
+
+    def _read(self) -> None:
+        """Learn what is in the file: of an earlier run, or of other ranks."""
+        path = self._path
+        if path is None or not path.is_file() or path.stat().st_size == self._known_bytes:
+            return
+        try:
+            content = read_regular(path, _LARGEST_LIST)
+        except OSError as error:
+            raise UserError(str(path), f"cannot be read: {error.strerror or error}", "move it away") from error
+        text = content.decode("utf-8", "replace")
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a kill may have cut the last line short
+                entry = json.loads(line)
+                key = str(entry["split"]), int(entry["sample"])
+                self._entries[key] = entry
+                self._waiting = [new for new in self._waiting if (new["split"], new["sample"]) != key]
+        self._cut_short = bool(text) and not text.endswith("\n")
+        self._known_bytes = len(content)
 
     def join(self, ranks: World) -> None:
         """Add what other ranks have found, without reporting it; all have to call this."""
@@ -156,7 +193,10 @@ class BadSampleLog:
             self._entries |= entries
 
     def _write(self) -> None:
-        tell, new = self._tell, self._waiting
+        tell = self._tell
+        if tell is not None and self._waiting and world().size > 1:
+            self._read()
+        new = self._waiting
         if tell is None or not new:
             return
         self._waiting = []
@@ -170,16 +210,17 @@ class BadSampleLog:
             if len(new) < len(self._entries) and not self._path.exists():
                 tell(f"{self._path} was deleted during the run and was written again")
                 new, self._cut_short = list(self._entries.values()), False
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" if self._cut_short else "")
-                self._cut_short = False
-                file.writelines(json.dumps(entry) + "\n" for entry in new)
+            lines = ("\n" if self._cut_short else "") + "".join(json.dumps(entry) + "\n" for entry in new)
+            self._cut_short = False
+            with self._path.open("ab", buffering=0) as file:  # in one call, as other ranks append too
+                file.write(lines.encode())
         except OSError as error:
             tell(f"cannot write {self._path}: {error.strerror}")
             self._path = None
 
     def summary(self) -> str:
-        """The counts per split, for the end of a run; empty if there were none."""
+        """The counts per split, those of other ranks included, for the end of a run; empty if there were none."""
+        self._read()
         counts = Counter(split for split, _ in self._entries)
         share = ", ".join(f"{count:,} of {split}" for split, count in counts.items())
         where = f"; they are listed in {self._path}" if self._path else ""

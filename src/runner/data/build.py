@@ -120,7 +120,7 @@ def build_data(
 
     skips = data.on_error == "skip"
     replacements = {name: ReplacementSampler(seed, indices) for name, (_, indices) in parts.items() if skips}
-    bad_samples = BadSampleLog()
+    bad_samples = BadSampleLog(data.max_skipped)
     train_set, train_indices = parts["train"]
     first, target = _first("train", train_set, train_indices, sample_eval, replacements.get("train"))
     examples = {"train": (first, target)}
@@ -166,7 +166,7 @@ def build_data(
         mix = mixing if training else None
         size, shuffle = (data.samples_a_batch, data.shuffle) if training else (eval_batch_size, False)
         order = (indices, size, seed, shuffle, device)
-        replacing, note = replacements.get(name), bad_samples.noting(name, dataset)
+        replacing, note = replacements.get(name), bad_samples.noting(name, dataset, len(indices))
         if placement.in_memory is None:
             transforms = sample_train if training else sample_eval
             reader = SeededDataset(placement.source(dataset), seed, transforms, replacing, name)
@@ -258,7 +258,8 @@ def _callable(key: str, node: dict[str, Any]) -> Any:
 
 
 def _sample(name: str, dataset: Dataset[Any], index: int, transforms: list[SampleTransform]) -> tuple[Tensor, Tensor]:
-    image, target = read_sample(lambda index: as_pair(dataset[index], index, name), index, name, transforms)
+    read = lambda index: as_pair(dataset[index], index, name)  # noqa: E731
+    image, target = read_sample(read, index, name, transforms, dataset)
     return as_tensor(image), as_target(target)
 
 

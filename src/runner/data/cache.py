@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import glob
 import hashlib
 import inspect
 import json
-import os
 import shutil
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import PIL
@@ -27,9 +20,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.errors import UserError
-from runner.config.signals import STOPPING
 from runner.data.bad_samples import BadSample, ReplacementSampler
 from runner.data.cache_file import HEADER_BYTES, CachedImages, Unusable, temporary_prefix, write, writing
+from runner.data.long_work import exclusive, noticing_signals, progress
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset, as_target, as_tensor
 from runner.data.splits import targets_of
@@ -37,9 +30,6 @@ from runner.data.workers import WorkerLoader
 
 DECODED_AT_ONCE = 64  # images of a batch while a cache is made
 _COMPARED = 4  # images that are read again when a cache is opened
-_POLL_S = 0.2
-_SHOWN_AFTER_S = 2.0
-_SHOWN_EVERY_S = 10.0
 _GIB = 2**30
 
 
@@ -82,7 +72,7 @@ class Cache:
         if workers is None:
             return Opened(None)
         example, target = _example(dataset, self.skips)
-        with _noticing_signals() as stopped, _exclusive(path, stopped) as locked:
+        with noticing_signals() as stopped, exclusive(path, "makes", stopped, writing(path)) as locked:
             if stopped():
                 return Opened(None)
             found = self._existing(path, key, dataset)  # another process may have made it in the meantime
@@ -217,11 +207,15 @@ def _decoded(
         if missing is not None:
             missing.update(unreadable.sample for unreadable in found)
 
+    def say(done: int, rate: float) -> str:
+        left = (count - done) / rate
+        return f"caching {split}: {done:,} of {count:,} images, {rate:,.0f} a second, {left:.0f} s left"
+
     cpu, done = torch.device("cpu"), 0
     loader = WorkerLoader(
         reader, everything, DECODED_AT_ONCE, 0, False, cpu, workers, persistent=False, on_skipped=note
     )
-    with contextlib.closing(loader), _progress(split, count) as advance:
+    with contextlib.closing(loader), progress(say) as advance:
         for batch in loader.batches(0, 0, count):
             if stopped():
                 raise _Stopped
@@ -240,77 +234,3 @@ def _dtype(image: Tensor) -> str:
 
 def _shape(image: Tensor) -> str:
     return "x".join(map(str, image.shape))
-
-
-@contextlib.contextmanager
-def _progress(split: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress on standard error, once the work has taken a while; on a terminal in one line."""
-    live, began, shown = sys.stderr.isatty(), time.perf_counter(), False
-    due = began + _SHOWN_AFTER_S
-
-    def advance(done: int) -> None:
-        nonlocal due, shown
-        if (now := time.perf_counter()) < due:
-            return
-        due, shown = now + (_POLL_S if live else _SHOWN_EVERY_S), True
-        rate = done / (now - began)
-        left = (total - done) / rate
-        text = f"caching {split}: {done:,} of {total:,} images, {rate:,.0f} a second, {left:.0f} s left"
-        print(f"\r{text:<78}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
-
-    yield advance
-    if live and shown:
-        print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _noticing_signals() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether a signal with a handler of the run arrived; the handler is called too."""
-    received: list[int] = []
-    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        before[number](number, frame)
-
-    for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
-        handler = signal.getsignal(number)
-        if callable(handler) and handler is not signal.default_int_handler:
-            before[number] = handler
-            signal.signal(number, note)
-    try:
-        yield lambda: bool(received)
-    finally:
-        for watched, handler in before.items():
-            signal.signal(watched, handler)
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
-    """Let one process at a time make a cache; the lock of a killed process ends with it.
-
-    Gives whether the lock is held. Some file systems have none: there, two processes both write and the last one wins.
-    """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    locked = reported = False
-    try:
-        while not (locked or stopped()):
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-            except BlockingIOError:
-                if not reported:
-                    print(f"waiting for another process that makes {path}", file=sys.stderr, flush=True)
-                reported = True
-                time.sleep(_POLL_S)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                    raise
-                break
-        yield locked
-        if locked:  # closing alone is not enough: a process forked in the meantime would still hold it
-            fcntl.flock(lock, fcntl.LOCK_UN)
-    finally:
-        os.close(lock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from runner.config.errors import UserError, first_line
-from runner.data.bad_samples import BadSample, ReplacementSampler
+from runner.config.user_frames import own_frames
+from runner.data.bad_samples import BadSample, ReplacementSampler, path_of
 from runner.data.sample_rng import preserved_rng, seed_generators
 from runner.data.sampler import sample_of
 
@@ -81,7 +81,7 @@ class SeededDataset(Dataset[Any]):
         replacements, reader = self._replacements, read
         if replacements is not None:
             reader = lambda source: replacements.read(read, epoch, source, skipped)  # noqa: E731
-        return read_sample(reader, sample_of(place), self._split, self._transforms)
+        return read_sample(reader, sample_of(place), self._split, self._transforms, self.dataset)
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[Any, Any]:
         return self.__getitems__([place])[0]
@@ -91,9 +91,16 @@ class SeededDataset(Dataset[Any]):
 
 
 def read_sample(
-    read: Callable[[int], tuple[Any, Any]], index: int, split: str, transforms: Sequence[SampleTransform]
+    read: Callable[[int], tuple[Any, Any]],
+    index: int,
+    split: str,
+    transforms: Sequence[SampleTransform],
+    dataset: Any = None,
 ) -> tuple[Any, Any]:
-    """Read and transform sample `index`; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
+    """Read and transform sample `index`; whatever user code raises becomes a `UserError`, except for `MemoryError`.
+
+    `dataset` is asked for the file of the sample.
+    """
     transforming = False
     try:
         image, target = read(index)
@@ -103,6 +110,8 @@ def read_sample(
         raise
     except Exception as error:
         name, why = _name(index, split), _located(error)
+        if (path := path_of(dataset, index)) is not None and path not in why:
+            name = f"{name}, {path},"
         if transforming:
             allowed = "transforms that accept every image of the data set"
             raise UserError(
@@ -127,11 +136,7 @@ def _name(index: int, split: str) -> str:
 
 def _located(error: Exception) -> str:
     """An error in one line, with the last line of user code in its traceback."""
-    own = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(folder in Path(frame.filename).parts for folder in ("runner", "site-packages", "dist-packages"))
-    ]
+    own = own_frames(error)
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {first_line(error)}{place}"
 

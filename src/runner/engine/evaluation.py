@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import World, world
-from runner.engine.errors import Interrupted, RankMismatch
+from runner.engine.errors import BadMetric, Interrupted, RankMismatch
 from runner.engine.metrics import Additive
 from runner.engine.protocols import Batch, Metric, Source
 from runner.instrument.nested import tensors_moved
@@ -125,8 +125,8 @@ class _Parts:
             self._exchange(device)
         if self._total is None:
             raise ValueError("there is no sample to evaluate")
-        values = {name: metric.compute() for name, metric in self._metrics.items()}
-        scalars = {name: float(value) for name, value in values.items() if value.numel() == 1}
+        values = {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
+        scalars = {name: value for name, value in values.items() if value is not None}
         return {"loss": float(self._total) / self._samples, **scalars}
 
     def _exchange(self, device: torch.device) -> None:
@@ -151,6 +151,17 @@ class _Parts:
             for state, merged in ways.items():
                 setattr(metric, state, functools.reduce(merged, (part[3][name][state] for part in everything)))
             metric._update_count = len(everything)
+
+
+def _number(name: str, value: Any) -> float | None:
+    """What a metric computed as a number; None for a tensor of several. Raises `BadMetric` for what is no number."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        problem = f"metrics.{name}: compute() gives a {type(value).__name__}"
+        raise BadMetric(problem, "a number, or a tensor") from None
 
 
 def merges(metric: Metric) -> dict[str, Callable[[Any, Any], Any]] | None:

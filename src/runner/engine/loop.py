@@ -25,6 +25,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
+from runner.distributed.world import world
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, NotFinite, Preempted
 from runner.engine.plan import EpochPlan, Limits
@@ -105,6 +106,10 @@ class Loop:
                         self._epoch()
                 except NotFinite as found:
                     self._return_from(found)
+                except Exception as error:
+                    position = self.state.position
+                    error.add_note(f"in epoch {position.epoch + 1}, after {position.global_step} optimizer steps")
+                    raise
         self.emit("on_end")
 
     def _prepare(self) -> None:
@@ -201,9 +206,12 @@ class Loop:
         self.collect("on_evaluation", metrics)
 
     def _save_after(self, error: Exception) -> None:
-        """Let callbacks save what was trained before data could not be read, except within an accumulation window."""
+        """Let callbacks save what was trained before data could not be read, except within an accumulation window.
+
+        With several ranks nothing is saved: the others, which read other samples, would have to take part.
+        """
         position = self.state.position
-        if not position.global_step or position.batch % self.plan.accumulate:
+        if world().size > 1 or not position.global_step or position.batch % self.plan.accumulate:
             return
         self.stopping = type(error).__name__
         with contextlib.suppress(Exception):  # the first error is the one to report

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 from runner.config.errors import UserError
 from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer, module_label
+
+COLUMNS = ["module", "type", "takes", "gives"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,49 @@ class _Side:
         if shape and shape[0] and self.batch and shape[0] % self.batch == 0:
             axes[0] = "B" if shape[0] == self.batch else f"{shape[0] // self.batch}B"
         return f"({', '.join(axes)})"
+
+
+@contextlib.contextmanager
+def shapes_on_failure(
+    model: nn.Module, wanted: bool, table: Callable[[list[str], list[list[str]]], list[str]]
+) -> Iterator[None]:
+    """If the block raises in a forward pass, add a table of the modules up to the one that fails to the error's notes.
+
+    `table` makes lines of `COLUMNS` and rows; of the module that fails, the last cell says so.
+    """
+    rows, running, batch = list[list[str]](), list[list[str]](), 0
+
+    def begin(name: str, module: nn.Module, inputs: list[Any]) -> None:
+        nonlocal batch
+        if not name:
+            rows.clear()
+            running.clear()
+            batch = next((len(tensor) for tensor in tensors_in(inputs) if tensor.ndim), 0)
+        row = [name or "(model)", type(module).__name__, _side(inputs), "fails"]
+        for outer in running:
+            outer[-1] = "-"
+        rows.append(row)
+        running.append(row)
+
+    def end(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+        if running:
+            running.pop()[-1] = _side(output)
+        if running:
+            running[-1][-1] = "fails"
+
+    def _side(value: Any) -> str:
+        return str(_Side([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors_in(value)], batch))
+
+    if not wanted:
+        yield
+        return
+    try:
+        with Observer(model, before=begin), Observer(model, after=end):
+            yield
+    except Exception as error:
+        if running:
+            error.add_note("shapes up to the module that fails\n" + "\n".join(table(COLUMNS, rows)))
+        raise
 
 
 class ShapeWatch:

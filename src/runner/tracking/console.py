@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, TextIO
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from runner.tracking.terminal import Terminal
 
 _BAR_PERIOD_S = 0.2
+_COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 _NOTABLE_WAIT = 0.1
@@ -73,7 +75,11 @@ class Console:
         for label, value, reason in rows:
             why = f"  ({reason})" if reason else ""
             lines.append([(f"  {label.ljust(left)}  ", "cyan"), (value.ljust(middle), "bold"), (why, "dim")])
-        self._emit(lines)
+        shown = lines
+        if self._terminal is not None:
+            room = self._terminal.width - left - 4
+            shown = [lines[0], *(part for line in lines[1:] for part in _folded(line, left + 4, room))]
+        self._emit(lines, shown)
 
     def line(self, text: str, style: str = "") -> None:
         """Show one or several lines."""
@@ -135,6 +141,24 @@ class Console:
         self._due = float("inf")
         self._on_terminal(lambda terminal: terminal.stop())
 
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[..., None]]:
+        """Gives a function to call before each of `total` parts, with its name; a bar shows them if this is a terminal."""
+        begun, due = -1, 0.0
+
+        def begin(name: str = "") -> None:
+            nonlocal begun, due
+            begun += 1
+            texts = [name] if name else []
+            if self._terminal is not None and (name or perf_counter() >= due):  # short parts would flood the terminal
+                due = perf_counter() + _COUNTED_S
+                self._on_terminal(lambda terminal: terminal.bar(what, begun / max(total, 1), f"{begun}/{total}", texts))
+
+        try:
+            yield begin
+        finally:
+            self._on_terminal(lambda terminal: terminal.stop())
+
     @property
     def _bar_on(self) -> bool:
         return self._running and self._wants_bar and self._terminal is not None and not self._silent
@@ -176,10 +200,10 @@ class Console:
         seconds_per_step = (perf_counter() - time_then) / (global_step - step_then)
         return max(0, self._total_steps - global_step) * seconds_per_step
 
-    def _emit(self, lines: list[Line]) -> None:
+    def _emit(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
         plain = ["".join(text for text, _ in line).rstrip() for line in lines]
         self._write_log(plain)
-        if not self._on_terminal(lambda terminal: terminal.lines(lines)):
+        if not self._on_terminal(lambda terminal: terminal.lines(on_terminal or lines)):
             self._write_plain(plain)
 
     def _write_plain(self, lines: list[str]) -> None:
@@ -241,3 +265,16 @@ class Console:
         except (OSError, UserError):
             self._log = None
             self.warn("run.log cannot be written any more; the run continues without it")
+
+
+def _folded(line: Line, indent: int, room: int) -> list[Line]:
+    """A row of a header (label, value, reason) in as many lines as it needs, broken between words."""
+    (label, style), *cells = line
+    if len("".join(text for text, _ in cells).rstrip()) <= room:
+        return [line]
+    parts = [
+        (part, kind)
+        for text, kind in cells
+        for part in textwrap.wrap(text.strip(), max(room, 1), break_long_words=False, break_on_hyphens=False)
+    ]
+    return [[(" " * indent if at else label, style), part] for at, part in enumerate(parts)]

@@ -40,6 +40,11 @@ class Terminal:
         self._rich = _Rich(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
 
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self._rich.width
+
     def lines(self, lines: list[list[tuple[str, str]]]) -> None:
         """Show lines of (text, style); the terminal wraps them, so that paths can be copied whole."""
         for line in lines:
@@ -50,9 +55,11 @@ class Terminal:
     def bar(self, before: str, share: float, after: str, texts: list[str]) -> None:
         """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge."""
         # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
-        tail = "  ".join([after, *texts])
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
-        room = self._rich.width - 1
+        room, texts = self._rich.width - 1, list(texts)
+        while texts and len(before) + len("  ".join([after, *texts])) + 2 > room:
+            del texts[-2 if len(texts) > 2 else -1]  # the first is the loss, the last the time that is left
+        tail = "  ".join([after, *texts])
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
         line = Text(encodable(before, self._encoding) + "  ", no_wrap=True, overflow="crop", end="")
         if cells >= _NARROWEST_BAR:

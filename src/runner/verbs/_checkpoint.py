@@ -66,7 +66,7 @@ class ResolvedCheckpoint(Generic[T]):
     config: T  # its config with the command line on top, validated
     words: list[str]  # the overrides of the command line
     which: Weights  # the weights to use, the key `weights` of the verb
-    with_data: Callable[[], object]  # checks the components of the data, if those were left out
+    with_data: Callable[[], object]  # checks the components of the data, if those were skipped
 
     @property
     def weights(self) -> tuple[dict[str, Any], str]:

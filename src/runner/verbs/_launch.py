@@ -16,6 +16,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner import __version__
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.formats import duration
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from runner.config.ledger import Plan
 
 
+_FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 _LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
 """Variables of torchrun and of srun."""
 
@@ -82,6 +84,9 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
 
 def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     """Run the jobs of a verb that takes a config; see `runner.config.app.launch`."""
+    if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
+        # Importing torch takes seconds. Standard output may be a pipe, and its last line is the run directory.
+        print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
     from runner.config.app import launch
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS

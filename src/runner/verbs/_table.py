@@ -85,7 +85,7 @@ _ENTRIES = (
     ),
     Verb(
         "copy",
-        "Copy an option into a folder of your own, to change it there: `copy model=vit_tiny my_conf`.",
+        "Copy an option to your config folder, to change it there: `copy model=vit_tiny my_conf`.",
         "runner.verbs.copy",
     ),
     Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env"),

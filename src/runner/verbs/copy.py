@@ -1,4 +1,4 @@
-"""`copy`: an option as a file of one's own."""
+"""`copy`: a shipped option as a file to change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.verbs.show import option_named
 
 
 def main(argv: Sequence[str]) -> int:
-    """Copy an option into a folder of your own, to change it there: `copy model=vit_tiny my_conf`.
+    """Copy an option to your config folder, to change it there: `copy model=vit_tiny my_conf`.
 
     The copy is named `my_vit_tiny`, or as `--name NAME` says: of two files with one name, the shipped one is read.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,11 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         resolved.load_weights(model)
         parts = (split.loader, task.targets, loss)
         metrics, tables = build_metrics(config, task, device), task.tables(device)
-        scalars = evaluate(model, *parts, metrics | tables, precision.autocast, config.limit.eval_batches)
+        limit = config.limit.eval_batches
+        batches = math.ceil(split.samples / split.loader.batch_size / world().size)
+        with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
+            counted = functools.partial(_count, begin)
+            scalars = evaluate(model, *parts, metrics | tables, precision.autocast, limit, counted)
         warn_of_nonfinite(scalars["loss"], splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
@@ -98,7 +104,6 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     splits.bad_samples.join(world())
     if summary := splits.bad_samples.summary():
         report.warn(summary)
-    limit = config.limit.eval_batches
     record: dict[str, Any] = {
         **resolved.record(),
         "weights_sha256": weights_sha256(resolved.weights[0]),
@@ -123,6 +128,12 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     return record
+
+
+def _count(begin: Callable[[], None]) -> bool:
+    """Count a batch; never interrupts."""
+    begin()
+    return False
 
 
 def _takes_logits(loss: Callable[[Tensor, Tensor], Tensor], task: Task, device: torch.device) -> bool:

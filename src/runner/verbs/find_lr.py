@@ -44,7 +44,9 @@ def run(composition: Composition) -> float:
         folder = output_folder(config.output, given, config.output_root, "find-lr")
         report.header(f"find-lr of {config.name}  seed {config.seed}  {folder}", describe(config, training))
         report.warnings(training.warnings, found.warnings if found else [])
-        rate = find_rate(training, config.num_steps, config.start, config.end)
+        with report.counting("find-lr", config.num_steps) as begin:
+            # Asked before each step; nothing stops the test.
+            rate = find_rate(training, config.num_steps, config.start, config.end, lambda: begin() or "")
     record = {"command": mask_words(composition.overrides), **rate.record()}
     rate.draw(folder / "lr_range.png", f"{config.name}: learning-rate range test")
     write_atomically(folder / "config.yaml", stored.dump(config).encode())

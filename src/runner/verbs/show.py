@@ -24,7 +24,7 @@ PAGES = {
     "sync_batchnorm": "scale", "amp": "toggles", "channels_last": "toggles", "compile": "toggles", "compiler": "toggles",
     "activation_checkpointing": "toggles", "cudnn_benchmark": "toggles", "tf32": "toggles", "matmul_precision": "toggles",
     "on_oom": "optimization", "on_nonfinite": "debug", "watch": "debug", "detect_anomaly": "debug", "post_mortem": "debug",
-    "limit": "debug", "deterministic": "reproducibility", "trust": "security",
+    "limit": "debug", "deterministic": "explanation/reproducibility", "trust": "project/security",
 }  # fmt: skip
 _KEY = re.compile(r"^( *)([A-Za-z_]\w*):(?:\s+(?!#)(.*?))?(?:\s*#\s*(.*))?$")
 

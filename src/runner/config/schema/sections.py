@@ -78,6 +78,7 @@ class Data(Section):
     name: str = "data"
     root: str = "data"
     download: bool = False
+    mirror: str | list[str] | None = None
     batch_size: Literal["auto"] | Count = 64
     image_size: Annotated[int, Ge(1)] | None = None
     max_pixels: Annotated[int, Ge(1), Le(178_956_970)] = 64_000_000  # Pillow itself refuses images beyond its own limit
@@ -96,6 +97,7 @@ class Data(Section):
     non_blocking: bool = True
     timeout_s: Annotated[float, Gt(0)] | None = 600.0
     on_error: Literal["raise", "skip"] = "raise"
+    max_skipped: Annotated[float, Ge(0), Le(1)] = 0.1
     identity: Literal["check", "full", "ignore"] = "check"
     normalize: Normalize = field(default_factory=Normalize)
     split: Split = field(default_factory=Split)

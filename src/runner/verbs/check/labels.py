@@ -104,7 +104,7 @@ def class_balance(context: CheckContext) -> Result:
 
 
 def class_order(context: CheckContext) -> Result:
-    """DataModule that list their classes in another order, so that class numbers have another meaning."""
+    """Splits that list their classes in another order, so that class numbers have another meaning."""
     named = {name: [*map(str, getattr(each.dataset, "classes", None) or ())] for name, each in context.stats.items()}
     ours = named["train"]
     need(ours, "the data set names no classes")

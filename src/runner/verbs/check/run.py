@@ -116,12 +116,14 @@ def run_checks(context: CheckContext, chosen: list[Check], console: Console) -> 
     """Build the run and run the checks. If the build fails, the data can still be checked."""
     results: Results = {}
     errors: dict[str, str] = {}
-    for each in (BUILD, *sorted(chosen, key=turn)):
-        before = time.monotonic()
-        results[each] = run_check(each, context, errors), time.monotonic() - before
-        if each is BUILD and results[each][0].status == "pass":
-            config = context.config
-            console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
+    with console.counting("check", 1 + len(chosen)) as begin:
+        for each in (BUILD, *sorted(chosen, key=turn)):
+            begin(each.name)
+            before = time.monotonic()
+            results[each] = run_check(each, context, errors), time.monotonic() - before
+            if each is BUILD and results[each][0].status == "pass":
+                config = context.config
+                console.header(f"check of {config.name}  seed {config.seed}", describe(config, context.training))
     return {each: results[each] for each in (BUILD, *chosen)}
 
 

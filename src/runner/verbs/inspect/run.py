@@ -124,8 +124,10 @@ def _inspected(
     seen = Inspection(config, training, folder)
     unless_asked = [] if found is not None else ["errors"]
     what = [name for name in PARTS if (name in config.what if config.what else name not in unless_asked)]
-    for name in what:
-        PARTS[name](seen)
+    with report.counting("inspect", len(what)) as begin:
+        for name in what:
+            begin(name)
+            PARTS[name](seen)
     report.lines(*seen.lines)
     for part in seen.parts:
         if isinstance(part, Table):

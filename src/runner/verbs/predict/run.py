@@ -87,7 +87,7 @@ def run(composition: Composition) -> float:
             if Path(split).is_dir():
                 report.warn(f"input={split} is the split of the data; input=./{split} is the folder of that name")
             # An unreadable sample is listed, as a file is; the sample that replaces it in training gets no row.
-            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip")
+            section = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
             listing = dataclasses.replace(resolved, config=dataclasses.replace(config, data=section))
             data = splits = stack.enter_context(contextlib.closing(listing.data(device)))
             source = _split(resolved, splits, split)
@@ -111,7 +111,7 @@ def run(composition: Composition) -> float:
             def write(outputs: Tensor, first_cells: list[Row]) -> None:
                 table(rows.rows(outputs, first_cells))
 
-            batches = _predict(predictor, layers, source, precision, config.strict, write)
+            batches = _predict(predictor, layers, source, precision, config.strict, write, report)
             if features_file is None:
                 deque(batches, maxlen=0)
             else:
@@ -186,6 +186,7 @@ def _predict(
     precision: Precision,
     strict: bool,
     write: Callable[[Tensor, list[Row]], None],
+    report: Report,
 ) -> Iterator[dict[str, Tensor]]:
     """Features of the readable images of each batch; their outputs, float32 on the CPU, and first cells go to `write`.
 
@@ -193,9 +194,10 @@ def _predict(
     """
     loader, ranks = source.loader, world()
     batches = math.ceil(loader.samples / loader.batch_size)
-    with evaluating(model):
+    with evaluating(model), report.counting("predict", math.ceil(batches / ranks.size)) as begin:
         own = iter(loader.batches(0, ranks.rank, batches, ranks.size))
         for _ in range(0, batches, ranks.size):
+            begin()
             parts = ranks.gather(_computed(model, layers, source, precision, next(own, None)))
             for _, _, _, unreadable in parts:
                 source.unreadable.update(unreadable)

@@ -1,0 +1,199 @@
+"""Hook of mkdocs: fills in what the documentation takes from the code, so that it cannot go stale.
+
+A line `<!-- generated: NAME -->` in a page is replaced by the text of the function `NAME` in `GENERATED`. The changelog, the
+security policy and the rules for contributors, which are in the root of the repository, become pages.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.config import keys
+from runner.config.changes import declared
+from runner.config.schema import VERBS as SCHEMAS
+from runner.config.sources import Option, Sources, text_of
+from runner.verbs._table import VERBS
+from runner.verbs.show import Commented, _read, files_of, page_of
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+# Files of the repository's root, by the page that each becomes.
+ROOT_PAGES = {
+    "project/changelog.md": "CHANGELOG.md",
+    "project/contributing.md": "CONTRIBUTING.md",
+    "project/security_policy.md": "SECURITY.md",
+}
+_MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def cell(text: str) -> str:
+    """A text as a cell of a table."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def link_of(page: str) -> str:
+    """A link to a page of the documentation, from a page that is one folder deep: `docs/data.md` as `[data](../data.md)`."""
+    path = Path(page).relative_to("docs")
+    return f"[{path.stem}](../{path})"
+
+
+def _keys_of(path: Path, section: str, option: str) -> Iterator[Commented]:
+    """Keys of a file; those inside lists, which cannot be set by name, are skipped."""
+    content = yaml.safe_load(text_of(path)) or {}
+    for found in _read(path, section, option):
+        if keys.at(content, found.key.removeprefix(section)) is not ...:
+            yield found
+
+
+def _row(found: Commented, verb: str) -> list[str]:
+    """Key, default and meaning, with the values that the schema admits and what a resumed run may change."""
+    annotation = keys.find(SCHEMAS[verb], found.key)
+    kind = keys.describe(annotation) if annotation is not None else "any value"
+    page = page_of(found.key) if verb == "train" else f"docs/{verb}.md"
+    notes = [f"values: {cell(kind)}"] if kind != "any value" else []
+    if verb == "train":
+        notes.append(f"change when resuming: {declared(found.key).value}")
+    text = f"{cell(found.comment)}<br><small>{'; '.join([*notes, link_of(page)])}</small>"
+    anchor = f"`{found.key}`" + (f"{{ #{found.key} }}" if verb == "train" else f"{{ #{verb}.{found.key} }}")
+    value = f"`{found.value}`".replace("|", "\\|") if found.value else ""
+    return [anchor, value, text]
+
+
+def _component_row(found: Commented, option: Option) -> list[str]:
+    anchor = f"`{found.key}`{{ #{option.group.replace('/', '.')}-{option.name}-{found.key} }}"
+    return [anchor, f"`{found.value}`".replace("|", "\\|") if found.value else "", cell(found.comment)]
+
+
+def all_keys() -> str:
+    """Every key of every verb and of every option, with default, meaning and values."""
+    sources, head, text = Sources(), ("key", "default", "meaning"), []
+    ordered = ["train", *(verb.name for verb in VERBS.values() if verb.takes_config and verb.name != "train")]
+    in_train: set[str] = set()
+    for verb in ordered:
+        path = sources.primary(verb)
+        assert path is not None
+        found = [each for each in _keys_of(path, "", verb) if each.comment and each.key not in in_train]
+        if verb == "train":
+            in_train = {each.key for each in found}
+        text += [f"## `{verb}`", table(head, (_row(each, verb) for each in found))]
+    for group in sources.groups():
+        text += [f"## Group `{group}`", f"Described in {link_of(page_of(group))}."]
+        common: set[Path] = set()
+        for option in sources.options(group):
+            section = "" if option.is_global else f"{group.replace('/', '.')}."
+            own, *base = files_of(option)
+            for path in set(base) - common:
+                common.add(path)
+                rows = (_row(each, "train") for each in _keys_of(path, section, group) if each.comment)
+                text += [f"Every `{group}` has", table(head, rows)]
+            text += [f"### `{group}={option.name}`", option.description]
+            of_option = [_component_row(each, option) for each in _keys_of(own, section, option.name) if each.comment]
+            text += [table(head, of_option)] if of_option else []
+    return "\n\n".join(text)
+
+
+def all_options() -> str:
+    """Every option of every group, one line each."""
+    sources, text = Sources(), []
+    for group in sources.groups():
+        rows = [
+            [f"[`{group}={option.name}`](keys.md#{group}{option.name})", cell(option.description)]
+            for option in sources.options(group)
+        ]
+        text += [f"### `{group}`", table(("option", "what it is"), rows)]
+    return "\n\n".join(text)
+
+
+def all_verbs() -> str:
+    """Every verb, one line each, with a link to its page where it has one."""
+    pages = {"train": "run", "list": "reference/command_line", "show": "reference/command_line"}
+    rows = []
+    for verb in VERBS.values():
+        page = pages.get(verb.name, verb.name)
+        page = page if (DOCS / f"{page}.md").is_file() else "reference/command_line"
+        rows.append([f"[`{verb.name}`](../{page}.md)", cell(verb.help)])
+    return table(("verb", "what it does"), rows)
+
+
+def check_findings() -> str:
+    """Every finding of `check`, in the words of the code, with what to do as docs/check.md has it."""
+    from runner.verbs.check.table import BUILD, CHECKS
+
+    lines = (DOCS / "check.md").read_text(encoding="utf-8").splitlines()
+    advice = {
+        row[1].strip(" `"): row[4].strip() for row in (line.strip("|").split(" | ") for line in lines) if len(row) == 5
+    }
+    text, group = [], ""
+    rows: list[list[str]] = []
+    for check in (BUILD, *CHECKS):
+        if check.group != group:
+            text += [table(("finding", "what was found", "what to do"), rows)] if rows else []
+            text, group, rows = [*text, f"### Findings: {check.group}"], check.group, []
+        rows.append([f"`{check.name}`{{ #{check.name} }}", cell(check.finds), advice.get(check.name, "").rstrip(" |")])
+    return "\n\n".join([*text, table(("finding", "what was found", "what to do"), rows)])
+
+
+def other_names() -> str:
+    """Names that other programs have, by the key that the messages suggest for them."""
+    from runner.config.synonyms import KEYS
+
+    by_key: dict[str, list[str]] = {}
+    for name, key in KEYS.items():
+        by_key.setdefault(key, []).append(f"`{name}`")
+    return table(("elsewhere", "here"), ([", ".join(names), f"`{key}`"] for key, names in by_key.items()))
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "all_keys": all_keys,
+    "all_options": all_options,
+    "all_verbs": all_verbs,
+    "check_findings": check_findings,
+    "other_names": other_names,
+}
+
+
+def root_page(page: str) -> str:
+    """The text of a file of the repository's root as the page that it becomes, with the links of that page."""
+    by_file = {file: name for name, file in ROOT_PAGES.items()}
+
+    def moved(match: re.Match[str]) -> str:
+        target = match[1]
+        if "://" in target or target.startswith("#"):
+            return match[0]
+        target = by_file.get(target, target.removeprefix("docs/"))
+        return f"]({posixpath.relpath(target, posixpath.dirname(page))})"
+
+    return _LINK.sub(moved, (ROOT / ROOT_PAGES[page]).read_text(encoding="utf-8"))
+
+
+def on_files(files: Any, config: Any, **_: Any) -> Any:
+    """Add the pages that come from the repository's root."""
+    from mkdocs.structure.files import File
+
+    for page in ROOT_PAGES:
+        files.append(File.generated(config, page, content=root_page(page)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the marks of a page by what they stand for."""
+    return _MARK.sub(lambda mark: GENERATED[mark[1]](), markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Mark the tables whose rows docs/assets/site.css takes apart on a phone: of keys, and of keys of other programs."""
+    html = re.sub(r"<table>(?=\s*<thead>\s*<tr>\s*<th>key</th>\s*<th>default</th>)", '<table data-rows="keys">', html)
+    return html.replace("<table>", '<table data-rows="pairs">') if page.url.startswith("coming_from/") else html

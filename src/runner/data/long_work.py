@@ -1,0 +1,102 @@
+"""What takes long before training: its progress, the signals that arrive meanwhile, and one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from runner.config.signals import STOPPING
+
+_POLL_S = 0.2
+_SHOWN_AFTER_S = 2.0
+_SHOWN_EVERY_S = 10.0
+
+
+@contextlib.contextmanager
+def progress(say: Callable[[int, float], str]) -> Iterator[Callable[[int], None]]:
+    """Progress on standard error, once the work has taken a while; on a terminal in one line.
+
+    Gives a function that is called with the amount that is done. `say` makes a text of it and the amount a second.
+    """
+    live, began, shown = sys.stderr.isatty(), time.perf_counter(), False
+    due = began + _SHOWN_AFTER_S
+
+    def advance(done: int) -> None:
+        nonlocal due, shown
+        if (now := time.perf_counter()) < due:
+            return
+        due, shown = now + (_POLL_S if live else _SHOWN_EVERY_S), True
+        text = say(done, done / (now - began))
+        print(f"\r{text:<78}" if live else text, end="" if live else "\n", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        if live and shown:
+            print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def noticing_signals() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether a signal with a handler of the run arrived; the handler is called too."""
+    received: list[int] = []
+    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        before[number](number, frame)
+
+    for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            before[number] = handler
+            signal.signal(number, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        for watched, handler in before.items():
+            signal.signal(watched, handler)
+
+
+@contextlib.contextmanager
+def exclusive(
+    path: Path, verb: str, stopped: Callable[[], bool], reporting: contextlib.AbstractContextManager[None]
+) -> Iterator[bool]:
+    """Let one process at a time make a file; the lock of a killed process ends with it.
+
+    Gives whether the lock is held. Some file systems have none: there, two processes both write and the last one wins.
+    `verb` says what the other process does with it, and `reporting` is entered to make the folder and the lock.
+    """
+    with reporting:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    locked = reported = False
+    try:
+        while not (locked or stopped()):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked = True
+            except BlockingIOError:
+                if not reported:
+                    print(f"waiting for another process that {verb} {path}", file=sys.stderr, flush=True)
+                reported = True
+                time.sleep(_POLL_S)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                    raise
+                break
+        yield locked
+        if locked:  # closing alone is not enough: a process forked in the meantime would still hold it
+            fcntl.flock(lock, fcntl.LOCK_UN)
+    finally:
+        os.close(lock)
