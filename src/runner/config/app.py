@@ -34,7 +34,7 @@ from runner.config.hydra_nodes import unasked
 from runner.config.keys import all_keys, flatten, key_of
 from runner.config.ledger import OF_THE_SWEEP, Plan, counted, identity
 from runner.config.output_folders import not_folders, why_occupied
-from runner.config.secrets import mask_sweep
+from runner.config.secrets import mask_sweep, mask_words
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 from runner.config.sweep_jobs import Announce, announced, jobs_of, validate_jobs
 
@@ -161,11 +161,11 @@ def launch(
             raise ConfigError(common)
 
         def base() -> dict[str, Any]:
-            """What the command sets for all jobs; nothing if that is no config by itself."""
+            """What the command sets for all jobs; its words if they are no config by themselves."""
             plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
             with contextlib.suppress(ConfigError):
                 return counted(compose(app, primary, plain, schema, sources, also)[0].values)
-            return {}
+            return {"overrides": sorted(mask_words(plain.accepted))}
 
         given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
         if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):

@@ -81,7 +81,7 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
         path
         for path in (sweep_dir.iterdir() if sweep_dir.is_dir() else ())
         if path.is_dir() and not path.name.startswith(".")
-        # The folder of a job that began anew in another one does not count, and an empty one only if the ledger names it.
+        # The folder of a job that started again in another one does not count, and an empty one only if the ledger names it.
         if path.name in entries
         or (path.name not in records.folders and any((path / mark).exists() for mark in marks))
         or (path.name.isdecimal() and not records.launches)
