@@ -390,6 +390,10 @@ def test_a_sweeper_that_chooses_values_takes_an_interval(spawn, tiny, workdir, m
     assert done.returncode == 0, done.stderr
     assert re.search(r"^value \d", done.stdout, re.MULTILINE)
     assert yaml.safe_load((workdir / "mine" / "0" / "config.yaml").read_text())["optimizer"]["lr"] == 0.1
+    again = spawn("train", *tiny, *words[:-1], "sweep_dir=mine")
+    assert again.returncode == 0, again.stderr
+    assert "skipped: " in again.stdout
+    assert re.search(r"^value \d", again.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("swept", [("sweep=folds",), ("--multirun", "data.split.folds=5", "seed=0,1")])
