@@ -155,6 +155,9 @@ def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Callable[..., A
         (lambda: evaluate("nowhere"), "ckpt_path"),
         (lambda: compose("seed=0,1"), "seed"),
         (lambda: compose(config_dir="nowhere"), "nowhere"),
+        (lambda: train({"model": "mlp"}), "not a dict"),  # type: ignore[arg-type]
+        (lambda: train(["model=mlp"]), "not a list"),  # type: ignore[arg-type]
+        (lambda: train(compose(), "model=mlp"), "not a Train"),
     ],
 )
 def test_mistakes_raise_an_error_that_names_the_key(workdir: Path, call: Callable[[], Any], key: str) -> None:

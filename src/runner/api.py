@@ -24,7 +24,7 @@ from runner.build.setup import why_occupied
 from runner.config.app import application, run_dir_of
 from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
-from runner.config.errors import OK, Problem
+from runner.config.errors import OK, Problem, UserError
 from runner.config.frozen import to_plain
 from runner.config.overrides import check_overrides
 from runner.config.reading import read_summary
@@ -109,6 +109,8 @@ class Trained:
         Raises:
             UserError: if an image cannot be read.
         """
+        if top_k < 1:
+            raise UserError("top_k", f"cannot be {top_k}", "a whole number of at least 1")
         threshold = getattr(self.task, "threshold", 0.5) if activation_of(self.task) == "sigmoid" else None
         rows = RowBuilder(self.classes, top_k, probabilities, logits=False, threshold=threshold)
         precision = choose_precision(self.config.amp, self.device, self.config.dtype)
@@ -160,11 +162,10 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
         UserError: with everything that is wrong.
         Exception: what ended the run early. Its directory has the log, and `train(f"ckpt_path={directory}")` resumes it.
     """
-    words = [word for word in overrides if isinstance(word, str)]
-    composition = _composition("train", words, config_dir)
-    for config in overrides:
-        if isinstance(config, Train):
-            composition = Composition(to_plain(config), [], {}, Sources(), "", run_dir=composition.run_dir)
+    config = overrides[0] if len(overrides) == 1 and isinstance(overrides[0], Train) else None
+    composition = _composition("train", () if config else overrides, config_dir)
+    if config is not None:
+        composition = Composition(to_plain(config), [], {}, Sources(), "", run_dir=composition.run_dir)
     if mistake := why_occupied(composition):
         raise mistake
     record, value = train_verb.run_composition(composition)
@@ -234,8 +235,17 @@ def predict(
     return load(checkpoint, *overrides).predict(images, **options)
 
 
-def _composition(verb: str, words: Sequence[str], config_dir: str | Path | None) -> Composition:
-    """What overrides amount to, without a job of Hydra's."""
+def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None) -> Composition:
+    """What overrides amount to, without a job of Hydra's.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    for word in words:
+        if not isinstance(word, str):
+            problem = f"an override is a string of the command line, not a {type(word).__name__}"
+            allowed = 'such as train("model=mlp", "epochs=2"), or one config of compose() alone'
+            raise UserError("overrides", problem, allowed)
     schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
     checked = check_overrides(list(words), schema, sources, False)
 
@@ -258,12 +268,17 @@ def _sources(images: Picture | Iterable[Picture]) -> list[Path | bytes]:
         return list(files_in([str(images)]))
     if isinstance(images, Image.Image | Tensor | np.ndarray):
         return [_content(images)]
+    if not isinstance(images, Iterable):
+        raise TypeError(f"an image is a path, a Pillow image, an array or a tensor, got {type(images).__name__}")
     return [source for image in images for source in _sources(image)]
 
 
 def _content(image: Image.Image | Tensor | np.ndarray[Any, Any]) -> bytes:
     """An image as a PNG, which loses nothing, so that it is read as any other file."""
     if not isinstance(image, Image.Image):
+        shape, is_tensor = tuple(image.shape), isinstance(image, Tensor)
+        if not (len(shape) == 3 and shape[0 if is_tensor else -1] <= 4) and (is_tensor or len(shape) != 2):
+            raise TypeError(f"an array is (H, W) or (H, W, C), a tensor (C, H, W), with C up to 4, got {shape}")
         array = image.detach().cpu().permute(1, 2, 0).numpy() if isinstance(image, Tensor) else image
         if array.dtype != np.uint8:
             raise TypeError(f"an image is uint8 with values 0 to 255, got {array.dtype}")

@@ -16,6 +16,8 @@ from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
 
+_MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
+
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[0] not in VERBS:
             allowed = f"{', '.join(VERBS)} (python -m runner --help)"
-            raise UserError(f"'{words[0]}' is not a verb", "", allowed, nearest(words[0], VERBS))
+            meant = f"train {words[0]}" if "=" in words[0] else _MEANT.get(words[0]) or nearest(words[0], VERBS)
+            raise UserError(f"'{words[0]}' is not a verb", "", allowed, meant)
         return launch_verb(VERBS[words[0]], words[1:])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -15,7 +15,7 @@ from runner.build.hardware import choose_hardware
 from runner.build.held import Held, held_by
 from runner.build.init_from import InitialWeights, set_initial_weights
 from runner.build.length import plan_length
-from runner.build.metrics import build_callbacks, choose_monitor
+from runner.build.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.build.model import build_task_model_loss, example_input, place, with_facts
 from runner.build.optimizer import build_optimizer, build_schedule
 from runner.build.probe import check_batches_of_one, probe
@@ -106,6 +106,7 @@ def build_run(
         warnings = synchronize_norms(config, model)
         with shapes_on_failure(model, config.watch.shapes, aligned):
             single_values = probe(task, model, loss, data)
+        check_metrics(config, task, task.outputs(data.classes), data.example[1])
         monitor = choose_monitor(config, task)
 
         # Initial weights, which a checkpoint brings along, and what is frozen

@@ -163,7 +163,9 @@ def test_a_pattern_tells_the_groups_of_image_files(tmp_path: Path):
     found = indices(dataset, group=r"p\d+")
     people = [{path.name[:3] for path in map(dataset.path, split.tolist())} for split in found.values()]
     assert sum(map(len, people)) == len(set.union(*people)) == 12
-    with pytest.raises(UserError, match=r"'q\(\[0-9\]\)' is not found in cat/p00_0.png"):
+    with pytest.raises(
+        UserError, match=r"'q\(\[0-9\]\)' is neither an attribute .* nor found in the path cat/p00_0.png"
+    ):
         groups_of(dataset, "q([0-9])")
     with pytest.raises(UserError, match="is no regular expression"):
         groups_of(dataset, "p(")

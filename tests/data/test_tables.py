@@ -151,7 +151,8 @@ def test_what_is_wrong_is_named_with_its_line(write: Write, columns: Any, option
     [
         ("gone.csv", None, r"gone\.csv does not exist"),
         ("labels.xlsx", b"", "its suffix is unknown"),
-        ("labels.csv", b"", "no column 'image'"),
+        ("labels.csv", b"", "is empty"),
+        ("labels.csv", b"image;label\n", "has ';' between its columns\n.*delimiter="),
         ("labels.csv", b"image,label\n", "has no rows"),
         ("labels.csv", b"image,label\npics/0.png\n", "line 2 of .* has 1 entries, and there are 2 columns"),
         ("labels.csv", b"image,label,label\npics/0.png,a,b\n", "twice the column 'label'"),

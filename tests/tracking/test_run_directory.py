@@ -1,8 +1,11 @@
+import errno
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,6 +13,7 @@ import yaml
 from runner.config.errors import UserError
 from runner.config.reading import read_summary
 from runner.tracking.run_directory import RunDirectory, claim, timestamp, unfinished
+from runner.verbs.predict.tables import open_table
 
 
 def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):
@@ -184,3 +188,27 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_emp
     assert "step 1/1" in log
     assert "of the killed run" not in log
     assert "deleted or replaced" not in log + second.out + second.err
+
+
+def test_a_full_disk_is_reported_when_the_lock_is_written(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    directory = RunDirectory(tmp_path)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UserError, match="no space left"):
+        directory.lock()
+    directory.unlock()
+
+
+def test_a_full_disk_is_reported_when_a_table_is_closed(tmp_path, monkeypatch):
+    class Full(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda *_: io.BufferedWriter(Full()))
+    with pytest.raises(UserError, match="no space left"), open_table(tmp_path / "rows.csv", {}) as write:
+        write([{"path": "a.png"}])

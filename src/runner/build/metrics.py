@@ -110,6 +110,37 @@ def build_metrics(config: Train, task: Task, device: torch.device) -> dict[str, 
     }
 
 
+def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor) -> None:
+    """Try the config's metrics of torchmetrics on two samples: those made for another number of classes refuse them.
+
+    Args:
+        config: the config of the run.
+        task: its task.
+        outputs: of the model, for each sample.
+        target: of one sample, as the data set has it, shape (1, ...).
+
+    Raises:
+        UserError: if a metric refuses them.
+    """
+    if config.metrics is None:
+        return
+    with torch.random.fork_rng(devices=[]):  # the run's own generators go on as without this
+        metrics = build_metrics(config, task, torch.device("cpu"))
+    for name, metric in metrics.items():
+        if not type(metric).__module__.startswith("torchmetrics.classification"):
+            continue  # others may need more samples, or be expensive
+        targets = task.targets(torch.cat([target.cpu(), target.cpu()]))
+        try:
+            metric.update(torch.zeros(2, outputs), targets)
+        except (ValueError, RuntimeError) as error:
+            problem = (
+                f"cannot take outputs of shape (2, {outputs}) and targets of shape {tuple(targets.shape)}: {error}"
+            )
+            raise UserError(
+                f"metrics.{name}", problem, "arguments that fit the task; null for those it knows"
+            ) from error
+
+
 def fresh_metrics(config: Train, task: Task, device: torch.device) -> Callable[[], dict[str, Any]]:
     """A function that returns fresh metrics: built at the first call, later reset, or built again if one cannot be reset."""
     built: dict[str, Any] = {}

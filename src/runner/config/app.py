@@ -152,7 +152,8 @@ def launch(
             jobs, identities = jobs_of(words, params), {}
 
             def problems_of(words: list[str]) -> list[Problem]:
-                job, _ = compose(app, primary, dataclasses.replace(checked, accepted=words), schema, sources, also)
+                this = dataclasses.replace(checked, accepted=words)
+                job, _ = compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))
                 identities[identity(job.values, job.overrides, swept)] = job.overrides
                 return [] if job.values.get("ckpt_path") is not None else also(job)
 
@@ -271,8 +272,11 @@ def compose(
     schema: type,
     sources: Sources,
     also: Callable[[Composition], list[Problem]],
+    known: Sequence[str] = (),
 ) -> tuple[Composition, DictConfig]:
     """Compose the first job, before folders are made, callbacks run and loggers are built.
+
+    `known` are keys that an error of Hydra about another key may suggest.
 
     Raises:
         ConfigError: with every problem found.
@@ -300,7 +304,7 @@ def compose(
     except ConfigError as error:
         failure = list(error.problems)
     except (HydraException, OmegaConfBaseException) as error:
-        failure = [as_problem(error)]
+        failure = [as_problem(error, known)]
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])

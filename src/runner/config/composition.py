@@ -66,9 +66,12 @@ class Composition:
         """Where the value of a dotted key came from: `the override ...`, a file, or an empty string."""
         for word in reversed(self.overrides):
             target = key_of(word)
-            if key == target or (within(key, [target]) and target not in self.group_choices):
+            part = "." in key and within(target, [key])  # such as data.split.val for a problem of data.split
+            if key == target or part or (within(key, [target]) and target not in self.group_choices):
                 return f"the override {word.lstrip('+')}"
-        for group, name in reversed(self.group_choices.items()):
+        # Options at the top level, such as those of experiment, set keys after all others.
+        choices = list(reversed(self.group_choices.items()))
+        for group, name in sorted(choices, key=self._sets_part):
             option, section = self.sources.option(group, name), group.replace("/", ".")
             if option is None or not (option.is_global or within(key, [section])):
                 continue
@@ -81,6 +84,11 @@ class Composition:
         file = self.sources.primary(self.primary) if self.primary else None
         line = line_of(file, key) if file is not None else None
         return f"{file}:{line}" if line else ""
+
+    def _sets_part(self, choice: tuple[str, str]) -> bool:
+        """Whether the option of a group sets the keys of that group, and not those of the top level."""
+        option = self.sources.option(*choice)
+        return option is None or not option.is_global
 
     def with_origins(self, problems: Sequence[Problem], checkpoint: str = "") -> list[Problem]:
         """Each problem with the override or file that its value came from, if that is known.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
 from runner.config.errors import Problem, nearest
-from runner.config.keys import closest
+from runner.config.keys import ANY_KEY, closest, flatten
 
 _KEY = re.compile(r"Interpolation key '(.*)' not found")
 _RESOLVER = re.compile(r"Unsupported interpolation type (\S+)")
 _ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
+_UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
+_CHOICE = re.compile(r"Invalid value '(.*?)', expected one of \[(.*?)\]")
 _VARIABLE = re.compile(r"Environment variable '(.*)' not found")
 
 
@@ -53,6 +56,14 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         return Problem(
             match[1], "cannot be deleted, as it does not exist", "a key that exists", closest(match[1], known)
         )
+    if match := _UNKNOWN.search(text):
+        if not key.startswith("hydra."):
+            return Problem(key, "is not a key", ANY_KEY, closest(key, known))
+        own = [name for name in flatten(OmegaConf.to_container(OmegaConf.structured(HydraConf))) if name]
+        names = [*(f"hydra.{name}" for name in own), "hydra.sweeper.params"]  # of the basic sweeper
+        return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
+    if match := _CHOICE.search(text):
+        return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
     if "Recursive interpolation" in text:
         return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)

@@ -102,6 +102,9 @@ def closest(key: str, pool: Sequence[str]) -> str:
     )
 
 
+ANY_KEY = "a key of the schema (python -m runner show prints them all)"
+
+
 def flatten(values: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys of a nested mapping with their leaf values; empty mappings count as leaves."""
     if isinstance(values, dict) and (values or not prefix):

@@ -192,6 +192,5 @@ def unknown_key(key: str, word: str, schema: type, groups: Iterable[str], known:
 
     A key whose last part is the name of exactly one known key is taken for that one (`lr` for `optimizer.lr`).
     """
-    allowed = "a key of the schema (python -m runner show prints them all)"
     close = keys.closest(key, sorted({*keys.all_keys(schema), *groups, *known}))
-    return Problem(key, "is not a key", allowed, close, f"the override {word}")
+    return Problem(key, "is not a key", keys.ANY_KEY, close, f"the override {word}")

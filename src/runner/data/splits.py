@@ -248,8 +248,11 @@ def groups_of(dataset: Dataset[Any], group: str) -> list[str]:
         name = Path(os.path.relpath(path, common)).as_posix()
         match = pattern.search(name)
         if match is None:
-            problem = f"'{pattern.pattern}' is not found in {name}"
-            raise UserError(key, problem, "a pattern found in the path of every file, or an attribute of the data set")
+            problem = f"'{pattern.pattern}' is neither an attribute of the data set nor found in the path {name}"
+            allowed = "a pattern found in the path of every file, or an attribute of the data set"
+            if hasattr(dataset, "groups"):
+                allowed += ", such as groups"
+            raise UserError(key, problem, allowed)
         found.append(match[1] if pattern.groups and match[1] is not None else match[0])
     return found
 

@@ -110,8 +110,13 @@ def hold(folder: Path) -> int | None:
     except OSError:  # a file system without locks
         os.close(descriptor)
         return None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    try:
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except UserError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -16,7 +16,7 @@ from PIL import features
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources.image_io import DECODING, Cut, middle_square, read_image
 
@@ -137,10 +137,12 @@ def image_folder(
     folders = {split: base / name for split, name in named.items() if (base / name).is_dir()}
     if folders and "train" not in folders:
         found = ", ".join(path.name for path in folders.values())
+        others = [path.name for path in sorted(base.iterdir()) if path.is_dir() and path not in folders.values()]
         raise UserError(
             "data.root",
             f"{base.absolute()} has {found} but no folder '{train_folder}'",
             "such a folder, or data.dataset.train_folder=<name of the training folder>",
+            nearest(train_folder, others),
         )
     folders = folders or {"train": base}
     names = _class_folders(folders["train"])
@@ -162,8 +164,8 @@ def _class_folders(folder: Path) -> list[str]:
     names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     if not names:
         loose = sum(entry.suffix.lower() in EXTENSIONS for entry in entries)
-        found = f"only {loose} images that belong to no class" if loose else "none"
-        problem = f"{folder.absolute()} must hold one folder of images for each class; there is {found}"
+        found = f"there are only images of no class ({loose})" if loose else "there is none"
+        problem = f"{folder.absolute()} must hold one folder of images for each class; {found}"
         raise UserError(
             "data.root", problem, f"data.root={folder.parent}" if loose else "folders named like the classes"
         )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, features
+from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -108,6 +108,8 @@ def read_image(
         raise
     except Exception as error:  # Pillow's decoders raise a dozen types for damaged files, SyntaxError among them
         text = (getattr(error, "strerror", None) or "").lower() or str(error)
+        if isinstance(error, UnidentifiedImageError):  # its text names a Python object, as the file is open
+            text = "its content is no image of a known type"
         reason = " ".join(text.split()) or type(error).__name__
         raise UserError(f"cannot read the image {path}: {reason}. Replace it or delete it.") from error
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)

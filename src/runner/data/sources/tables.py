@@ -166,8 +166,7 @@ def _read(path: Path, needed: dict[str, list[str]], delimiter: str | None) -> Ta
             for column in columns:
                 if list(names).count(column) != 1:
                     what = f"twice the column '{column}'" if column in names else f"no column '{column}'"
-                    close = nearest(column, names)
-                    raise UserError(f"data.dataset.{key}", f"{path} has {what}", ", ".join(names), close)
+                    raise _wrong_columns(path, key, column, what, names)
         return [column for columns in needed.values() for column in columns]
 
     made = reader(path, check, delimiter or _DELIMITERS.get(suffix, ""))
@@ -201,6 +200,16 @@ def _read_csv(path: Path, check: Callable[[Sequence[str]], list[str]], delimiter
         where = f" in line {reader.line_num}" if isinstance(error, csv.Error) and reader is not None else ""
         raise UserError("data.dataset.table", f"{path} cannot be read{where}: {text}") from error
     return Table(path, columns, lines)
+
+
+def _wrong_columns(path: Path, key: str, column: str, what: str, names: Sequence[str]) -> UserError:
+    """The error of a table that does not have a column exactly once."""
+    if not names:
+        return UserError("data.dataset.table", f"{path} is empty", "a first line with the names of the columns")
+    if len(names) == 1 and (other := next((mark for mark in ";|" if column in names[0].split(mark)), "")):
+        setting = f"'data.dataset.delimiter=\"{other}\"'"
+        return UserError("data.dataset.delimiter", f"{path} has '{other}' between its columns", setting)
+    return UserError(f"data.dataset.{key}", f"{path} has {what}", ", ".join(names), nearest(column, names))
 
 
 def _read_parquet(path: Path, check: Callable[[Sequence[str]], list[str]], _: str) -> Table:

@@ -243,8 +243,8 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
         more = f", the first {len(rows)}" if predicted > len(rows) else ""
         report.table(f"{predicted:,} predicted{more}", columns, rows)
     if unreadable:
-        were = "was" if len(unreadable) == 1 else "were"
-        report.warn(f"{amount(len(unreadable), 'image')} {were} not predicted, as they could not be read:")
+        were, they = ("was", "it") if len(unreadable) == 1 else ("were", "they")
+        report.warn(f"{amount(len(unreadable), 'image')} {were} not predicted, as {they} could not be read:")
         report.lines(*(f"  {_one_line(reason)}" for reason in unreadable[:SHOWN]))
         if len(unreadable) > SHOWN:
             report.line(f"  and {len(unreadable) - SHOWN:,} more: {record['unreadable_list']}")

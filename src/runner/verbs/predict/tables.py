@@ -51,21 +51,22 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Write
         path.parent.mkdir(parents=True, exist_ok=True)
         file = temporary.open("xb")
     try:
-        with file:
-            table = _FORMATS[path.suffix.lower()](file, lists)
+        table = _FORMATS[path.suffix.lower()](file, lists)
 
-            def write(rows: Sequence[Row]) -> None:
-                with writing(path):
-                    table.write([{name: _encodable(value) for name, value in row.items()} for row in rows])
-
-            yield write
+        def write(rows: Sequence[Row]) -> None:
             with writing(path):
-                table.close()
-                file.flush()
-                os.fsync(file.fileno())
+                table.write([{name: _encodable(value) for name, value in row.items()} for row in rows])
+
+        yield write
         with writing(path):
+            table.close()
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
             os.replace(temporary, path)
     except BaseException:
+        with contextlib.suppress(OSError):
+            file.close()  # writes what is buffered, which fails again on a full disk
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
