@@ -39,6 +39,7 @@ SECTIONS = {
     "signals": "SIGTERM, SIGHUP and the other signals that stop a run, in every phase",
     "ending": "SIGKILL at every place of a run's end, all loggers compared line by line",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
+    "sweeps": "SIGKILL, SIGTERM and SIGINT of sweeps at random moments, repeated with the same command",
 }
 COUNTS = {
     "kills": (200, 1, "SIGKILLs at random moments"),
@@ -57,6 +58,7 @@ COUNTS = {
     "signals": (0, 1, "phases that a signal comes in; 0 for all"),
     "places": (0, 1, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),
+    "sweeps": (20, 1, "sweeps of four jobs that are stopped three times each"),
 }
 
 

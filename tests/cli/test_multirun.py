@@ -176,7 +176,7 @@ def test_options_of_a_group_can_be_swept(sweep):
 
 def test_two_sweeps_in_the_same_second_do_not_share_a_folder(sweep, monkeypatch):
     monkeypatch.setattr(run_directory, "timestamp", lambda: "2026-11-20_10-31-07")
-    folders = [sweep("--multirun", "seed=0")[1] for _ in range(2)]
+    folders = [sweep("--multirun", "seed=0", "new_sweep=true")[1] for _ in range(2)]
     assert [folder.name for folder in folders] == ["2026-11-20_10-31-07", "2026-11-20_10-31-07_1"]
     assert all(len(summaries(folder)) == 1 for folder in folders)
 
@@ -390,6 +390,10 @@ def test_a_sweeper_that_chooses_values_takes_an_interval(spawn, tiny, workdir, m
     assert done.returncode == 0, done.stderr
     assert re.search(r"^value \d", done.stdout, re.MULTILINE)
     assert yaml.safe_load((workdir / "mine" / "0" / "config.yaml").read_text())["optimizer"]["lr"] == 0.1
+    again = spawn("train", *tiny, *words[:-1], "sweep_dir=mine")
+    assert again.returncode == 0, again.stderr
+    assert "skipped: " in again.stdout
+    assert re.search(r"^value \d", again.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize("swept", [("sweep=folds",), ("--multirun", "data.split.folds=5", "seed=0,1")])

@@ -101,8 +101,8 @@ def test_repetitions_are_summed_up_by_their_mean_and_spread(tmp_path):
     start = lines.index("spread of val/accuracy")
     assert lines[start + 1].split() == ["settings", "over", "jobs", "mean", "std", "min", "max"]
     assert [line.split() for line in lines[start + 3 : start + 5]] == [
-        ["optimizer.lr=0.1", "data.split.fold", "3", "0.7", "0.1", "0.6", "0.8"],
         ["optimizer.lr=0.2", "data.split.fold", "3", "0.8", "0.1", "0.7", "0.9"],
+        ["optimizer.lr=0.1", "data.split.fold", "3", "0.7", "0.1", "0.6", "0.8"],
     ]
     stored = json.loads((tmp_path / "sweep.json").read_text())["spreads"]
     assert [spread["jobs"] for spread in stored] == [3, 3]

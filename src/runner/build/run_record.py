@@ -80,8 +80,9 @@ class RunRecord:
         """Open the directory of a job of a sweep, before anything can go wrong in the job."""
         if self.composition.job_dir is None:
             return
-        self._directory = RunDirectory(self.composition.job_dir)
-        self._directory.lock()
+        directory = RunDirectory(self.composition.job_dir)
+        directory.lock()
+        self._directory = directory
         if not self._directory.overrides_file.exists():  # otherwise they are the same, see `why_occupied`
             self._directory.write_overrides(self.composition.overrides)
 

@@ -34,7 +34,7 @@ def resolve(composition: Composition) -> Setup:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
     if composition.resumes or restarted():
-        if ckpt_path is not None and composition.resumes:
+        if ckpt_path is not None and composition.values.get("resume") == "auto":
             problem = "is auto, which finds the checkpoint by itself, and ckpt_path names one"
             raise UserError("resume", problem, "one of them")
         again, warnings = to_continue(composition)
@@ -71,6 +71,8 @@ def why_occupied(composition: Composition) -> UserError | None:
     resumes = composition.resumes or (restarted() and composition.job_dir is not None)
     if fixed is None or not any(os.path.lexists(fixed / name) for name in ("overrides.yaml", "summary.json")):
         return None
+    if composition.continues:
+        return None  # the ledger of the sweep knows whose folder it is
     if not resumes and composition.job_dir is None:
         return None  # ckpt_path may continue it, see `RunRecord.open`
     if not resumes:

@@ -28,14 +28,15 @@ from runner.config import overrides
 from runner.config.composition import Composition as Composition
 from runner.config.errors import ConfigError, Problem, UserError, nearest
 from runner.config.file_mistakes import problems_in_file
+from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
 from runner.config.hydra_nodes import unasked
-from runner.config.keys import all_keys, flatten
+from runner.config.keys import all_keys, flatten, key_of
+from runner.config.ledger import OF_THE_SWEEP, Plan, counted, identity
 from runner.config.output_folders import not_folders, why_occupied
-from runner.config.secrets import mask_sweep
+from runner.config.secrets import mask_sweep, mask_words
 from runner.config.sources import Sources, searchpath_folder, shipped, text_of
 from runner.config.sweep_jobs import Announce, announced, jobs_of, validate_jobs
-from runner.config.words import flag_meant
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -83,68 +84,13 @@ def _choices(hydra_config: Any) -> dict[str, str]:
     return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
 
 
-def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
-    """Hydra's flags and the overrides among the words after a verb; `known` lists the keys, for a flag that means one.
-
-    Raises:
-        UserError: for a flag that Hydra does not have, or one that is refused.
-    """
-    from hydra._internal.utils import get_args_parser
-
-    parser = get_args_parser()
-    parser.allow_abbrev = False
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            flags = parser.parse_intermixed_args(list(argv))
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        options = [option for action in parser._actions for option in action.option_strings]
-        raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
-    for name, (given, fix) in {
-        "--experimental-rerun": (
-            flags.experimental_rerun,
-            "it reads a pickle, which could run anything; use ckpt_path= instead",
-        ),
-        "--config-path": (
-            flags.config_path,
-            "it would replace the configs of the program; add yours with --config-dir",
-        ),
-        "--package": (flags.package, "it would move all keys; select an option with group=option, such as model=mlp"),
-    }.items():
-        if given:
-            raise UserError(f"{name} is refused: {fix}")
-    return flags
-
-
-def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], known: Sequence[str]) -> UserError:
-    """The mistake behind a complaint of argparse's."""
-    reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
-    at, wrong = next(
-        (
-            (number, word)
-            for number, word in enumerate(argv)
-            if word.startswith("-") and word.split("=")[0] not in options
-        ),
-        (0, ""),
-    )
-    if not wrong:
-        return UserError(reason.replace("(choose from", "(one of"), "", "python -m runner VERB --help lists the flags")
-    flag, _, value = wrong.partition("=")
-    follows = argv[at + 1] if at + 1 < len(argv) else ""
-    value = value or ("" if "=" in follows or follows.startswith("-") else follows)
-    meant, allowed = flag_meant(flag, value, known, options)
-    return UserError(f"there is no flag {flag}", "", allowed, meant)
-
-
 def launch(
     task: Callable[[DictConfig], Any],
     schema: type,
     primary: str,
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
-    sweep_root: Callable[[dict[str, Any]], Path],
+    sweep_root: Callable[[Plan], Path],
     restarted: bool = False,
     announce: Announce = lambda *_: None,
 ) -> tuple[int, Path | None]:
@@ -157,7 +103,7 @@ def launch(
         argv: the words after the verb.
         also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
             report has them all.
-        sweep_root: claims the folder of a sweep, given the composed values.
+        sweep_root: claims the folder of a sweep, or finds that of the one to continue.
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
 
@@ -189,28 +135,50 @@ def launch(
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):
+            _refuse_keys_of_sweeps(checked.accepted)
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
             with _no_empty_folders(Path(cfg.hydra.run.dir)):
                 return _status(lambda: app.run(primary, task, checked.accepted)), None
+        if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
+            raise ConfigError(wrong)  # no job has these keys
+        words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
+        params = dict(cfg.hydra.sweeper.get("params") or {})
+        swept = sorted({*overrides.swept(words), *params})
         jobs: list[list[str]] = []
+        identities: dict[str, list[str]] | None = None
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
-            jobs = jobs_of(checked.accepted, dict(cfg.hydra.sweeper.get("params") or {}))
+            jobs, identities = jobs_of(words, params), {}
 
             def problems_of(words: list[str]) -> list[Problem]:
                 this = dataclasses.replace(checked, accepted=words)
                 job, _ = compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))
+                identities[identity(job.values, job.overrides, swept)] = job.overrides
                 return [] if job.values.get("ckpt_path") is not None else also(job)
 
             validate_jobs(jobs, problems_of)
-        elif common := _of_every_job(cfg, checked.accepted, also(composition)):
+        elif common := _of_every_job(cfg, words, also(composition)):
             raise ConfigError(common)
-        given = [word.split("=", 1)[1].strip("'\"") for word in checked.accepted if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), checked.accepted, restarted or composition.resumes)):
+
+        def base() -> dict[str, Any]:
+            """What the command sets for all jobs; its words if they are no config by themselves."""
+            plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
+            with contextlib.suppress(ConfigError):
+                return counted(compose(app, primary, plain, schema, sources, also)[0].values)
+            return {"overrides": sorted(mask_words(plain.accepted))}
+
+        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
+        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
             raise ConfigError([problem])
-        folder = Path(given[-1]) if given else sweep_root(composition.values)
-        words = [*checked.accepted, *([] if given else [f"hydra.sweep.dir='{folder}'"])]
+        alone = [
+            f"--{name.replace('_', '-')}={flag}"
+            for name in ("config_dir", "config_name")
+            if (flag := getattr(flags, name))
+        ]
+        place = Path(given[-1]) if given else None
+        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
+        words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         with announced(announce, jobs):
             return _status(lambda: app.multirun(primary, task, words)), folder
@@ -356,6 +324,12 @@ def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) ->
         return dataclasses.replace(composition, values=_plain(cfg))
     except OmegaConfBaseException as error:
         raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
+
+
+def _refuse_keys_of_sweeps(words: Sequence[str]) -> None:
+    for word in words:
+        if key_of(word) in OF_THE_SWEEP:
+            raise UserError(key_of(word), "is about a sweep, and this is one run", "--multirun too, or no such key")
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:

@@ -26,6 +26,7 @@ class Composition:
         primary: name of the primary config.
         job_dir: folder that a sweep gives to this job; None for a single run.
         run_dir: folder that `hydra.run.dir` names; None if it was left alone.
+        continues: whether a job of a sweep continues what the same job began in `job_dir`.
     """
 
     values: dict[str, Any]
@@ -35,11 +36,12 @@ class Composition:
     primary: str
     job_dir: Path | None = None
     run_dir: Path | None = None
+    continues: bool = False
 
     @property
     def resumes(self) -> bool:
-        """Whether `resume=auto` is set."""
-        return self.values.get("resume") == "auto"
+        """Whether `resume=auto` is set, or the sweep continues this job."""
+        return self.continues or self.values.get("resume") == "auto"
 
     @property
     def runs(self) -> Path:
@@ -50,7 +52,7 @@ class Composition:
         """The composition as what JSON can contain."""
         folders = {"job_dir": self.job_dir, "run_dir": self.run_dir}
         paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
-        own = {name: getattr(self, name) for name in ("values", "overrides", "group_choices", "primary")}
+        own = {name: getattr(self, name) for name in ("values", "overrides", "group_choices", "primary", "continues")}
         return {**own, **paths, "sources": [str(folder) for folder in self.sources.extra]}
 
     @classmethod

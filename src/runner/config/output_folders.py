@@ -13,8 +13,13 @@ from runner.config.errors import Problem
 from runner.config.reading import read_regular
 from runner.config.secrets import mask_words
 
-_OF_SWEEPS = ("multirun.yaml", "sweep.json")
+_OF_SWEEPS = ("multirun.yaml", "sweep.json", "sweep.jsonl")
 _OF_RUNS = ("summary.json", "overrides.yaml")
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return any(os.path.lexists(folder / name) for name in _OF_RUNS)
 
 
 def holds_sweep(folder: Path) -> bool:
@@ -32,7 +37,7 @@ def why_occupied(folder: Path, words: Iterable[str], resumes: bool) -> Problem |
         resumes: whether the jobs have `resume=auto`.
     """
     key, others = "hydra.sweep.dir", "another folder"
-    if any(os.path.lexists(folder / name) for name in _OF_RUNS):
+    if holds_run(folder):
         return Problem(key, f"cannot be {folder}: a run lies there", others)
     if not holds_sweep(folder):
         return None
@@ -80,7 +85,7 @@ def not_folders(words: Sequence[str]) -> list[Problem]:
     problems = []
     for word in words:
         key, _, value = word.partition("=")
-        if key in ("hydra.run.dir", "hydra.sweep.dir", "output_root"):
+        if key in ("hydra.run.dir", "hydra.sweep.dir", "sweep_dir", "output_root"):
             path = Path(value.strip("'\""))
             if reason := _not_makeable(path):
                 message, allowed = f"cannot be {path}: {reason}", "a folder, or one that can be made"

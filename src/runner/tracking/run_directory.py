@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from runner.config.errors import UserError
-from runner.config.reading import read_overrides, read_summary, start_time
+from runner.config.reading import read_overrides, read_regular, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.files import write_atomically, write_json, writing
 from runner.tracking.jsonl import copy_until
@@ -89,6 +89,55 @@ def _recency(folder: Path) -> tuple[datetime, list[int]]:
     return start_time(folder) or datetime.min.replace(tzinfo=UTC), numbers
 
 
+def hold(folder: Path) -> int | None:
+    """Prevent other processes from writing into a folder until the descriptor is closed; None where there are no locks.
+
+    Raises:
+        UserError: if another process has the folder.
+    """
+    if sys.platform == "win32":
+        return None
+    path = folder / ".lock"
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    try:
+        # Unlike flock, lockf is not inherited by loader workers, which may outlive a killed run.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(descriptor)
+        raise UserError(f"{folder} is being written by {owner}; wait for it, or stop it first") from None
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return None
+    try:
+        with writing(path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except UserError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def works(folder: Path) -> bool:
+    """Whether another process that `hold`s a folder lives, as far as this machine can tell; those of others count as alive."""
+    try:
+        owner = read_regular(folder / ".lock", 200).decode()
+        number, host = re.fullmatch(r"process (\d{1,9}) on (.*)", owner.strip()).groups()  # type: ignore[union-attr]
+    except (OSError, ValueError, AttributeError):
+        return False
+    if host != socket.gethostname() or sys.platform == "win32":
+        return True
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return int(number) != os.getpid()
+
+
 class RunDirectory:
     """The files of one run; creates the folders of checkpoints and plots.
 
@@ -158,23 +207,9 @@ class RunDirectory:
         """
         if sys.platform == "win32" or self._lock is not None:
             return
-        path = self.path / ".lock"
-        with writing(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            # Unlike flock, lockf is not inherited by loader workers, which may outlive a killed run.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise UserError(f"{self.path} is being written by {owner}; wait for it, or stop it first") from None
-        except OSError:  # a file system without locks
-            os.close(descriptor)
+        self._lock = hold(self.path)
+        if self._lock is None:
             return
-        self._lock = descriptor
-        with writing(path):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         # Temporary files of a killed process; the lock excludes that another one uses them.
         for folder in (self.path, self.plots, self.checkpoints):
             for leftover in folder.glob(".*.tmp"):

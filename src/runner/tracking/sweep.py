@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import shlex
 import statistics
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from runner.config.keys import key_of
+from runner.config.ledger import ENDED, OF_THE_SWEEP, Ledger, outcome
 from runner.config.reading import read_overrides, read_summary
 from runner.tracking.console import Console
-from runner.tracking.files import write_json
+from runner.tracking.files import write_atomically, write_json
 from runner.tracking.formats import duration, number
+from runner.tracking.run_directory import works
 
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
 """Keys that distinguish repetitions of the same experiment."""
@@ -25,7 +31,7 @@ class JobRow:
     job: str  # name of its folder, its number in the sweep
     varied: tuple[str, ...]  # the overrides that not every job of the sweep has
     overrides: tuple[str, ...]
-    status: str  # `finished`, `failed`, `preempted`, or `died` if it was killed
+    status: str  # `finished`, `failed`, `preempted`, `died` if it was killed, `running`, `pending` if it did not start
     metric: str | None = None  # the monitored metric, such as `val/accuracy`
     mode: Literal["max", "min"] | None = None
     value: float | None = None  # the best value of the metric
@@ -33,6 +39,8 @@ class JobRow:
     best: bool = False  # no job of the sweep has a better value of this metric
     error: str | None = None  # its first line
     wall_s: float | None = None
+    log: str | None = None  # of a job that failed
+    repeat: str | None = None  # the command that runs it alone
 
     @property
     def failed(self) -> bool:
@@ -49,35 +57,95 @@ class Spread:
     over: str  # keys in which they differ
     jobs: int  # number of finished jobs
     mean: float  # of their best values
-    deviation: float  # of a sample
+    deviation: float | None  # of a sample; None for one job
     low: float
     high: float
 
 
-def summarise(sweep_dir: Path) -> list[JobRow]:
-    """Read the jobs of a finished sweep, one folder each, and write `sweep.json` beside them.
+def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
+    """Read the jobs of a sweep from its ledger and their folders.
 
-    A job that is still marked as running, or has no summary, counts as died.
+    A job that is still marked as running while its process is gone, or has no summary, counts as died.
+
+    Args:
+        sweep_dir: the folder of the sweep.
+        write: whether to write `sweep.json`, `sweep.csv` and `sweep.md` there.
 
     Raises:
-        UserError: `sweep.json` cannot be written.
+        UserError: a file cannot be written.
     """
     marks = ("summary.json", "overrides.yaml", "config.yaml")
+    records = Ledger(sweep_dir).read()
+    entries = {entry.folder.name: entry for entry in records.jobs.values()}
     folders = [
         path
         for path in (sweep_dir.iterdir() if sweep_dir.is_dir() else ())
         if path.is_dir() and not path.name.startswith(".")
-        if path.name.isdecimal() or any((path / mark).exists() for mark in marks)
+        # The folder of a job that started again in another one does not count, and an empty one only if the ledger names it.
+        if path.name in entries
+        or (path.name not in records.folders and any((path / mark).exists() for mark in marks))
+        or (path.name.isdecimal() and not records.launches)
     ]
     folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 2**63, path.name))
-    overrides = [_overrides(folder) for folder in folders]
-    counts = Counter(override for found in overrides for override in set(found))
-    common = {override for override, count in counts.items() if count == len(folders) and len(folders) > 1}
-    rows = _mark_best([_row(folder, found, common) for folder, found in zip(folders, overrides, strict=True)])
-    best, spreads = [row.job for row in rows if row.best], [asdict(spread) for spread in spreads_of(rows)]
-    if sweep_dir.is_dir():
-        write_json(sweep_dir / "sweep.json", {"best": best, "spreads": spreads, "jobs": [asdict(row) for row in rows]})
+    overrides = [_overrides(folder) or getattr(entries.get(folder.name), "overrides", []) for folder in folders]
+    launch = records.launches[-1] if records.launches else {}
+    pending = [words for job, words in (launch.get("jobs") or {}).items() if job not in records.jobs]
+    every = [*overrides, *pending]
+    counts = Counter(override for found in every for override in set(found))
+    common = {override for override, count in counts.items() if count == len(every) and len(every) > 1}
+    if swept := {key for each in records.launches for key in each["swept"]}:
+        common |= {override for override in counts if key_of(override) not in swept}
+    rows = [_row(folder, found, common) for folder, found in zip(folders, overrides, strict=True)]
+    rows += [JobRow("-", _varied(words, common), tuple(words), "pending") for words in pending]
+    rows = [_with_command(row, sweep_dir, launch.get("flags") or []) if row.failed else row for row in _mark_best(rows)]
+    if write and sweep_dir.is_dir():
+        _write(sweep_dir, rows)
     return rows
+
+
+def _with_command(row: JobRow, sweep_dir: Path, flags: list[str]) -> JobRow:
+    words = [word for word in row.overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
+    command = shlex.join(["python", "-m", "runner", "train", *flags, *words])
+    return replace(row, log=str(sweep_dir / row.job / "run.log"), repeat=command)
+
+
+def _write(sweep_dir: Path, rows: list[JobRow]) -> None:
+    """Write the table as JSON, CSV and Markdown."""
+    best, spreads, table = [row.job for row in rows if row.best], spreads_of(rows), _table(rows)
+    content = {"best": best, "spreads": [asdict(each) for each in spreads], "jobs": [asdict(row) for row in rows]}
+    head, *lines = table
+    content["table"] = [dict(zip(head, line, strict=True)) for line in lines]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(table)
+    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in [head, ["---"] * len(head), *lines]]
+    page = [f"# {sweep_dir.name}", "", *(f"| {' | '.join(line)} |" for line in cells)]
+    for row in rows:
+        if row.failed:
+            page += ["", f"Job {row.job} {row.status}: {row.error}", f"- log: `{row.log}`", f"- again: `{row.repeat}`"]
+    write_json(sweep_dir / "sweep.json", content)
+    write_atomically(sweep_dir / "sweep.csv", text.getvalue().encode())
+    write_atomically(sweep_dir / "sweep.md", ("\n".join(page) + "\n").encode())
+
+
+def _table(rows: list[JobRow]) -> list[list[str]]:
+    """Head and lines: a column for each key that differs, repetitions folded, the best first, those without a result last."""
+    keys = list(dict.fromkeys(key_of(word) for row in rows for word in row.varied if key_of(word) not in REPEATS))
+    spreads = {(spread.metric, spread.settings): spread for spread in _folded(rows)}
+    settings = [*spreads, *((None, _settings(row)) for row in rows)]
+    seen, lines = set[str](), []
+    for metric, words in settings:
+        if metric is None and words in seen:
+            continue
+        seen.add(words)
+        jobs = [row for row in rows if _settings(row) == words]
+        values = {key_of(word): word.partition("=")[2] for row in jobs for word in row.varied}
+        cells = ["-"] * 6
+        if metric is not None:
+            found = spreads[metric, words]
+            numbers = (found.mean, found.deviation, found.low, found.high)
+            cells = [metric, str(found.jobs), *("-" if value is None else number(value) for value in numbers)]
+        lines.append([*(values.get(key, "-") for key in keys), *cells, " ".join(row.job for row in jobs)])
+    return [[*keys, "metric", "finished", "mean", "std", "min", "max", "jobs"], *lines]
 
 
 def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
@@ -109,25 +177,40 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
     for row in rows:
         if row.failed:
             console.error(f"job {row.job} {row.status}: {row.error or 'no reason given'}")
+            for name, text in (("log", row.log), ("again", row.repeat)):
+                console.line(f"    {name}: {text}")
     return any(row.failed for row in rows)
 
 
 def spreads_of(rows: list[JobRow]) -> list[Spread]:
-    """Statistics over the jobs that differ only in `REPEATS`, for each setting of the other varied keys."""
+    """Statistics over the jobs that differ only in `REPEATS`, for each setting of the other varied keys, the best first."""
+    return [spread for spread in _folded(rows) if spread.jobs > 1 and spread.over]
+
+
+def _folded(rows: list[JobRow]) -> list[Spread]:
     together: dict[tuple[str, str], list[JobRow]] = {}
     for row in rows:
         if row.status == "finished" and row.value is not None and math.isfinite(row.value) and row.metric:
-            others = " ".join(word for word in row.varied if word.split("=")[0] not in REPEATS)
-            together.setdefault((row.metric, others), []).append(row)
+            together.setdefault((row.metric, _settings(row)), []).append(row)
     found = []
     for (metric, settings), jobs in together.items():
-        keys = {word.split("=")[0] for row in jobs for word in row.varied}
+        keys = {key_of(word) for row in jobs for word in row.varied}
         over = ", ".join(key for key in REPEATS if key in keys)
         values = [row.value for row in jobs if row.value is not None]
-        if len(values) > 1 and over:
-            mean, deviation = statistics.fmean(values), statistics.stdev(values)
-            found.append(Spread(metric, settings, over, len(values), mean, deviation, min(values), max(values)))
-    return found
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        spread = Spread(
+            metric, settings, over, len(values), statistics.fmean(values), deviation, min(values), max(values)
+        )
+        found.append((spread.mean if jobs[0].mode == "min" else -spread.mean, spread))
+    return [spread for _, spread in sorted(found, key=lambda pair: pair[0])]
+
+
+def _settings(row: JobRow) -> str:
+    return " ".join(word for word in row.varied if key_of(word) not in REPEATS)
+
+
+def _varied(words: list[str], common: set[str]) -> tuple[str, ...]:
+    return tuple(word for word in words if word not in common)
 
 
 def _overrides(folder: Path) -> list[str]:
@@ -138,21 +221,23 @@ def _overrides(folder: Path) -> list[str]:
 
 
 def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
-    varied = tuple(override for override in overrides if override not in common)
-    row = JobRow(folder.name, varied, tuple(overrides), "died")
+    row = JobRow(folder.name, _varied(overrides, common), tuple(overrides), "died")
     summary = read_summary(folder)
     if summary is None:
-        return replace(row, error="it left no summary.json")
-    status = str(summary.get("status"))
-    error = next(iter(str(summary.get("error") or "").strip().splitlines()), None)
-    if status not in {"finished", "failed", "preempted"}:
+        return replace(row, error="it left no summary.json") if not works(folder) else replace(row, status="running")
+    found = outcome(folder)
+    status, error = found.status, found.sentence
+    if status not in ENDED and works(folder):
+        status = "running"
+    elif status not in ENDED:
         status, error = "died", error or "it is still marked as running: it was killed"
     row = replace(row, status=status, error=error, wall_s=_number(summary.get("wall_s")))
     best = summary.get("best")
     if not isinstance(best, dict) or best.get("metric") is None:
         return row
-    value, step = _number(best.get("value")), _number(best.get("global_step"))
+    step = _number(best.get("global_step"))
     mode: Literal["max", "min"] = "min" if best.get("mode") == "min" else "max"
+    value = _number(best.get("value"))
     return replace(row, metric=str(best["metric"]), mode=mode, value=value, step=None if step is None else int(step))
 
 

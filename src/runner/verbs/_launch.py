@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from runner.config.app import Composition
+    from runner.config.ledger import Plan
 
 
 _FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
@@ -104,7 +105,7 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
         verb.name,
         verb.expand_shorthand(argv),
         also=lambda composition: problems_in(composition.values, composition, schema)[1],
-        sweep_root=functools.partial(_new_sweep_folder, verb),
+        sweep_root=functools.partial(_open_sweep, verb),
         restarted=restarted,
         announce=announce,
     )
@@ -118,15 +119,23 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     return max(status, int(failed))
 
 
-def _new_sweep_folder(verb: Verb, values: dict[str, Any]) -> Path:
+def _open_sweep(verb: Verb, plan: Plan) -> Path:
+    """The folder of a sweep: a new one, or that of the sweep to continue."""
     from runner.distributed import follow
     from runner.distributed.world import started_by_launcher
     from runner.tracking.run_directory import claim, timestamp
+    from runner.verbs import _sweep
 
-    def make() -> str:
-        return str(claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), timestamp()))
+    root = Path(str(plan.values["output_root"])) / verb.sweeps.format(name=plan.values["name"])
 
-    return Path(follow.kept("sweep", make) if started_by_launcher() else make())
+    def place() -> str:
+        found = _sweep.to_continue(root, plan) if verb.keeps_runs else plan.given
+        return str(found or claim(root, timestamp()))
+
+    folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
+    if verb.keeps_runs:
+        _sweep.begin(folder, plan)
+    return folder
 
 
 class Job:
@@ -146,6 +155,13 @@ class Job:
         """
         for name, value in self.verb.environment.items():
             os.environ.setdefault(name, value)
+        if not self.verb.keeps_runs:
+            return self._run(cfg)
+        from runner.verbs._sweep import run_or_skip
+
+        return run_or_skip(cfg, self._run)
+
+    def _run(self, cfg: Any) -> float | None:
         run: Callable[[Any], float | None] = importlib.import_module(self.verb.module).run
         if not gc.get_freeze_count():
             gc.freeze()  # no collection during the run looks at what was imported

@@ -145,6 +145,11 @@ _ENTRIES = (
         "runner.verbs.show",
     ),
     Verb(
+        "sweep",
+        "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR`.",
+        "runner.verbs.sweep",
+    ),
+    Verb(
         "train",
         "Train a model: one run, a sweep with --multirun, or a resume with ckpt_path=.",
         "runner.verbs.train",

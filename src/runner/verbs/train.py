@@ -28,8 +28,8 @@ from runner.train import build_run, train
 from runner.verbs._ranks import follow_rank_0, lead
 
 
-def run(cfg: DictConfig) -> float | None:
-    """Run one job: the entry point that Hydra calls.
+def run(cfg: DictConfig | Composition) -> float | None:
+    """Run one job: the entry point that Hydra calls, or a sweep with the composition that its ledger decided on.
 
     Returns:
         The best value of the monitored metric, for sweepers; None if there is none.
@@ -37,7 +37,7 @@ def run(cfg: DictConfig) -> float | None:
     Raises:
         SystemExit: with the exit code, unless the job finished or is one of a sweep.
     """
-    composition = current(cfg)
+    composition = cfg if isinstance(cfg, Composition) else current(cfg)
     if mistake := why_occupied(composition):
         RunRecord(composition).complain(str(mistake))
         raise SystemExit(USAGE)

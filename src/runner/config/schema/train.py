@@ -43,6 +43,10 @@ class Train(Section):
     ckpt_path: str | None = None
     lr: Literal["auto"] | Annotated[float, Gt(0)] | None = None
     resume: Literal["auto"] | None = None
+    sweep_dir: str | None = None
+    retry: Literal["failed", "never", "all"] = "failed"
+    fail_fast: bool = False
+    new_sweep: bool = False
     init: Init | list[Init] | None = None
     init_from: str | None = None
     init_mismatch: Literal["head", "skip", "raise"] = "head"

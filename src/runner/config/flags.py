@@ -1,0 +1,66 @@
+"""The flags among the words after a verb: those of Hydra."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+from collections.abc import Sequence
+
+from runner.config.errors import UserError
+from runner.config.words import flag_meant
+
+
+def parse(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
+    """Hydra's flags and the overrides among the words after a verb; `known` lists the keys, for a flag that means one.
+
+    Raises:
+        UserError: for a flag that Hydra does not have, or one that is refused.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            flags = parser.parse_intermixed_args(list(argv))
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        options = [option for action in parser._actions for option in action.option_strings]
+        raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
+    for name, (given, fix) in {
+        "--experimental-rerun": (
+            flags.experimental_rerun,
+            "it reads a pickle, which could run anything; use ckpt_path= instead",
+        ),
+        "--config-path": (
+            flags.config_path,
+            "it would replace the configs of the program; add yours with --config-dir",
+        ),
+        "--package": (flags.package, "it would move all keys; select an option with group=option, such as model=mlp"),
+    }.items():
+        if given:
+            raise UserError(f"{name} is refused: {fix}")
+    return flags
+
+
+def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], known: Sequence[str]) -> UserError:
+    """The mistake behind a complaint of argparse's."""
+    reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
+    at, wrong = next(
+        (
+            (number, word)
+            for number, word in enumerate(argv)
+            if word.startswith("-") and word.split("=")[0] not in options
+        ),
+        (0, ""),
+    )
+    if not wrong:
+        return UserError(reason.replace("(choose from", "(one of"), "", "python -m runner VERB --help lists the flags")
+    flag, _, value = wrong.partition("=")
+    follows = argv[at + 1] if at + 1 < len(argv) else ""
+    value = value or ("" if "=" in follows or follows.startswith("-") else follows)
+    meant, allowed = flag_meant(flag, value, known, options)
+    return UserError(f"there is no flag {flag}", "", allowed, meant)

@@ -1,0 +1,273 @@
+"""The ledger of a sweep: `sweep.jsonl` in its folder, one line for each event, from which the same command continues.
+
+Every job decides from this file, before anything heavy is imported, whether it has to run and in which folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.config.changes import changes_result
+from runner.config.keys import flatten, key_of, within
+from runner.config.output_folders import holds_run
+from runner.config.reading import read_regular, read_summary
+from runner.config.secrets import mask_text, mask_values, mask_words
+
+if sys.platform != "win32":
+    import fcntl
+
+NAME = "sweep.jsonl"
+_LARGEST = 2**30  # bytes
+ENDED = ("finished", "failed", "preempted")
+OF_THE_SWEEP = ("sweep_dir", "retry", "fail_fast", "new_sweep")
+"""Keys about a sweep as a whole, which its jobs do not get."""
+# A run may be resumed with other values of these, but they decide what a job of a sweep is.
+_COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
+
+
+def counted(values: dict[str, Any], swept: Sequence[str] = ()) -> dict[str, Any]:
+    """The values by dotted key that make a job what it is: those that change its result, and all of the swept keys."""
+    count_too = (*_COUNT_TOO, *swept)
+    leaves = flatten(mask_values(values)).items()
+    return {key: value for key, value in leaves if changes_result(key) or within(key, count_too)}
+
+
+def identity(values: dict[str, Any], words: Sequence[str], swept: Sequence[str]) -> str:
+    """What tells a job from the others of its sweep, whatever its number.
+
+    Args:
+        values: the resolved config.
+        words: the overrides of the job; those of swept presets count, as a preset may set keys that do not.
+        swept: keys and groups that have several values in the sweep.
+    """
+    keys = [key.replace("/", ".") for key in swept]
+    presets = [word for word in mask_words(words) if key_of(word) in swept and key_of(word).split("/")[0] not in values]
+    content = [counted(values, keys), sorted(word.lstrip("+") for word in presets if "." not in key_of(word))]
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep before its first job.
+
+    Attributes:
+        values: the composed config of the first job.
+        swept: keys and groups that have several values.
+        jobs: the overrides of each job by its identity; None if a sweeper chooses them later.
+        base: composes the command without the swept values; see `counted`.
+        flags: of the command, as far as one job alone needs them.
+        given: folder that `hydra.sweep.dir` names.
+    """
+
+    values: dict[str, Any]
+    swept: Sequence[str] = ()
+    jobs: dict[str, list[str]] | None = None
+    base: Callable[[], dict[str, Any]] = dict
+    flags: Sequence[str] = ()
+    given: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: `finished`, `failed`, `preempted`, or another one of a run that did not end.
+        metric: name of the monitored metric, if it was computed.
+        value: its best value; None if it was never finite.
+        sentence: why the run did not finish.
+    """
+
+    status: str
+    metric: str | None = None
+    value: float | None = None
+    sentence: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the last line about a job says: its folder, its overrides with secrets masked, and the launch it belongs to."""
+
+    folder: Path
+    overrides: list[str]
+    status: str
+    launch: int
+
+
+@dataclass
+class Records:
+    """What a ledger says: its launches in order, and the last line about each job by identity."""
+
+    launches: list[dict[str, Any]] = field(default_factory=list)
+    jobs: dict[str, Entry] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+
+    @property
+    def failed_now(self) -> Entry | None:
+        """A job that failed in the last launch."""
+        now = len(self.launches) - 1
+        return next((job for job in self.jobs.values() if job.status == "failed" and job.launch == now), None)
+
+
+class Ledger:
+    """The ledger in the folder of a sweep; several processes may append to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+
+    def read(self) -> Records:
+        """What the file says; lines that a crash left incomplete are skipped."""
+        try:
+            return self._records(read_regular(self.path, _LARGEST))
+        except OSError:
+            return Records()
+
+    def append(self, event: str, **content: Any) -> None:
+        """Append a line, on the disk when this returns."""
+        with self._locked() as file:
+            self._write(file, event, content)
+
+    def _records(self, text: bytes) -> Records:
+        records = Records()
+        for line in text.splitlines():
+            try:
+                found = json.loads(line)
+                event = found["event"]
+                if event == "launch":
+                    records.launches.append(found)
+                    continue
+                name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
+                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1)
+                records.jobs[str(found["job"])] = entry
+                records.folders.add(name)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                continue
+        return records
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, open, while no other process appends to it."""
+        # A folder may come from someone else, and a link in it would lead elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+        file = os.open(self.path, flags, 0o644)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                if sys.platform != "win32":
+                    fcntl.lockf(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)
+
+    def _write(self, file: int, event: str, content: dict[str, Any]) -> None:
+        before = _content(file)
+        torn = before and not before.endswith(b"\n")
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str)
+        os.write(file, (b"\n" if torn else b"") + line.encode() + b"\n")
+        os.fsync(file)
+
+    def start(self, job: str, words: Sequence[str], wanted: Path) -> Job:
+        """Decide what to do with a job, and record that it started if it has to run.
+
+        Args:
+            job: its identity.
+            words: its overrides.
+            wanted: the folder that Hydra has for it; another one is used if that is another job's.
+        """
+        words = mask_words(words)
+        with self._locked() as file:
+            records = self._records(_content(file))
+            launch, now, known = records.launches[-1], len(records.launches) - 1, records.jobs.get(job)
+            if known is not None and launch["retry"] == "all" and known.launch < now:
+                known = None
+            if known is not None:
+                before, found = known.status, outcome(known.folder)
+                if found.status == "finished" or (found.status == "failed" and launch["retry"] == "never"):
+                    if before != found.status:
+                        self._write(file, found.status, Job(self, job, words, known.folder).line(found))
+                    return Job(self, job, words, known.folder, skipped=found)
+            if launch["fail_fast"] and (failed := records.failed_now):
+                return Job(self, job, words, wanted, pending=failed)
+            folder = known.folder if known is not None else self._free(wanted, records)
+            begun = Job(self, job, words, folder, continues=known is not None)
+            if known is not None or not (
+                holds_run(folder) or folder in [entry.folder for entry in records.jobs.values()]
+            ):
+                self._write(file, "started", begun.line(Outcome("started")))
+            return (
+                begun  # in a folder that is another's, the run itself refuses to start, or continues with resume=auto
+            )
+
+    def _free(self, wanted: Path, records: Records) -> Path:
+        if wanted.name not in records.folders or not wanted.name.isdecimal():
+            return wanted
+        names = {*records.folders, *(path.name for path in self.folder.iterdir())}
+        return wanted.with_name(str(1 + max(int(name) for name in names if name.isdecimal())))
+
+
+def _content(file: int) -> bytes:
+    # Not by its path: closing another descriptor of the file would give up the lock.
+    os.lseek(file, 0, os.SEEK_SET)
+    return os.read(file, os.fstat(file).st_size)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was decided about a job.
+
+    Attributes:
+        folder: its run directory.
+        continues: whether it continues in its folder what it began there.
+        skipped: what it became before, if it does not have to run.
+        pending: the job whose failure keeps it from starting.
+    """
+
+    ledger: Ledger
+    identity: str
+    words: list[str]
+    folder: Path
+    continues: bool = False
+    skipped: Outcome | None = None
+    pending: Entry | None = None
+
+    def line(self, outcome: Outcome) -> dict[str, Any]:
+        """The content of a line of the ledger."""
+        where = os.path.relpath(self.folder, self.ledger.folder)
+        return {"job": self.identity, "overrides": self.words, "folder": where, **dataclasses.asdict(outcome)}
+
+    def record(self) -> None:
+        """Record how the job ended, as the summary in its folder says."""
+        found = outcome(self.folder)
+        if found.status in ENDED:
+            self.ledger.append(found.status, **self.line(found))
+
+
+def outcome(folder: Path) -> Outcome:
+    """How the run in a folder ended, as its summary says; a monitored metric that was never finite counts as a failure."""
+    summary = read_summary(folder)
+    if summary is None:
+        return Outcome("unknown")
+    status, error = str(summary.get("status")), mask_text(str(summary.get("error") or "")).strip()
+    metric, value = _objective(summary)
+    if status == "finished" and metric is not None and value is None:
+        status, error = "failed", f"its objective is not finite: {metric} is nan"
+    return Outcome(status, metric, value, error.partition("\n")[0] or None)
+
+
+def _objective(summary: dict[str, Any]) -> tuple[str | None, float | None]:
+    best, last = summary.get("best"), summary.get("last")
+    if isinstance(best, dict) and best.get("metric") is not None:
+        value = best.get("value")
+        return str(best["metric"]), value if isinstance(value, int | float) and abs(value) < 2**63 else None
+    monitor = str(summary.get("monitor"))
+    return monitor if isinstance(last, dict) and monitor.removeprefix("val/") in last else None, None

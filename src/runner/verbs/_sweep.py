@@ -1,0 +1,135 @@
+"""A sweep that continues: which folder it has, and what each of its jobs finds in the ledger before it imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from runner.config.app import current
+from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
+from runner.config.keys import within
+from runner.config.ledger import NAME, Ledger, Plan, Records, identity, outcome
+from runner.config.output_folders import holds_run, holds_sweep
+from runner.config.secrets import mask_words
+from runner.config.stored import differences
+from runner.tracking.formats import number
+from runner.tracking.run_directory import hold
+
+_held: dict[Path, int] = {}
+"""Locks on the folders of this process's sweeps."""
+
+
+def to_continue(root: Path, plan: Plan) -> Path | None:
+    """The folder that the sweep gets: the one that is named, that of the newest sweep of the same command, or None for a new one.
+
+    Raises:
+        UserError: for a folder that holds something else.
+        ConfigError: for a sweep of another base config under `sweep_dir=`, with the differences.
+    """
+    named, new = plan.values.get("sweep_dir"), plan.values.get("new_sweep")
+    if named is not None and (plan.given or new):
+        raise UserError(
+            "sweep_dir", f"is {named}, and {'hydra.sweep.dir' if plan.given else 'new_sweep'} is given too", "one"
+        )
+    if plan.given is not None:
+        return plan.given
+    if named is not None:
+        folder = Path(str(named))
+        records = Ledger(folder).read()
+        if records.launches:
+            if found := _base_changed(records, plan):
+                message = "is a sweep with another base config: "
+                message += ", ".join(f"{key} was {before}, now {after}" for key, before, after in found)
+                raise ConfigError([Problem("sweep_dir", message, "its values, or another folder")])
+        elif holds_run(folder) or holds_sweep(folder):
+            kind = "a run" if holds_run(folder) else "a sweep without sweep.jsonl"
+            raise UserError("sweep_dir", f"cannot be {folder}: it holds {kind}", "another folder")
+        return folder
+    if new or plan.jobs is None:
+        return None  # a sweeper that chooses values does not say whether anything is left
+    same = [(records.launches[0]["time"], path.parent) for path, records in _sweeps(root) if _is_same(records, plan)]
+    return max(same)[1] if same else None
+
+
+def _sweeps(root: Path) -> Iterator[tuple[Path, Records]]:
+    for path in root.glob(f"*/{NAME}"):
+        records = Ledger(path.parent).read()
+        if records.launches:
+            yield path, records
+
+
+def _is_same(records: Records, plan: Plan) -> bool:
+    return records.launches[-1]["swept"] == list(plan.swept) and not _base_changed(records, plan)
+
+
+def _base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
+    """Keys whose values differ, except where a sweep has several."""
+    swept = [key.replace("/", ".") for launch in records.launches for key in launch["swept"]] + list(plan.swept)
+    now = json.loads(json.dumps(plan.base(), default=str))
+    return [found for found in differences(records.launches[-1]["base"], now) if not within(found[0], swept)]
+
+
+def begin(folder: Path, plan: Plan) -> None:
+    """Lock the folder of a sweep while this process lives or begins another one, and record the launch.
+
+    Raises:
+        UserError: another process runs this sweep.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    while _held:
+        os.close(_held.popitem()[1])
+    try:
+        lock = hold(folder)
+    except UserError as error:
+        raise UserError("sweep_dir", str(error), "wait for it, or new_sweep=true for another one") from None
+    if lock is not None:
+        _held[folder] = lock
+    ledger = Ledger(folder)
+    known = ledger.read().jobs
+    if known and plan.jobs is not None:
+        done = [job for job in plan.jobs if job in known and outcome(known[job].folder).status == "finished"]
+        left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
+        print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
+    jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
+    wanted = {key: plan.values[key] for key in ("retry", "fail_fast")}
+    ledger.append("launch", swept=list(plan.swept), base=plan.base(), jobs=jobs, flags=list(plan.flags), **wanted)
+
+
+def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
+    """Run a job unless the ledger of its sweep says that it does not have to; returns the value that sweepers optimise."""
+    from hydra.core.hydra_config import HydraConfig
+
+    composition = current(cfg)
+    if composition.job_dir is None:
+        return run(composition)
+    folder = Path(str(HydraConfig.get().sweep.dir)).absolute()
+    ledger = Ledger(folder)
+    launches = ledger.read().launches
+    if not launches:
+        return run(composition)
+    made = composition.job_dir
+    swept = launches[-1]["swept"]
+    job = ledger.start(identity(composition.values, composition.overrides, swept), composition.overrides, made)
+    if job.folder.resolve() != made.resolve() or job.skipped or job.pending:
+        with contextlib.suppress(OSError):
+            made.rmdir()  # Hydra makes a folder before it asks
+    if job.skipped is not None:
+        told = f", {job.skipped.metric} {number(job.skipped.value)}" if job.skipped.metric else ""
+        print(f"skipped: {job.folder} has {job.skipped.status} already{told}", flush=True)
+        return job.skipped.value
+    if job.pending is not None:
+        print(f"pending: {job.pending.folder} failed, and fail_fast=true", flush=True)
+        return None
+    try:
+        value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues))
+    except SystemExit as stop:
+        if stop.code == PREEMPTED:
+            job.record()
+        raise
+    job.record()
+    return value

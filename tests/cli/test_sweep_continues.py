@@ -1,0 +1,260 @@
+"""The same sweep again: what has finished is skipped, what was interrupted goes on, what is new runs, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from forked import ForkedProgram
+
+from runner.config.ledger import Ledger, Plan, identity, outcome
+
+TWO = ("--multirun", "seed=0,1")
+
+
+@pytest.fixture
+def sweep(run, tiny):
+    """Sweep over tiny runs; gives the result and the sweep's folder."""
+
+    def call(*words: str):
+        result = run("train", *tiny, *words)
+        return result, Path((result.out.strip().splitlines() or ["."])[-1])
+
+    return call
+
+
+@pytest.fixture
+def two_jobs(made_once, workdir) -> Path:
+    """The folder of a finished sweep of two jobs, where the same command finds it."""
+    folder = made_once(*TWO)[1]
+    shutil.copytree(folder.parents[2], workdir / "outputs")
+    return workdir / "outputs" / folder.relative_to(folder.parents[2])
+
+
+def events(folder: Path, kind: str = "") -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+    return [line for line in lines if not kind or line["event"] == kind]
+
+
+def digests(folder: Path) -> dict[tuple[str, ...], str]:
+    """SHA-256 of the weights of each job, by its overrides."""
+    found = {}
+    for path in folder.glob("*/summary.json"):
+        words = tuple(
+            sorted(word for word in (path.parent / "overrides.yaml").read_text().splitlines() if "seed" in word)
+        )
+        found[words] = json.loads(path.read_text())["weights_sha256"]
+    return found
+
+
+def started(folder: Path) -> list[str]:
+    return [line["folder"] for line in events(folder, "started")]
+
+
+def test_a_finished_sweep_is_not_repeated_and_its_table_is_shown(sweep, two_jobs):
+    before = {path: path.read_bytes() for path in two_jobs.glob("*/*") if path.is_file()}
+    result, folder = sweep(*TWO, "log.every_steps=2")  # which changes no result
+    assert result.status == 0, result.err
+    assert folder.resolve() == two_jobs
+    assert "2 of 2 jobs have finished already; new_sweep=true" in result.out
+    assert result.out.count("\nskipped: ") == 2
+    assert "2 of 2 jobs finished" in result.out
+    assert {path: path.read_bytes() for path in before} == before
+    assert started(folder) == ["0", "1"]
+
+
+def test_a_larger_grid_runs_the_new_jobs_alone_in_folders_of_their_own(sweep, two_jobs):
+    result, folder = sweep("--multirun", "seed=2,0,1")
+    assert result.status == 0, result.err
+    assert started(folder) == ["0", "1", "2"]
+    assert "seed=2" in (two_jobs / "2" / "overrides.yaml").read_text()
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TWO, "new_sweep=true"),
+        (*TWO, "optimizer.lr=0.02"),
+        (*TWO, "dry_run=true"),
+        (*TWO, "data.root=elsewhere"),
+        ("--multirun", "optimizer.lr=0.1,0.2"),
+    ],
+    ids=["asked for", "base", "dry run", "other data", "other keys"],
+)
+def test_another_sweep_gets_a_folder_of_its_own(sweep, two_jobs, words):
+    result, folder = sweep(*words)
+    assert result.status == 0, result.err
+    assert folder.resolve() != two_jobs
+    assert len(started(folder)) == 2
+    assert len(started(two_jobs)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ((*TWO, "sweep_dir=FOLDER", "optimizer.lr=0.02"), "sweep_dir", "optimizer.lr was "),
+        ((*TWO, "sweep_dir=FOLDER", "new_sweep=true"), "sweep_dir", "new_sweep is given too"),
+        ((*TWO, "sweep_dir=FOLDER", "hydra.sweep.dir=x"), "sweep_dir", "hydra.sweep.dir is given too"),
+        ((*TWO, "sweep_dir=FOLDER/0"), "sweep_dir", "it holds a run"),
+        ((*TWO, "retry=some"), "retry", "cannot be"),
+        (("sweep_dir=FOLDER",), "sweep_dir", "is about a sweep, and this is one run"),
+    ],
+)
+def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_jobs, words, key, reason):
+    before = (two_jobs / "sweep.jsonl").read_bytes()
+    result, _ = sweep(*(word.replace("FOLDER", str(two_jobs)) for word in words))
+    assert result.status == 2
+    assert f"{key}: " in result.err
+    assert reason in result.err
+    assert (two_jobs / "sweep.jsonl").read_bytes() == before
+
+
+def test_a_named_sweep_takes_other_keys_too(sweep, two_jobs):
+    result, folder = sweep("--multirun", "seed=0,1", "optimizer.lr=0.02,0.03", f"sweep_dir={two_jobs}")
+    assert result.status == 0, result.err
+    assert folder == two_jobs
+    assert started(folder) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_failed_jobs_are_repeated_or_not_as_retry_says(sweep):
+    words = ("--multirun", "model.width=4,0")
+    first, folder = sweep(*words)
+    assert first.status == 1
+    [failed] = events(folder, "failed")
+    assert "width must be at least 1" in failed["sentence"]
+    again = next(line for line in (first.out + first.err).splitlines() if line.startswith("    again: "))
+    assert "python -m runner train " in again
+    assert "model.width=0" in again
+    assert "multirun" not in again
+    for retry, folders in (("never", []), ("failed", ["1"]), ("all", ["2", "3"])):
+        before = len(started(folder))
+        result, same = sweep(*words, f"retry={retry}")
+        assert (result.status, same) == (1, folder)
+        assert started(folder)[before:] == folders
+        assert "1 of 2 jobs finished" in result.out
+    assert json.loads((folder / "0" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_fail_fast_leaves_the_rest_pending_until_the_command_is_repeated(sweep):
+    words = ("--multirun", "model.width=0,4", "fail_fast=true")
+    result, folder = sweep(*words)
+    assert result.status == 1
+    assert started(folder) == ["0"]
+    assert "model.width=4  pending" in result.out
+    result, _ = sweep(*words, "retry=never")
+    assert started(folder) == ["0", "1"]
+    assert "1 of 2 jobs finished" in result.out
+
+
+def test_an_objective_that_was_never_finite_counts_as_failed(tmp_path):
+    summary = {"status": "finished", "error": None, "best": None, "monitor": "val/loss", "last": {"loss": None}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    found = outcome(tmp_path)
+    assert (found.status, found.metric, found.value) == ("failed", "val/loss", None)
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"last": {}}))
+    assert outcome(tmp_path).status == "finished"  # nothing was evaluated
+
+
+def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
+    values = {"seed": 0, "tags": [], "log": {"curves": True}, "data": {"num_workers": 0}}
+
+    def known(swept=(), words=(), **others):
+        return identity(values | others, words, swept)
+
+    assert known() == known(tags=["x"]) == known(log={"curves": False}) == known(data={"num_workers": 2})
+    assert known() != known(seed=1)
+    swept = ("data.num_workers",)
+    assert known(swept) != known(swept, data={"num_workers": 2})
+    assert known(("performance",), ["performance=a"]) != known(("performance",), ["performance=b"])
+
+
+def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
+    ledger = Ledger(tmp_path)
+    ledger.append("launch", swept=[], retry="failed", fail_fast=False, base={}, jobs=None, flags=[])
+    job = ledger.start("a", ["seed=0"], tmp_path / "0")
+    with ledger.path.open("ab") as file:
+        file.write(b'{"event": "finished", "jo')
+    assert ledger.read().jobs["a"].status == "started"
+    again = ledger.start("a", ["seed=0"], tmp_path / "7")
+    assert (again.folder, again.continues) == (job.folder, True)
+    assert ledger.start("b", ["seed=1"], tmp_path / "0").folder == tmp_path / "1"
+    assert {name: entry.folder.name for name, entry in ledger.read().jobs.items()} == {"a": "0", "b": "1"}
+
+
+def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
+    program = ForkedProgram(["train", *tiny, *TWO, "epochs=100000"])
+    deadline = time.monotonic() + 60
+    while not (found := list(workdir.rglob("metrics.jsonl"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    shown = subprocess.run(
+        [sys.executable, "-c", "import sys; from runner.cli import main; main(['sweep', sys.argv[1]]); "
+         "assert not {'torch', 'hydra', 'numpy'} & {*sys.modules}", str(found[0].parents[1])],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    second, _ = sweep(*TWO, "epochs=100000")
+    program.send_signal(signal.SIGTERM)
+    program.communicate(timeout=60)
+    assert program.returncode == 75
+    assert shown.returncode == 0, shown.stderr
+    assert [line.split()[:3] for line in shown.stdout.splitlines()[3:5]] == [
+        ["0", "seed=0", "running"],
+        ["-", "seed=1", "pending"],
+    ]
+    assert second.status == 2
+    assert "sweep_dir: " in second.err
+    assert "is being written by process" in second.err
+    assert [line["event"] for line in events(found[0].parents[1])] == ["launch", "started", "preempted"]
+
+
+def test_the_tables_fold_seeds_and_begin_with_the_best(made_once):
+    _, folder = made_once("--multirun", "seed=0,1", "optimizer.lr=0.1,0.01")
+    head, *lines = [line.split(",") for line in (folder / "sweep.csv").read_text().splitlines()]
+    assert head == ["optimizer.lr", "metric", "finished", "mean", "std", "min", "max", "jobs"]
+    assert {line[0] for line in lines} == {"0.1", "0.01"}
+    assert [line[2] for line in lines] == ["2", "2"]
+    assert float(lines[0][3]) >= float(lines[1][3])
+    stored = json.loads((folder / "sweep.json").read_text())["table"]
+    assert [list(row.values()) for row in stored] == lines
+    assert f"| {' | '.join(lines[0])} |" in (folder / "sweep.md").read_text()
+
+
+def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(made_once, tiny, workdir):
+    words = ("--multirun", "seed=0,1", "optimizer.lr=0.1,0.01")
+    expected = digests(made_once(*words)[1])
+    draw, kills = random.Random(0), 0
+    for _ in range(30):
+        program = ForkedProgram(["train", *tiny, *words])
+        before, deadline = len(list(workdir.rglob("summary.json"))), time.monotonic() + 60
+        while program.poll() is None and len(list(workdir.rglob("summary.json"))) == before and kills < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        if kills < 4:
+            time.sleep(draw.random() * 0.2)
+            program.kill()
+            kills += 1
+        out, err = program.communicate(timeout=60)
+        for path in workdir.rglob("sweep.jsonl"):
+            assert Ledger(path.parent).read().launches
+        if program.returncode == 0:
+            break
+        assert program.returncode == -signal.SIGKILL, err + out
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    assert digests(folder) == expected
+    ended = Counter(line["folder"] for line in events(folder, "finished"))
+    assert ended == dict.fromkeys(("0", "1", "2", "3"), 1)
+
+
+def test_a_plan_without_jobs_begins_a_new_sweep(tmp_path):
+    from runner.verbs._sweep import to_continue
+
+    assert to_continue(tmp_path, Plan({"sweep_dir": None, "new_sweep": False})) is None
