@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import runner.verbs._sweep
 import runner.verbs.train
 from runner.checkpoint.file import read
 from runner.config.app import Composition
@@ -148,8 +149,8 @@ def call(
     (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     if not composed:
-        found = runner.verbs.train.current
-        monkeypatch.setattr(runner.verbs.train, "current", lambda cfg: composed.append(found(cfg)) or composed[0])
+        found = runner.verbs._sweep.current
+        monkeypatch.setattr(runner.verbs._sweep, "current", lambda cfg: composed.append(found(cfg)) or composed[0])
         own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
         result = run("train", *SMALL, *own)
         assert result.status == 0, result.err + result.out
@@ -166,11 +167,10 @@ def call(
         words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
         folder = workdir / f"run_{next(numbers)}"
         composition = dataclasses.replace(composed[0], values=values, overrides=words, run_dir=folder)
-        monkeypatch.setattr(runner.verbs.train, "current", lambda cfg: composition)
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
             try:
-                runner.verbs.train.run(None)  # type: ignore[arg-type]
+                runner.verbs.train.run(composition)
             except SystemExit:
                 pytest.fail(shown.getvalue())
         return {**json.loads((folder / "summary.json").read_text()), "shown": shown.getvalue(), "folder": folder}

@@ -72,12 +72,11 @@ def call(
     def train(status: int = 0, **settings: Any) -> dict[str, Any]:
         folder = workdir / f"run_{next(numbers)}"
         composition = dataclasses.replace(settled(settings), run_dir=folder)
-        monkeypatch.setattr(runner.verbs.train, "current", lambda cfg: composition)
         shown = io.StringIO()
         ended = 0
         with redirect_stdout(shown), redirect_stderr(shown):
             try:
-                runner.verbs.train.run(None)  # type: ignore[arg-type]
+                runner.verbs.train.run(composition)
             except SystemExit as stop:
                 ended = stop.code
         assert ended == status, shown.getvalue()

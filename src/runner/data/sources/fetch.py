@@ -107,7 +107,7 @@ def fetch(path: Path, md5: str, urls: Sequence[str]) -> None:
                     path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
                 return
             if queue:
-                print(f"{url}: {problem}; going on with {queue[0][0]}", file=sys.stderr, flush=True)
+                print(f"warning: {url}: {problem}; going on with {queue[0][0]}", file=sys.stderr, flush=True)
         raise FetchFailed("; ".join(failures))
 
 
