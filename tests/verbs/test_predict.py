@@ -156,7 +156,7 @@ def test_postscript_under_the_name_of_an_image_is_listed_and_never_run(
     (photos / "photo.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
     assert len(predict("input=photos")) == 15
     listed = Path("rows_unreadable.txt").read_text()
-    assert "photos/photo.png: cannot identify image file" in listed
+    assert "photos/photo.png: its content is no image of a known type" in listed
     assert "Ghostscript" not in listed
 
 

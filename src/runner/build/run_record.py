@@ -197,8 +197,8 @@ class RunRecord:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
         self._directory.unlock()
-        if self._is_new and self._mistaken:
-            # Nothing was trained, and the message has been shown.
+        if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
+            # The config is written once everything is built: nothing was trained, and the message has been shown.
             shutil.rmtree(self._directory.path, ignore_errors=True)
             self._directory = None
 

@@ -96,6 +96,7 @@ def closest(key: str, pool: Sequence[str]) -> str:
     same_leaf = [candidate for candidate in pool if candidate.rpartition(".")[2] == leaf]
     return (
         min(same_leaf, key=len, default="")
+        or next((each for each in pool if each == f"{key}s"), "")
         or key_meant(key)
         or nearest(key, pool, _ALIKE)
         or ("" if leaf in _TOO_GENERAL else by_leaf.get(nearest(leaf, by_leaf, _ALIKE), ""))

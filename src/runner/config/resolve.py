@@ -55,6 +55,8 @@ def problems_in(
 def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     """For keys of a callback or logger that no option brings, name the option that does."""
     group, _, name = problem.key.partition(".")
+    if group not in ("callbacks", "logger"):
+        return problem
     if "names nothing to build" not in problem.message or composition.sources.option(group, name) is None:
         return problem
     chosen = composition.group_choices.get(group, "none")
