@@ -21,10 +21,11 @@ import forked
 import pytest
 from composition_cache import install
 
-from runner.config.app import Composition, current, launch
+from runner.config.app import Composition, current
 from runner.config.errors import Problem
 from runner.config.resolve import problems_in
 from runner.config.schema import VERBS
+from runner.sweeps.launch import launch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

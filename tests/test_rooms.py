@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "instrument": {"instrument", "config"},
     "distributed": {"distributed", "config", "instrument"},
     "config": {"config"},
+    "sweeps": {"sweeps", "config", "tracking"},
     "build": {"build", "config", "distributed", *ROOMS},
     "train": {"build", "config", "distributed", *ROOMS},
 }

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-import runner.verbs._sweep
+import runner.sweeps.resume
 import runner.verbs.train
 from runner.checkpoint.file import read
 from runner.config.app import Composition
@@ -149,8 +149,8 @@ def call(
     (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     if not composed:
-        found = runner.verbs._sweep.current
-        monkeypatch.setattr(runner.verbs._sweep, "current", lambda cfg: composed.append(found(cfg)) or composed[0])
+        found = runner.sweeps.resume.current
+        monkeypatch.setattr(runner.sweeps.resume, "current", lambda cfg: composed.append(found(cfg)) or composed[0])
         own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
         result = run("train", *SMALL, *own)
         assert result.status == 0, result.err + result.out

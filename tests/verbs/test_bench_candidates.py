@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from runner.config.app import Composition, current, launch
+from runner.config.app import Composition, current
 from runner.config.resolve import resolve_config
 from runner.config.schema.verbs import Bench
+from runner.sweeps.launch import launch
 from runner.verbs.bench.candidates import Candidate, Facts, candidates, setting
 
 CPU = Facts(

@@ -1,4 +1,4 @@
-"""A verb as a Hydra application: arguments checked, the config composed, the task called for each job."""
+"""A verb as a Hydra application: the folders that it searches, and the config composed and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import yaml
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.core.utils import configure_log
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -26,17 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import overrides
 from runner.config.composition import Composition as Composition
-from runner.config.errors import ConfigError, Problem, UserError, nearest
+from runner.config.errors import ConfigError, Problem, nearest
 from runner.config.file_mistakes import problems_in_file
 from runner.config.flags import parse as parse
 from runner.config.hydra_messages import as_problem
 from runner.config.hydra_nodes import unasked
-from runner.config.keys import all_keys, flatten, key_of
-from runner.config.ledger import OF_THE_SWEEP, Plan, counted, identity
-from runner.config.output_folders import not_folders, why_occupied
-from runner.config.secrets import mask_sweep, mask_words
-from runner.config.sources import Sources, searchpath_folder, shipped, text_of
-from runner.config.sweep_jobs import Announce, announced, jobs_of, validate_jobs
+from runner.config.keys import flatten
+from runner.config.output_folders import not_folders
+from runner.config.secrets import mask_sweep
+from runner.config.sources import Sources, searchpath_folder, shipped
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -84,123 +81,11 @@ def _choices(hydra_config: Any) -> dict[str, str]:
     return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
 
 
-def launch(
-    task: Callable[[DictConfig], Any],
-    schema: type,
-    primary: str,
-    argv: Sequence[str],
-    also: Callable[[Composition], list[Problem]],
-    sweep_root: Callable[[Plan], Path],
-    restarted: bool = False,
-    announce: Announce = lambda *_: None,
-) -> tuple[int, Path | None]:
-    """Run `task` through Hydra, once or for every job of a sweep.
-
-    Args:
-        task: called with the composed config; must be importable by name, as launchers pickle it.
-        schema: dataclass that the overrides are checked against.
-        primary: name of the primary config.
-        argv: the words after the verb.
-        also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
-            report has them all.
-        sweep_root: claims the folder of a sweep, or finds that of the one to continue.
-        restarted: whether this process continues the work of one that was started with the same words and died.
-        announce: called before each job of a sweep.
-
-    Returns:
-        The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
-
-    Raises:
-        ConfigError: with every problem found in the overrides and the composition.
-        UserError: for a flag that Hydra does not have, or one that is refused.
-    """
-    flags = parse(argv, [*all_keys(schema), *Sources().groups()])
-    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
-    if flags.resolve and not shows:
-        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
-    sources = sources_of(flags)
-    for path in sources.hidden():
-        print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
-    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
-    checked = overrides.check_overrides(flags.overrides, schema, sources, several)
-    if shows:
-        unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in checked.unknown]
-        if checked.problems or unknown:
-            raise ConfigError([*checked.problems, *unknown])
-        others = [word for word in argv if word not in flags.overrides]
-        with _files_checked(sources, schema):
-            return _main(task, primary, [*others, *checked.accepted]), None
-    primary = (flags.config_name or primary).removesuffix(".yaml")
-    with application(task, sources, schema) as app:
-        composition, cfg = compose(app, primary, checked, schema, sources, also)
-        sweeps = _is_sweep(cfg)
-        if not (sweeps or flags.multirun):
-            _refuse_keys_of_sweeps(checked.accepted)
-            # Composing takes most of the time until a run begins, so it is not done again.
-            app.compose_config = lambda **_: cfg
-            configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            with _no_empty_folders(Path(cfg.hydra.run.dir)):
-                return _status(lambda: app.run(primary, task, checked.accepted)), None
-        if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
-            raise ConfigError(wrong)  # no job has these keys
-        words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
-        params = dict(cfg.hydra.sweeper.get("params") or {})
-        swept = sorted({*overrides.swept(words), *params})
-        jobs: list[list[str]] = []
-        identities: dict[str, list[str]] | None = None
-        if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
-            jobs, identities = jobs_of(words, params), {}
-
-            def problems_of(words: list[str]) -> list[Problem]:
-                this = dataclasses.replace(checked, accepted=words)
-                job, _ = compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))
-                identities[identity(job.values, job.overrides, swept)] = job.overrides
-                return [] if job.values.get("ckpt_path") is not None else also(job)
-
-            validate_jobs(jobs, problems_of)
-        elif common := _of_every_job(cfg, words, also(composition)):
-            raise ConfigError(common)
-
-        def base() -> dict[str, Any]:
-            """What the command sets for all jobs; its words if they are no config by themselves."""
-            plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
-            with contextlib.suppress(ConfigError):
-                return counted(compose(app, primary, plain, schema, sources, also)[0].values)
-            return {"overrides": sorted(mask_words(plain.accepted))}
-
-        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
-            raise ConfigError([problem])
-        alone = [
-            f"--{name.replace('_', '-')}={flag}"
-            for name in ("config_dir", "config_name")
-            if (flag := getattr(flags, name))
-        ]
-        place = Path(given[-1]) if given else None
-        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
-        words += [] if given else [f"hydra.sweep.dir='{folder}'"]
-        words += [] if sweeps else ["hydra.mode=MULTIRUN"]
-        with announced(announce, jobs):
-            return _status(lambda: app.multirun(primary, task, words)), folder
-
-
-@contextlib.contextmanager
-def _no_empty_folders(folder: Path) -> Iterator[None]:
-    """Remove a folder that Hydra makes before a job starts, and its parents, where they are new and nothing was written."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        for path in new:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-
 def complete(task: Callable[[DictConfig], Any], primary: str, argv: Sequence[str]) -> int:
     """Let Hydra answer a query of tab completion; what options have in common is no option."""
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
-        status = _main(task, primary, list(argv))
+        status = main(task, primary, list(argv))
     text = answer.getvalue()
     if any(word.startswith("query=") for word in argv):
         text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
@@ -218,15 +103,6 @@ def sources_of(flags: argparse.Namespace) -> Sources:
     return Sources(folders)
 
 
-def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
-    """Whether a selected preset turns a plain call into a sweep."""
-    return any(
-        (option := sources.option("sweep", word.split("=", 1)[1])) is not None and "MULTIRUN" in text_of(option.path)
-        for word in words
-        if word.lstrip("+").startswith("sweep=")
-    ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in words)
-
-
 @contextlib.contextmanager
 def application(task: Callable[[DictConfig], Any], sources: Sources, schema: type) -> Iterator[Any]:
     """Hydra's object for an application that searches the shipped configs and those of the user."""
@@ -241,12 +117,12 @@ def application(task: Callable[[DictConfig], Any], sources: Sources, schema: typ
             path.append("command-line", f"file://{folder}")
         path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
-        with _files_checked(sources, schema):
+        with files_checked(sources, schema):
             yield GlobalHydra.instance().hydra
 
 
 @contextlib.contextmanager
-def _files_checked(sources: Sources, schema: type) -> Iterator[None]:
+def files_checked(sources: Sources, schema: type) -> Iterator[None]:
     """Each config file is checked before Hydra reads it, as its messages name no line, or nothing is said at all."""
     Plugins.instance()  # registers the sources of configs
     source: Any = SourcesRegistry.instance().resolve("file")
@@ -326,25 +202,7 @@ def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) ->
         raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
 
 
-def _refuse_keys_of_sweeps(words: Sequence[str]) -> None:
-    for word in words:
-        if key_of(word) in OF_THE_SWEEP:
-            raise UserError(key_of(word), "is about a sweep, and this is one run", "--multirun too, or no such key")
-
-
-def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
-    """Those problems of the first job that all jobs of a sweep have: how the data are split, where no job has other data."""
-    swept = {*overrides.swept(words), *(cfg.hydra.sweeper.get("params") or {})} - {"data.split.fold", "data.split.seed"}
-    if any(key.split(".")[0] in ("data", "experiment", "debug") for key in swept):
-        return []
-    return [problem for problem in problems if problem.key.startswith("data.split")]
-
-
-def _is_sweep(cfg: DictConfig) -> bool:
-    return str(cfg.hydra.mode or "").endswith("MULTIRUN")
-
-
-def _status(run: Callable[[], Any]) -> int:
+def status_of(run: Callable[[], Any]) -> int:
     """The exit status of what Hydra runs.
 
     Raises:
@@ -359,13 +217,13 @@ def _status(run: Callable[[], Any]) -> int:
     return 0
 
 
-def _main(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
+def main(task: Callable[[DictConfig], Any], primary: str, argv: list[str]) -> int:
     """Hand over to Hydra as if it had been started by itself; returns the exit status."""
     saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself
     try:
-        return _status(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
+        return status_of(hydra.main(config_path=str(shipped()), config_name=primary, **_VERSION_BASE)(task))
     finally:
         sys.argv = saved
         os.environ["HYDRA_FULL_ERROR"] = shown or "0"

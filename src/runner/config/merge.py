@@ -17,7 +17,6 @@ from runner.config import keys, stored
 from runner.config.allowed_targets import IF_TRUSTED, packages_in, refusal, remedy, section_of
 from runner.config.composition import Composition
 from runner.config.errors import ConfigError, Problem
-from runner.config.ledger import OF_THE_SWEEP
 from runner.config.schema.train import Train
 from runner.config.targets import targets_in
 from runner.config.validate import shown
@@ -37,7 +36,7 @@ FACTS: dict[str, tuple[str, ...]] = {
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
 
-_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", *OF_THE_SWEEP)
+_OF_THE_CALL = ("trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", *keys.OF_THE_SWEEP)
 # Fetching writes to disk, so the command line decides.
 _FETCHING = ("data.download", "data.dataset.download", "data.mirror", "data.dataset.mirror")
 _MOST = 1024  # threads or processes that a file may ask for

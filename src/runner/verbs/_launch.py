@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from runner.config.app import Composition
-    from runner.config.ledger import Plan
+    from runner.sweeps.ledger import Plan
 
 
 _FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
@@ -83,13 +83,13 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
 
 
 def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
-    """Run the jobs of a verb that takes a config; see `runner.config.app.launch`."""
+    """Run the jobs of a verb that takes a config; see `runner.sweeps.launch`."""
     if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
         # Importing torch takes seconds. Standard output may be a pipe, and its last line is the run directory.
         print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
-    from runner.config.app import launch
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS
+    from runner.sweeps.launch import launch
 
     schema, asked = SCHEMAS[verb.name], 0
 
@@ -111,8 +111,8 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
+    from runner.sweeps.table import print_table, summarise
     from runner.tracking.console import Console
-    from runner.tracking.sweep import print_table, summarise
 
     failed = print_table(summarise(sweep), Console(None), asked)
     print(sweep)
@@ -123,18 +123,18 @@ def _open_sweep(verb: Verb, plan: Plan) -> Path:
     """The folder of a sweep: a new one, or that of the sweep to continue."""
     from runner.distributed import follow
     from runner.distributed.world import started_by_launcher
+    from runner.sweeps import resume
     from runner.tracking.run_directory import claim, timestamp
-    from runner.verbs import _sweep
 
     root = Path(str(plan.values["output_root"])) / verb.sweeps.format(name=plan.values["name"])
 
     def place() -> str:
-        found = _sweep.to_continue(root, plan) if verb.keeps_runs else plan.given
+        found = resume.to_continue(root, plan) if verb.keeps_runs else plan.given
         return str(found or claim(root, timestamp()))
 
     folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
     if verb.keeps_runs:
-        _sweep.begin(folder, plan)
+        resume.begin(folder, plan)
     return folder
 
 
@@ -157,7 +157,7 @@ class Job:
             os.environ.setdefault(name, value)
         if not self.verb.keeps_runs:
             return self._run(cfg)
-        from runner.verbs._sweep import run_or_skip
+        from runner.sweeps.resume import run_or_skip
 
         return run_or_skip(cfg, self._run)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from forked import ForkedProgram
 
-from runner.config.ledger import Ledger, Plan, identity, outcome
+from runner.sweeps.ledger import Ledger, Plan, identity, outcome
 
 TWO = ("--multirun", "seed=0,1")
 
@@ -255,6 +255,6 @@ def test_a_sweep_that_is_killed_anywhere_and_repeated_ends_with_the_same_bits(ma
 
 
 def test_a_plan_without_jobs_begins_a_new_sweep(tmp_path):
-    from runner.verbs._sweep import to_continue
+    from runner.sweeps.resume import to_continue
 
     assert to_continue(tmp_path, Plan({"sweep_dir": None, "new_sweep": False})) is None

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.config.keys import key_of
-from runner.config.ledger import ENDED, OF_THE_SWEEP, Ledger, outcome
+from runner.config.keys import OF_THE_SWEEP, key_of
 from runner.config.reading import read_overrides, read_summary
+from runner.sweeps.ledger import ENDED, Ledger, outcome
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
 from runner.tracking.formats import duration, number

@@ -13,10 +13,10 @@ from typing import Any
 from runner.config.app import current
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.keys import within
-from runner.config.ledger import NAME, Ledger, Plan, Records, identity, outcome
 from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
+from runner.sweeps.ledger import NAME, Ledger, Plan, Records, identity, outcome
 from runner.tracking.formats import number
 from runner.tracking.run_directory import hold
 

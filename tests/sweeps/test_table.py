@@ -3,8 +3,8 @@ import json
 
 import yaml
 
+from runner.sweeps.table import print_table, summarise
 from runner.tracking.console import Console
-from runner.tracking.sweep import print_table, summarise
 
 
 def _job(folder, overrides, **summary):

@@ -29,8 +29,6 @@ if sys.platform != "win32":
 NAME = "sweep.jsonl"
 _LARGEST = 2**30  # bytes
 ENDED = ("finished", "failed", "preempted")
-OF_THE_SWEEP = ("sweep_dir", "retry", "fail_fast", "new_sweep")
-"""Keys about a sweep as a whole, which its jobs do not get."""
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 

@@ -1,0 +1,163 @@
+"""The jobs of a verb through Hydra: one run, or a sweep, all of whose jobs are validated before the first one starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import configure_log
+from omegaconf import DictConfig
+
+from runner.config import overrides
+from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
+from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.flags import parse
+from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of
+from runner.config.output_folders import why_occupied
+from runner.config.secrets import mask_words
+from runner.config.sources import Sources, text_of
+from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
+from runner.sweeps.ledger import Plan, counted, identity
+
+
+def launch(
+    task: Callable[[DictConfig], Any],
+    schema: type,
+    primary: str,
+    argv: Sequence[str],
+    also: Callable[[Composition], list[Problem]],
+    sweep_root: Callable[[Plan], Path],
+    restarted: bool = False,
+    announce: Announce = lambda *_: None,
+) -> tuple[int, Path | None]:
+    """Run `task` through Hydra, once or for every job of a sweep.
+
+    Args:
+        task: called with the composed config; must be importable by name, as launchers pickle it.
+        schema: dataclass that the overrides are checked against.
+        primary: name of the primary config.
+        argv: the words after the verb.
+        also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
+            report has them all.
+        sweep_root: claims the folder of a sweep, or finds that of the one to continue.
+        restarted: whether this process continues the work of one that was started with the same words and died.
+        announce: called before each job of a sweep.
+
+    Returns:
+        The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
+
+    Raises:
+        ConfigError: with every problem found in the overrides and the composition.
+        UserError: for a flag that Hydra does not have, or one that is refused.
+    """
+    flags = parse(argv, [*all_keys(schema), *Sources().groups()])
+    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    if flags.resolve and not shows:
+        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
+    sources = sources_of(flags)
+    for path in sources.hidden():
+        print(f"warning: {path} is never read: a shipped file of that name comes first; rename it", file=sys.stderr)
+    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
+    checked = overrides.check_overrides(flags.overrides, schema, sources, several)
+    if shows:
+        unknown = [overrides.unknown_key(key, word, schema, sources.groups(), []) for key, word in checked.unknown]
+        if checked.problems or unknown:
+            raise ConfigError([*checked.problems, *unknown])
+        others = [word for word in argv if word not in flags.overrides]
+        with files_checked(sources, schema):
+            return main(task, primary, [*others, *checked.accepted]), None
+    primary = (flags.config_name or primary).removesuffix(".yaml")
+    with application(task, sources, schema) as app:
+        composition, cfg = compose(app, primary, checked, schema, sources, also)
+        sweeps = _is_sweep(cfg)
+        if not (sweeps or flags.multirun):
+            _refuse_keys_of_sweeps(checked.accepted)
+            # Composing takes most of the time until a run begins, so it is not done again.
+            app.compose_config = lambda **_: cfg
+            configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
+            with _no_empty_folders(Path(cfg.hydra.run.dir)):
+                return status_of(lambda: app.run(primary, task, checked.accepted)), None
+        if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
+            raise ConfigError(wrong)  # no job has these keys
+        words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
+        params = dict(cfg.hydra.sweeper.get("params") or {})
+        swept = sorted({*overrides.swept(words), *params})
+        jobs: list[list[str]] = []
+        identities: dict[str, list[str]] | None = None
+        if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
+            jobs, identities = jobs_of(words, params), {}
+
+            def problems_of(words: list[str]) -> list[Problem]:
+                this = dataclasses.replace(checked, accepted=words)
+                job, _ = compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))
+                identities[identity(job.values, job.overrides, swept)] = job.overrides
+                return [] if job.values.get("ckpt_path") is not None else also(job)
+
+            validate_jobs(jobs, problems_of)
+        elif common := _of_every_job(cfg, words, also(composition)):
+            raise ConfigError(common)
+
+        def base() -> dict[str, Any]:
+            """What the command sets for all jobs; its words if they are no config by themselves."""
+            plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
+            with contextlib.suppress(ConfigError):
+                return counted(compose(app, primary, plain, schema, sources, also)[0].values)
+            return {"overrides": sorted(mask_words(plain.accepted))}
+
+        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
+        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
+            raise ConfigError([problem])
+        alone = [
+            f"--{name.replace('_', '-')}={flag}"
+            for name in ("config_dir", "config_name")
+            if (flag := getattr(flags, name))
+        ]
+        place = Path(given[-1]) if given else None
+        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
+        words += [] if given else [f"hydra.sweep.dir='{folder}'"]
+        words += [] if sweeps else ["hydra.mode=MULTIRUN"]
+        with announced(announce, jobs):
+            return status_of(lambda: app.multirun(primary, task, words)), folder
+
+
+@contextlib.contextmanager
+def _no_empty_folders(folder: Path) -> Iterator[None]:
+    """Remove a folder that Hydra makes before a job starts, and its parents, where they are new and nothing was written."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
+    """Whether a selected preset turns a plain call into a sweep."""
+    return any(
+        (option := sources.option("sweep", word.split("=", 1)[1])) is not None and "MULTIRUN" in text_of(option.path)
+        for word in words
+        if word.lstrip("+").startswith("sweep=")
+    ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in words)
+
+
+def _refuse_keys_of_sweeps(words: Sequence[str]) -> None:
+    for word in words:
+        if key_of(word) in OF_THE_SWEEP:
+            raise UserError(key_of(word), "is about a sweep, and this is one run", "--multirun too, or no such key")
+
+
+def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:
+    """Those problems of the first job that all jobs of a sweep have: how the data are split, where no job has other data."""
+    swept = {*overrides.swept(words), *(cfg.hydra.sweeper.get("params") or {})} - {"data.split.fold", "data.split.seed"}
+    if any(key.split(".")[0] in ("data", "experiment", "debug") for key in swept):
+        return []
+    return [problem for problem in problems if problem.key.startswith("data.split")]
+
+
+def _is_sweep(cfg: DictConfig) -> bool:
+    return str(cfg.hydra.mode or "").endswith("MULTIRUN")
