@@ -134,6 +134,7 @@ class Cosine(Schedule):
     final: float = 0.0
 
     def shape(self, step: int) -> float:
+        """See `Schedule.shape`."""
         return self.final + (1 - self.final) * _half_cosine(self._progress(step, self.warmup_end))
 
 
@@ -161,6 +162,7 @@ class Step(Schedule):
     gamma: float = 0.1
 
     def shape(self, step: int) -> float:
+        """See `Schedule.shape`."""
         return float(self.gamma ** (self.clock.epochs(step) // (self.every * self.steps_per_epoch)))
 
 
@@ -182,6 +184,7 @@ class WSD(Schedule):
             raise ValueError(f"warmup and decay must not overlap: {self.warmup} + {self.decay} is above 1")
 
     def shape(self, step: int) -> float:
+        """See `Schedule.shape`."""
         if self.decay == 0:
             return 1.0
         start = self.total_steps - round(self.decay * self.total_steps)
