@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # nothing is imported here: Ctrl-C would show Python's traceback
 if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
     from runner.api import compose, evaluate, load, predict, train
+else:
+    ModuleType = type(sys)
 
 __version__ = "0.1.0"
 __all__ = ["compose", "evaluate", "load", "predict", "train"]
