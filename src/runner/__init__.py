@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.api import compose, evaluate, load, predict, train
+    from runner.reports.report import report, runs
 
 __version__ = "0.1.0"
-__all__ = ["compose", "evaluate", "load", "predict", "train"]
+__all__ = ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:
     # The command line starts without torch.
+    if name in ("report", "runs"):
+        from runner.reports import report as module
+
+        return getattr(module, name)
     if name in __all__:
         from runner import api
 

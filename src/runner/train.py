@@ -278,6 +278,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         ShapeWatch(run.model, functools.partial(console.table, "shapes in the first batch", COLUMNS))
     if config.watch.finite:
         FiniteWatch(state)
+    record.note_startup()
     console.start(run.total_steps, config.epochs or 0, resumed_step)
     reset_peak_memory(run.device)
     ending.enter_context(saving)

@@ -136,6 +136,10 @@ class RunRecord:
         self.directory.write_summary(self.summary)
         write_json(self.directory.environment_file, environment())
 
+    def note_startup(self) -> None:
+        """Note how long it took from the start of the run to its first step, in seconds."""
+        self.summary["startup_s"] = round(time.perf_counter() - self._began, 3)
+
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
         """Bring the summary up to date, and return it."""
         self.summary |= {
