@@ -31,6 +31,7 @@ _UNITS = {"step": "ms", "memory": "MiB", "startup": "s"}
 _OF_MACHINE = tuple(_UNITS)
 _LARGEST = 2**26  # bytes
 _POINTS = 100
+_LONGEST = 60  # characters of a value
 _NOT_SETTINGS = ("ckpt_path", "data.root", *REPEATS)
 
 
@@ -304,7 +305,7 @@ def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new
     """What differs in settings and environment."""
     keys = dict.fromkeys([*old["config"], *new["config"]])
     settings = [
-        f"{key} was {text_of(old['config'].get(key))}, now {text_of(new['config'].get(key))}"
+        f"{key} was {_short(old['config'].get(key))}, now {_short(new['config'].get(key))}"
         for key in keys
         if old["config"].get(key) != new["config"].get(key)
     ]
@@ -316,3 +317,8 @@ def _cause(before: dict[str, Any], now: dict[str, Any], old: dict[str, Any], new
     parts = [f"settings that differ: {', '.join(settings)}"] if settings else []
     parts += [f"environment: {', '.join(code)}"] if code else []
     return "; ".join(parts) or "The settings and versions are the same: the code or the load of the machine changed"
+
+
+def _short(value: Any) -> str:
+    text = text_of(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

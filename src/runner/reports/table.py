@@ -223,11 +223,13 @@ def _groups(runs: Sequence[Run], settings: Sequence[str], each: bool) -> list[li
 def _row(runs: list[Run], wanted: Iterable[str], metrics: set[str]) -> Row:
     values: dict[str, Any] = {}
     for name in wanted:
-        found = [run.value(name) for run in runs]
         if name in metrics:
-            numbers = [value for value in found if is_number(value)]
+            # What a run reached before it failed is no result, unless there is no other.
+            finished = [run for run in runs if run.status == "finished"] or runs
+            numbers = [value for run in finished if is_number(value := run.value(name))]
             values[name] = spread(numbers) if numbers else None
         else:
+            found = [run.value(name) for run in runs]
             different = list({json.dumps(value, sort_keys=True, default=str): value for value in found}.values())
             values[name] = different[0] if len(different) == 1 else different
     return Row(tuple(runs), values)
