@@ -289,6 +289,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         saving.begin(loop)
         with memory_for_training(config), shapes_on_failure(run.model, config.watch.shapes, aligned):
             loop.run()
+        record.note_waiting()
         saving.end(loop)
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")

@@ -31,6 +31,7 @@ _UNITS = {"step": "ms", "memory": "MiB", "startup": "s"}
 _OF_MACHINE = tuple(_UNITS)
 _LARGEST = 2**26  # bytes
 _POINTS = 100
+_BUSY = 0.5  # share of the time that a run waited for a core
 _LONGEST = 60  # characters of a value
 _NOT_SETTINGS = ("ckpt_path", "data.root", *REPEATS)
 
@@ -107,11 +108,15 @@ def _of_run(run: Run) -> dict[str, Any]:
     modes = {name: run.mode for name in metrics}
     train = [record for record in run.records if record.get("split") == "train"]
     curve = [[each["global_step"], each["loss"]] for each in train if is_number(each.get("loss"))]
-    rates = sorted(each["samples_per_s"] for each in train[1:] or train if is_number(each.get("samples_per_s")))
+    rates = [each["samples_per_s"] for each in train[1:] or train if is_number(each.get("samples_per_s"))]
     found: dict[str, Any] = {"seed": run.config.get("seed"), "metric": metrics, "mode": modes}
     found["curve"] = curve[:: max(1, math.ceil(len(curve) / _POINTS))]
-    if rates:  # other programs on the machine only slow a step down, so the faster ones show what the code needs
-        found["step"] = 1000 * run.samples_per_step / rates[int(0.75 * (len(rates) - 1))]
+    if rates and min(rates) > 0:
+        # Without the time in which other programs had the core.
+        waited = run.summary.get("cpu_wait")
+        alone = 1 - waited if is_number(waited) else 1.0
+        found["step"] = 1000 * run.samples_per_step * alone * statistics.fmean(1 / rate for rate in rates)
+        found["waited"] = 1 - alone
     memory = [each["peak_memory_mib"] for each in train if is_number(each.get("peak_memory_mib"))]
     return found | {"memory": max(memory, default=None), "startup": run.metrics.get("startup_s")}
 
@@ -175,6 +180,12 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     allowed = TOLERANCE | dict(tolerance)
     pairs, notes = _pairs(before["settings"], now["settings"])
     same_machine = before["machine"] == now["machine"]
+    busy = same_machine and any(
+        is_number(run.get("waited")) and run["waited"] > _BUSY for each in (before, now) for setting in each["settings"]
+        for run in setting["runs"]
+    )  # fmt: skip
+    if busy:
+        notes.append("time and start-up are not compared, because other programs used the machine during one of these runs")
     if not same_machine:
         was = ", ".join(f"{key} was {before['machine'].get(key)}, now {value}" for key, value in now["machine"].items()
                         if before["machine"].get(key) != value)  # fmt: skip
@@ -184,7 +195,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         for setting, old, new in pairs
         for before_, now_ in [(_samples(old, new), _samples(new, old))]
         for name in before_
-        if name in now_ and (same_machine or name not in _OF_MACHINE)
+        if name in now_ and (same_machine or name not in _OF_MACHINE) and not (busy and name in ("step", "startup"))
     ]
     measures, reasons = [], []
     for setting, old, new in pairs:

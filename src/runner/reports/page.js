@@ -135,7 +135,8 @@ const metricNames = [metric, metric && `test/${metric.split("/")[1]}`, metric &&
 let order = { by: metric, down: best > 0 };
 function table() {
   const keys = data.settings, head = make("tr");
-  const columns = ["runs", ...keys, ...metricNames.slice(0, 2), "status", "time_s", ...metricNames.slice(2)];
+  const first = innerWidth < 600 ? [...metricNames.slice(0, 1), ...keys, ...metricNames.slice(1, 2)] : [...keys, ...metricNames.slice(0, 2)];
+  const columns = ["runs", ...first, "status", "time_s", ...metricNames.slice(2)];
   for (const name of columns) {
     const button = make("button", { type: "button" }, name === "time_s" ? "time" : labelOf(name));
     button.addEventListener("click", () => { order = { by: name, down: order.by === name ? !order.down : false }; table(); });
@@ -438,7 +439,7 @@ function importances() {
 // What does not depend on the filter
 function fixed() {
   $("confusions").replaceChildren(...data.confusions.map((found) => {
-    const head = make("tr", {}, make("th", {}, "true \\ said"), ...found.classes.map((name) => make("th", { scope: "col" }, name)));
+    const head = make("tr", {}, make("th", {}, "true \\ predicted"), ...found.classes.map((name) => make("th", { scope: "col" }, name)));
     const body = found.matrix.map((row, k) => {
       const total = row.reduce((a, b) => a + b, 0) || 1;
       return make("tr", {}, make("th", { scope: "row" }, found.classes[k]), ...row.map((count, at) => {

@@ -102,8 +102,8 @@ def _comparison(left: ast.expr, kind: ast.cmpop, right: ast.expr, names: Collect
 
 def same(found: Any, wanted: Any) -> bool:
     """Whether a value is the one that is meant: texts as patterns, without regard to case and underscores."""
-    if isinstance(found, bool) or isinstance(wanted, bool) or not isinstance(wanted, str):
-        return type(found) is type(wanted) and found == wanted if isinstance(wanted, bool) else bool(found == wanted)
+    if not isinstance(wanted, str):
+        return isinstance(found, bool) == isinstance(wanted, bool) and bool(found == wanted)
     texts = [str(each).casefold().replace("_", "") for each in (found, wanted)]
     return found is not None and (texts[0] == texts[1] or fnmatch.fnmatchcase(*texts))
 
