@@ -14,7 +14,15 @@ import tempfile
 from pathlib import Path
 
 SEEDS = 5
-WORDS = ("data.shift=0.15", "epochs=4", "threads=1", "logger=none", "log.every_steps=5", "log.progress=false", "log.curves=false")
+WORDS = (
+    "data.shift=0.15",
+    "epochs=4",
+    "threads=1",
+    "logger=none",
+    "log.every_steps=5",
+    "log.progress=false",
+    "log.curves=false",
+)
 SLOW = "import time\n\n\nclass Slow:\n    def on_step(self, loop):\n        time.sleep(0.01)\n"
 # Each change with what the report has to name.
 CHANGES = {

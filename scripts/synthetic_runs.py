@@ -80,9 +80,7 @@ def make_runs(template: Path, root: Path, count: int, steps: int = 100) -> None:
 def trained(folder: Path) -> Path:
     """The directory of a short run in `folder`."""
     words = ["model=small_cnn", "epochs=1", "threads=1", "logger=none", f"output_root={folder}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "train", *words], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "runner", "train", *words], capture_output=True, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
 
 

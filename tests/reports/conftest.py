@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from synthetic_runs import make_runs
 
+_TEMPLATE: list[Path] = []
 _MADE: dict[int, Path] = {}
 
 
@@ -22,9 +24,12 @@ def many(train_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactor
 
     def call(count: int) -> Path:
         if count not in _MADE:
-            template = train_once("model=small_cnn", "model.width=8", "epochs=1", "limit.train_batches=4").directory
+            if not _TEMPLATE:
+                template = train_once("model=small_cnn", "model.width=8", "epochs=1", "limit.train_batches=4").directory
+                kept = tmp_path_factory.mktemp("template") / "run"
+                _TEMPLATE.append(shutil.copytree(template, kept))
             root = tmp_path_factory.mktemp("many") / "runs"
-            make_runs(Path(template).absolute(), root, count)
+            make_runs(_TEMPLATE[0], root, count)
             _MADE[count] = root
         return _MADE[count]
 

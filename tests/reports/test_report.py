@@ -39,7 +39,9 @@ def test_the_table_is_that_of_an_independent_computation(many: Callable[[int], P
         settings = dict(word.split("=") for word in words)
         resumed = Path(summary["resumed_from"]).parents[1].name if summary["resumed_from"] else None
         score = (summary["best"] or {}).get("value") if summary["status"] == "finished" else None
-        rows.append(settings | {"folder": folder.name, "resumed": resumed, "value": score, "test": (summary.get("test") or {})})
+        rows.append(
+            settings | {"folder": folder.name, "resumed": resumed, "value": score, "test": (summary.get("test") or {})}
+        )
     frame = pandas.DataFrame(rows)
     frame = frame[~frame["folder"].isin(frame["resumed"].dropna())]
     frame["test"] = [each.get("accuracy") for each in frame["test"]]
@@ -52,7 +54,13 @@ def test_the_table_is_that_of_an_independent_computation(many: Callable[[int], P
     found = runner.report(many(200), csv=tmp_path / "table.csv")
     table = found.to_pandas()
     assert list(table["runs"]) == list(expected["runs"])
-    for name, own in (("optimizer.lr",) * 2, ("model.width",) * 2, ("value", "val/accuracy"), ("std", "val/accuracy std"), ("test", "test/accuracy")):
+    for name, own in (
+        ("optimizer.lr",) * 2,
+        ("model.width",) * 2,
+        ("value", "val/accuracy"),
+        ("std", "val/accuracy std"),
+        ("test", "test/accuracy"),
+    ):
         assert list(table[own]) == pytest.approx(list(expected[name]), rel=1e-12), name
     read = pandas.read_csv(tmp_path / "table.csv")
     assert list(read["val/accuracy"]) == pytest.approx(list(expected["value"]), rel=1e-12)

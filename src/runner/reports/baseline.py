@@ -19,7 +19,8 @@ from runner.config.errors import UserError, nearest
 from runner.config.keys import within
 from runner.config.reading import read_regular
 from runner.reports.reading import Run, find_runs, is_number
-from runner.reports.table import REPEATS, differing_keys, less_is_better, text_of
+from runner.reports.table import differing_keys, less_is_better, text_of
+from runner.sweeps.table import REPEATS
 from runner.tracking.files import write_json
 from runner.tracking.formats import number
 
@@ -104,8 +105,10 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
 def _of_run(run: Run) -> dict[str, Any]:
     """The measures of a run: final metrics, the mean of the training loss's curve, time of a step, memory and start-up."""
     monitor = run.monitor or ""
-    metrics = {name: run.metrics[name] for name in (monitor, f"test/{monitor.partition('/')[2]}") if name in run.metrics}
-    modes = {name: run.mode for name in metrics}
+    metrics = {
+        name: run.metrics[name] for name in (monitor, f"test/{monitor.partition('/')[2]}") if name in run.metrics
+    }
+    modes = dict.fromkeys(metrics, run.mode)
     train = [record for record in run.records if record.get("split") == "train"]
     curve = [[each["global_step"], each["loss"]] for each in train if is_number(each.get("loss"))]
     rates = [each["samples_per_s"] for each in train[1:] or train if is_number(each.get("samples_per_s"))]
@@ -185,7 +188,9 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
         for run in setting["runs"]
     )  # fmt: skip
     if busy:
-        notes.append("time and start-up are not compared, because other programs used the machine during one of these runs")
+        notes.append(
+            "time and start-up are not compared, because other programs used the machine during one of these runs"
+        )
     if not same_machine:
         was = ", ".join(f"{key} was {before['machine'].get(key)}, now {value}" for key, value in now["machine"].items()
                         if before["machine"].get(key) != value)  # fmt: skip
@@ -199,7 +204,9 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     ]
     measures, reasons = [], []
     for setting, old, new in pairs:
-        own = [_judge(setting, name, *both, allowed, len(compared), old) for of, name, both in compared if of == setting]
+        own = [
+            _judge(setting, name, *both, allowed, len(compared), old) for of, name, both in compared if of == setting
+        ]
         own = _with_fit(own)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
@@ -209,7 +216,9 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             where = f"{setting}: " if setting else ""
             reasons.append(f"{where}{'; '.join(bad)}. {_cause(before, now, old, new)}")
     if not compared and not reasons:
-        raise UserError("against", "has nothing in common with these runs", "runs of the same settings that have finished")
+        raise UserError(
+            "against", "has nothing in common with these runs", "runs of the same settings that have finished"
+        )
     return Comparison(bool(reasons), measures, reasons, notes)
 
 
@@ -270,7 +279,9 @@ def _judge(
     unit = f" {_UNITS[name]}" if name in _UNITS else ""
     label = {"loss": "training loss", "step": "time of a step", "startup": "start-up"}.get(name, name)
     texts = (_spread(before) + unit, _spread(now) + unit, told)
-    return Measure(setting, label, *texts, f"{limit:g}" if absolute else f"{limit:.0%}" if limit < 1e6 else "any", verdict, p)
+    return Measure(
+        setting, label, *texts, f"{limit:g}" if absolute else f"{limit:.0%}" if limit < 1e6 else "any", verdict, p
+    )
 
 
 def _with_fit(measures: list[Measure]) -> list[Measure]:
@@ -279,7 +290,9 @@ def _with_fit(measures: list[Measure]) -> list[Measure]:
         return measures
     told = "lower without a better metric: is augmentation or regularisation missing?"
     return [
-        Measure(each.setting, each.measure, each.before, each.now, f"{each.change}, {told}", each.allowed, "worse", each.p)
+        Measure(
+            each.setting, each.measure, each.before, each.now, f"{each.change}, {told}", each.allowed, "worse", each.p
+        )
         if each.measure == "training loss" and each.verdict == "better"
         else each
         for each in measures

@@ -43,7 +43,9 @@ def difference(first: Run, second: Run) -> Difference:
     """Compare two runs; the weights are those of their newest checkpoints."""
     metrics = [run.metrics | run.speed | {"time_s": run.value("time_s")} for run in (first, second)]
     ordered = dict.fromkeys([*metrics[0], *metrics[1]])
-    numbers = [(name, metrics[0].get(name), metrics[1].get(name)) for name in sorted(ordered, key=MEASURED.__contains__)]
+    numbers = [
+        (name, metrics[0].get(name), metrics[1].get(name)) for name in sorted(ordered, key=MEASURED.__contains__)
+    ]
     environments = [flatten(run.environment) for run in (first, second)]
     checkpoints = (_checkpoint(first.path), _checkpoint(second.path))
     tensors, equal, note = _compare(*checkpoints)
@@ -111,7 +113,9 @@ def _weights_in(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"{path} is no safetensors file")
         header = json.loads(file.read(size))
     model = json.loads(header.get("__metadata__", {}).get("model", "{}"))
-    tensors = {name: found["$tensor"] for name, found in model.items() if isinstance(found, dict) and "$tensor" in found}
+    tensors = {
+        name: found["$tensor"] for name, found in model.items() if isinstance(found, dict) and "$tensor" in found
+    }
     return {name: header[tensor] | {"start": 8 + size} for name, tensor in tensors.items()}
 
 

@@ -15,7 +15,8 @@ from runner.config.reading import open_regular, read_regular
 from runner.config.secrets import mask_text, mask_values
 from runner.reports.importance import importance
 from runner.reports.reading import Run, continued_by, is_number, read_json
-from runner.reports.table import REPEATS, Table, differing_keys, text_of
+from runner.reports.table import Table, differing_keys, text_of
+from runner.sweeps.table import REPEATS
 from runner.tracking.files import finite
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
 

@@ -7,6 +7,7 @@ import glob
 import html
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -14,7 +15,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from runner.config.errors import UserError
 from runner.config.keys import OF_THE_SWEEP, at, flatten, key_of
@@ -83,7 +84,10 @@ class Run:
         found: dict[str, Any] = {}
         best, summary = self.summary.get("best"), self.summary
         if isinstance(best, dict) and best.get("metric") is not None:
-            found = {f"{str(best['metric']).partition('/')[0]}/loss": best.get("loss"), best["metric"]: best.get("value")}
+            found = {
+                f"{str(best['metric']).partition('/')[0]}/loss": best.get("loss"),
+                best["metric"]: best.get("value"),
+            }
         for split in ("last", "test"):
             values = summary.get(split)
             found |= {f"{split}/{name}": value for name, value in values.items()} if isinstance(values, dict) else {}
@@ -106,8 +110,7 @@ class Run:
         """Samples of one optimizer step, over all processes."""
         devices = self.config.get("devices")
         parts = (self.config.get("data.batch_size"), self.config.get("accumulate"), devices)
-        batch, accumulate, processes = (part if is_number(part) else 1 for part in parts)
-        return float(batch * accumulate * processes)
+        return math.prod(float(part) for part in parts if part is not None and is_number(part))
 
     @functools.cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -151,7 +154,7 @@ class Run:
         return f"<table><caption>{html.escape(str(self.path))}</caption>{cells}</table>"
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value of a file is a finite number, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
 
@@ -179,7 +182,7 @@ def find_runs(places: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     seen: set[Path] = set()
     asked = [str(place) for place in places]
     for place in asked:
-        matched = [Path(name) for name in sorted(glob.glob(place, recursive=True))]
+        matched = [Path(name) for name in sorted(glob.glob(place, recursive=True))]  # noqa: PTH207  pathlib's takes no absolute patterns
         if not matched:
             raise UserError("report", f"there is no {place}", "run directories, folders that hold some, or patterns")
         for path in matched:

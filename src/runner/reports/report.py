@@ -57,7 +57,13 @@ class Runs(Sequence[Run]):
         """
         keys = differing_keys(self._runs) if self._runs else []
         rows = [
-            {"run": str(run.path), "status": run.status, **{key: run.value(key) for key in keys}, **run.metrics, **run.speed}
+            {
+                "run": str(run.path),
+                "status": run.status,
+                **{key: run.value(key) for key in keys},
+                **run.metrics,
+                **run.speed,
+            }
             | {"time_s": run.value("time_s"), "error": run.error}
             for run in self._runs
         ]

@@ -20,7 +20,18 @@ from runner.sweeps.table import REPEATS
 from runner.tracking.formats import duration, number
 
 _NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", "sweep", *OF_THE_SWEEP)
-_LESS_IS_BETTER = ("loss", "error", "mae", "mse", "rmse", "perplexity", "step_ms", "peak_memory_mib", "startup_s", "time_s")
+_LESS_IS_BETTER = (
+    "loss",
+    "error",
+    "mae",
+    "mse",
+    "rmse",
+    "perplexity",
+    "step_ms",
+    "peak_memory_mib",
+    "startup_s",
+    "time_s",
+)
 
 
 @dataclass(frozen=True)
@@ -87,17 +98,17 @@ class Table:
         ]
 
     def plain(self) -> tuple[list[str], list[list[Any]]]:
-        """Head and lines for CSV: full numbers, mean and deviation in columns of their own."""
+        """Head and lines for CSV: full numbers, mean and deviation in separate columns."""
         head = ["runs" if self.folded else "run", *self.keys]
         for name in (*self.metrics, "time_s"):
             head += [name, f"{name} std"] if self.folded else [name]
         lines = []
         for row in self.rows:
-            line = [len(row.runs) if self.folded else str(row.runs[0].path)]
+            line: list[Any] = [len(row.runs) if self.folded else str(row.runs[0].path)]
             line += [_plain(row.values.get(key)) for key in self.keys]
             for name in (*self.metrics, "time_s"):
                 value = row.values.get(name)
-                both = (value.mean, value.std) if isinstance(value, Spread) else (value, None)
+                both = [value.mean, value.std] if isinstance(value, Spread) else [value, None]
                 line += both if self.folded else both[:1]
             lines.append([*line, row.status])
         return [*head, "status"], lines
@@ -273,5 +284,3 @@ def text_of(value: Any) -> str:
 def less_is_better(name: str) -> bool:
     """Whether smaller values of a metric are better, as far as its name says."""
     return any(part in name.rpartition("/")[2].lower() for part in _LESS_IS_BETTER)
-
-

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
