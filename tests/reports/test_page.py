@@ -66,6 +66,14 @@ def ink(page: Any) -> int:
     return int(page.evaluate(script))
 
 
+def said_by(page: Any) -> list[str]:
+    """What the page writes to the console, and the errors of its script, as they come."""
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    return said
+
+
 FILTER = """(text) => { const field = document.getElementById("filter"); field.value = text;
   const began = performance.now(); field.dispatchEvent(new Event("input")); document.body.getBoundingClientRect();
   return performance.now() - began }"""
@@ -75,9 +83,7 @@ FILTER = """(text) => { const field = document.getElementById("filter"); field.v
 def test_a_person_can_use_the_page(page_file: Path, browser: Any) -> None:
     for scheme, width in (("light", 1280), ("dark", 390)):
         page = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme).new_page()
-        said: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        said = said_by(page)
         page.goto(page_file.as_uri())
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -150,8 +156,7 @@ def test_a_page_of_few_runs_has_no_empty_promises(
     path = tmp_path / "report.html"
     runner.report(folder, html=path)
     page = browser.new_page()
-    said: list[str] = []
-    page.on("pageerror", lambda error: said.append(str(error)))
+    said = said_by(page)
     page.goto(path.as_uri())
     assert said == []
     assert page.locator("#table tbody tr").count() == len(numbers)

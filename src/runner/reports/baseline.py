@@ -83,12 +83,12 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
         values = {key: run.value(key) for key in varied}
         together.setdefault(json.dumps(values, sort_keys=True, default=str), []).append(run)
     settings = []
-    for values, same in together.items():
+    for text, same in together.items():
         config = next((run.config for run in same if run.config), {})
         kept = {key: value for key, value in config.items() if changes_result(key) and not within(key, _NOT_SETTINGS)}
         measured = [_of_run(run) for run in same if run.status == "finished"]
         ended_badly = [run.status for run in same if run.status in ("failed", "died")]
-        settings.append({"varied": json.loads(values), "config": kept, "runs": measured, "failed": len(ended_badly)})
+        settings.append({"varied": json.loads(text), "config": kept, "runs": measured, "failed": len(ended_badly)})
     environment = next((run.environment for run in runs if run.environment), {})
     torch, packages = environment.get("torch") or {}, environment.get("packages") or {}
     machine = {
@@ -117,7 +117,7 @@ def _of_run(run: Run) -> dict[str, Any]:
     if rates and min(rates) > 0:
         # Without the time in which other programs had the core.
         waited = run.summary.get("cpu_wait")
-        alone = 1 - waited if is_number(waited) else 1.0
+        alone = 1.0 - waited if is_number(waited) else 1.0
         found["step"] = 1000 * run.samples_per_step * alone * statistics.fmean(1 / rate for rate in rates)
         found["waited"] = 1 - alone
     memory = [each["peak_memory_mib"] for each in train if is_number(each.get("peak_memory_mib"))]
@@ -204,9 +204,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     ]
     measures, reasons = [], []
     for setting, old, new in pairs:
-        own = [
-            _judge(setting, name, *both, allowed, len(compared), old) for of, name, both in compared if of == setting
-        ]
+        own = [_judge(setting, name, both, allowed, len(compared), old) for of, name, both in compared if of == setting]
         own = _with_fit(own)
         measures += own
         bad = [f"{each.measure} {each.before} -> {each.now} ({each.change})" for each in own if each.verdict == "worse"]
@@ -255,8 +253,9 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
 
 
 def _judge(
-    setting: str, name: str, before: list[float], now: list[float], allowed: dict[str, float], count: int, old: Any
+    setting: str, name: str, both: list[list[float]], allowed: dict[str, float], count: int, old: dict[str, Any]
 ) -> Measure:
+    before, now = both
     is_metric = name in old["runs"][0]["metric"]
     was, new = statistics.fmean(before), statistics.fmean(now)
     up_is_worse = old["runs"][0]["mode"][name] == "min" if is_metric else True
