@@ -23,6 +23,7 @@ from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
 from runner.engine.state import TrainState
 from runner.runtime.debugger import post_mortem
+from runner.runtime.stopwatch import waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.files import write_json
@@ -48,6 +49,7 @@ class RunRecord:
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
+        self._training_since: tuple[float, float | None] | None = None
 
     @property
     def directory(self) -> RunDirectory:
@@ -139,6 +141,18 @@ class RunRecord:
         self.directory.write_overrides(self.composition.overrides)
         self.directory.write_summary(self.summary)
         write_json(self.directory.environment_file, environment())
+
+    def note_startup(self) -> None:
+        """Note how long it took from the start of the run to its first step, in seconds."""
+        self.summary["startup_s"] = round(time.perf_counter() - self._began, 3)
+        self._training_since = time.perf_counter(), waited_for_core()
+
+    def note_waiting(self) -> None:
+        """Note the share of the time of training in which other programs had the core that this one was ready to use."""
+        if self._training_since is not None and (now := waited_for_core()) is not None:
+            began, before = self._training_since
+            share = (now - (before or 0.0)) / max(time.perf_counter() - began, 1e-9)
+            self.summary["cpu_wait"] = round(min(share, 1.0), 3)
 
     def update(self, state: TrainState, monitor: str) -> dict[str, Any]:
         """Bring the summary up to date, and return it."""
