@@ -21,6 +21,7 @@ from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
+from runner.sweeps import pool_launcher
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.ledger import Plan, counted, identity
 
@@ -71,7 +72,7 @@ def launch(
         others = [word for word in argv if word not in flags.overrides]
         with files_checked(sources, schema):
             return main(task, primary, [*others, *checked.accepted]), None
-    primary = (flags.config_name or primary).removesuffix(".yaml")
+    verb, primary = primary, (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
@@ -84,6 +85,9 @@ def launch(
                 return status_of(lambda: app.run(primary, task, checked.accepted)), None
         if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
             raise ConfigError(wrong)  # no job has these keys
+        in_pool = cfg.hydra.runtime.choices.get("hydra/launcher") == "pool"
+        if in_pool and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
+            raise ConfigError(wrong)
         words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
@@ -121,6 +125,7 @@ def launch(
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
+        pool_launcher.register()
         with announced(announce, jobs):
             return status_of(lambda: app.multirun(primary, task, words)), folder
 
