@@ -25,7 +25,8 @@ def merged_once() -> Iterator[None]:
     lists: dict[Any, Any] = {}
     merged: dict[int, bytes] = {}  # by the identity of a list of defaults, which `lists` keeps
     files: dict[Any, bytes] = {}
-    list_defaults, read = config_loader_impl.create_defaults_list, ConfigRepository.load_config
+    loader: Any = config_loader_impl
+    list_defaults, read = loader.create_defaults_list, ConfigRepository.load_config
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
 
     def list_defaults_once(repo: Any, overrides_list: list[Any], **others: Any) -> Any:
@@ -53,9 +54,11 @@ def merged_once() -> Iterator[None]:
             files[key] = pickle.dumps(read(self, config_path), pickle.HIGHEST_PROTOCOL)
         return pickle.loads(files[key])
 
-    places = ((config_loader_impl, "create_defaults_list", functools.wraps(list_defaults)(list_defaults_once)),)
-    places += ((ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once),)
-    places += ((ConfigRepository, "load_config", read_once),)
+    places: list[tuple[Any, str, Any]] = [
+        (loader, "create_defaults_list", functools.wraps(list_defaults)(list_defaults_once)),
+        (ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once),
+        (ConfigRepository, "load_config", read_once),
+    ]
     before = [getattr(place, name) for place, name, _ in places]
     for place, name, replacement in places:
         setattr(place, name, replacement)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -13,6 +15,7 @@ from runner.tracking.formats import encodable
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 6
+_HIGH_ENOUGH = 10  # rows
 
 
 class _Rich(RichConsole):
@@ -52,8 +55,13 @@ class Terminal:
             text.rstrip()
             self._rich.print(text, soft_wrap=True)
 
-    def bar(self, before: str, share: float, after: str, texts: list[str]) -> None:
-        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge."""
+    def bar(
+        self, before: str, share: float, after: str, texts: list[str], below: Sequence[list[tuple[str, str]]] = ()
+    ) -> None:
+        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge.
+
+        Lines of (text, style) `below` it follow if the terminal is high enough.
+        """
         # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
         room, texts = self._rich.width - 1, list(texts)
@@ -70,6 +78,17 @@ class Terminal:
             line.append("  ")
         line.append(encodable(tail, self._encoding))
         line.truncate(max(1, room), overflow="crop")
+        lines = [line]
+        for parts in below if self._rich.height >= _HIGH_ENOUGH else ():
+            more = Text.assemble(
+                *((encodable(part, self._encoding), style) for part, style in parts), no_wrap=True, end=""
+            )
+            more.truncate(max(1, room), overflow="ellipsis")
+            lines.append(more)
+        self.draw(Text("\n").join(lines))
+
+    def draw(self, shown: RenderableType) -> None:
+        """Draw something live at the bottom."""
         if self._live is None:
             # Text that other code prints goes above the bar, unless it is redirected away from this terminal.
             self._live = Live(
@@ -81,7 +100,7 @@ class Terminal:
                 redirect_stderr=sys.stderr.isatty(),
             )
             self._live.start()
-        self._live.update(line, refresh=True)
+        self._live.update(shown, refresh=True)
 
     def stop(self) -> None:
         """Remove the live line."""
