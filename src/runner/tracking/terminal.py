@@ -15,6 +15,7 @@ from runner.tracking.formats import encodable
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 6
+_BAR_BEFORE_TEXTS = 10
 _HIGH_ENOUGH = 10  # rows
 
 
@@ -60,13 +61,18 @@ class Terminal:
     ) -> None:
         """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge.
 
-        Lines of (text, style) `below` it follow if the terminal is high enough.
+        Lines of (text, style) `below` it follow if the terminal is high enough; then the bar has room before `texts`, and what
+        has none is appended to the second one.
         """
         # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
-        room, texts = self._rich.width - 1, list(texts)
-        while texts and len(before) + len("  ".join([after, *texts])) + 2 > room:
-            del texts[-2 if len(texts) > 2 else -1]  # the first is the loss, the last the time that is left
+        room, texts, others = self._rich.width - 1, list(texts), list[str]()
+        below = list(below) if self._rich.height >= _HIGH_ENOUGH else []
+        least = _BAR_BEFORE_TEXTS + 4 if len(below) > 1 else 2
+        while texts and len(before) + len("  ".join([after, *texts])) + least > room:
+            others.insert(0, texts.pop(-2 if len(texts) > 2 else -1))  # the first is the loss, the last the time left
+        if len(below) > 1:
+            below[1] = [*below[1], ("".join(f"  {text}" for text in others), "")]
         tail = "  ".join([after, *texts])
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
         line = Text(encodable(before, self._encoding) + "  ", no_wrap=True, overflow="crop", end="")
@@ -79,7 +85,7 @@ class Terminal:
         line.append(encodable(tail, self._encoding))
         line.truncate(max(1, room), overflow="crop")
         lines = [line]
-        for parts in below if self._rich.height >= _HIGH_ENOUGH else ():
+        for parts in below:
             more = Text.assemble(
                 *((encodable(part, self._encoding), style) for part, style in parts), no_wrap=True, end=""
             )
