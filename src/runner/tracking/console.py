@@ -23,6 +23,8 @@ from runner.tracking.live import LiveLines
 from runner.tracking.progress_file import Progress, ProgressFile
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from runner.tracking.terminal import Terminal
 
 _BAR_PERIOD_S = 0.2
@@ -107,6 +109,15 @@ class Console:
         self._emit([[line] for line in ([(clean(title), "bold")] if title else []) + styled])
 
     # Progress
+
+    @property
+    def height(self) -> int | None:
+        """Rows of the terminal; None if there is none."""
+        return None if self._terminal is None or self._silent else self._terminal.height
+
+    def live(self, shown: RenderableType) -> None:
+        """Draw something at the bottom of the terminal in place of what was drawn there before; nothing without a terminal."""
+        self._on_terminal(lambda terminal: terminal.draw(shown))
 
     def start(
         self,

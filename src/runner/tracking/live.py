@@ -14,6 +14,8 @@ _CURVE = 24  # characters
 _MOST_LOSSES = 512
 _EPOCH_BAR = 16
 Line = list[tuple[str, str]]
+heading = ""
+"""What the lines begin with: the number of the job in a sweep."""
 
 
 class LiveLines:
@@ -37,7 +39,7 @@ class LiveLines:
     def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
         """The lines, with their styles; those that have nothing to say are left out."""
         blocks = encodable(_BLOCKS, encoding) == _BLOCKS
-        first: Line = []
+        first: Line = [(f"  {heading}", "bold")] if heading else []
         if progress.total_epochs > 1 and progress.total_steps > 0:
             steps = max(1, round(progress.total_steps / progress.total_epochs))
             done = progress.global_step - (max(progress.epoch, 1) - 1) * steps
@@ -46,17 +48,17 @@ class LiveLines:
             first += [("  this epoch  ", ""), (full * filled, "cyan"), (empty * (_EPOCH_BAR - filled), "dim")]
         if blocks and len(self._losses) > 1:
             first += [("  loss ", ""), (sparkline(self._losses, _CURVE), "magenta")]
-        second = "  "
+        second = list[str]()
         if progress.last is not None:
-            second += metric(progress.metric, progress.last)
             best = progress.best is not None and progress.best_step is not None
-            second += f", best {number(progress.best)} at step {progress.best_step}" if best else ""
+            told = f", best {number(progress.best)} at step {progress.best_step}" if best else ""
+            second.append(metric(progress.metric, progress.last) + told)
         if (memory := progress.train.get("peak_memory_mib")) is not None:
-            second += f"  {metric('peak_memory_mib', memory)}"
+            second.append(metric("peak_memory_mib", memory))
         third: Line = []
         if self.warnings:
             third = [(f"  {amount(len(self.warnings), 'warning')}: {self.warnings[-1]}", "yellow")]
-        return [line for line in (first, [(second, "")] if second.strip() else [], third) if line]
+        return [line for line in (first, [(f"  {'  '.join(second)}", "")] if second else [], third) if line]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

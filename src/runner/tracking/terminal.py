@@ -49,6 +49,11 @@ class Terminal:
         """Columns."""
         return self._rich.width
 
+    @property
+    def height(self) -> int:
+        """Rows."""
+        return self._rich.height
+
     def lines(self, lines: list[list[tuple[str, str]]]) -> None:
         """Show lines of (text, style); the terminal wraps them, so that paths can be copied whole."""
         for line in lines:
