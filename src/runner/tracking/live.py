@@ -23,18 +23,24 @@ class LiveLines:
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
-        self._losses: list[float] = []
+        self.clear()
 
     def clear(self) -> None:
         """Begin another run; warnings stay."""
-        self._losses = []
+        self._losses: list[float] = []
+        self._together, self._next = 1, list[float]()  # how many losses make a point, and those of the next one
 
     def add_loss(self, loss: float) -> None:
         """Add a point to the curve of the loss."""
-        if math.isfinite(loss):
-            self._losses.append(loss)
-        if len(self._losses) > _MOST_LOSSES:
-            self._losses = [sum(pair) / 2 for pair in zip(self._losses[::2], self._losses[1::2], strict=False)]
+        if not math.isfinite(loss):
+            return
+        self._next.append(loss)
+        if len(self._next) == self._together:
+            self._losses.append(sum(self._next) / self._together)
+            self._next = []
+        if len(self._losses) == _MOST_LOSSES:
+            self._losses = [sum(pair) / 2 for pair in zip(self._losses[::2], self._losses[1::2], strict=True)]
+            self._together *= 2
 
     def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
         """The lines, with their styles; those that have nothing to say are left out."""
