@@ -84,10 +84,8 @@ def test_a_mistake_in_one_job_stops_no_other(sweep):
     assert "width must be at least 1, got 0" in found["1"]["error"]
     assert "2 of 3 jobs finished" in result.out
     assert re.search(r"error: job 1 failed: .*width must be at least 1, got 0", result.out + result.err)
-    before_the_next = result.out[: result.out.index("job 3 of 3")]
-    assert re.search(
-        r"^failed: .*\n    log: .*/1/run.log\n    again: python -m runner train .*model.width=0", before_the_next, re.M
-    )
+    told = r"^failed: .*\n    log: .*/1/run.log\n    again: python -m runner train .*model.width=0"
+    assert re.search(told, result.out[: result.out.index("job 3 of 3")], re.MULTILINE)
     assert re.search(r"^ +1 +model.width=0 +failed ", result.out, re.MULTILINE)
     [best] = json.loads((folder / "sweep.json").read_text())["best"]
     assert best in "02"

@@ -20,7 +20,7 @@ from runner.tracking.progress_file import Progress, read_progress
 from runner.tracking.run_directory import works
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
     from rich.text import Text
 
 _SILENT_S = 60.0
@@ -159,12 +159,13 @@ def _runs(folder: Path) -> list[Path]:
     return newest[:_MOST_RUNS]
 
 
-def table_of(view: View, rows: int) -> Table:
-    """A table of at most `rows` jobs for a terminal: those that run first, then those that failed, then the newest ones."""
+def table_of(view: View, rows: int) -> Group:
+    """The headline, and a table of at most `rows` jobs: first those that run, then those that failed, then the newest."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left", title=Text(view.headline, style="bold"))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     devices = any(seen.progress for seen in view.jobs)
     metrics = {seen.result[0] for seen in view.jobs if seen.result[0]}
     shared = metrics.pop() if len(metrics) == 1 else ""
@@ -182,7 +183,7 @@ def table_of(view: View, rows: int) -> Table:
         counts = Counter(hidden)
         told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
         table.add_row("", Text(f"and {told}", style="dim"))
-    return table
+    return Group(Text(view.headline, style="bold"), table)
 
 
 def _cells(seen: Seen, devices: bool, shared: str) -> list[str | Text]:
