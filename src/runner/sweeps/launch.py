@@ -122,7 +122,8 @@ def launch(
             if (flag := getattr(flags, name))
         ]
         place = Path(given[-1]) if given else None
-        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
+        detach = in_pool and cfg.hydra.launcher.detach
+        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place, detach))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         pool_launcher.register()

@@ -36,6 +36,7 @@ LOGS = "logs"
 PATIENT = "RUNNER_POOL_JOB"
 """Variable that a job has: only the launcher decides that a second signal ends it at once."""
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")  # by nohup and shells
+_SAME_S = 1.0
 _ENDED_S = 10.0
 
 
@@ -118,6 +119,7 @@ class Pool:
     def __init__(self, slots: Iterable[Slot], common: Common) -> None:
         self.common = common
         self.asked = ""  # name of the signal that asked this process to stop
+        self._insists_from = 0.0
         self._free = list(slots)
         self._leases: dict[int, Slot] = {}
         self._running: dict[int, int | None] = {}  # process of each job by its number, once it is known
@@ -200,8 +202,11 @@ class Pool:
         return ended
 
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Ask all jobs to save and to end, by a signal, and start no other one; a second call kills them."""
-        again, self.asked = bool(self.asked), self.asked or signal.Signals(number).name
+        """Ask all jobs to save and to end, and start no other one; a call after more than a second kills them."""
+        again = bool(self.asked) and time.monotonic() > self._insists_from
+        if not self.asked:  # `timeout` and schedulers send a signal to a process and to its group
+            self._insists_from = time.monotonic() + _SAME_S
+        self.asked = self.asked or signal.Signals(number).name
         self._tell({"signal": signal.SIGKILL if again else signal.SIGTERM})
 
     def close(self) -> None:
