@@ -36,12 +36,17 @@ class Event:
     repeat: str = ""
 
     @property
-    def line(self) -> str:
-        """The event in one line, for people."""
+    def lines(self) -> list[str]:
+        """The event for people: what happened, and of a failure its log and the command that repeats it alone."""
         text = f"job {self.number} of {self.count}: {mask_text(self.varied) or 'as all others'}: {self.kind}"
         text += f"{', ' if self.kind in ('finished', 'skipped') else ': '}{mask_text(self.text)}" if self.text else ""
-        text += f"; log: {self.log}" if self.kind in ("failed", "retried") else ""
-        return text + (f"; repeat it alone: {self.repeat}" if self.repeat else "")
+        log = [f"log: {self.log}"] if self.kind in ("failed", "retried") else []
+        return [text, *log, *([f"repeat it alone: {self.repeat}"] if self.repeat else [])]
+
+    @property
+    def line(self) -> str:
+        """The same in one line."""
+        return "; ".join(self.lines)
 
 
 def _print(event: Event | None) -> None:

@@ -81,7 +81,7 @@ class PoolDisplay:
         """Show an event; None to refresh the table."""
         if event is not None and (self._display is None or event.kind in ("failed", "retried", "preempted")):
             show = self._console.error if event.kind == "failed" else self._console.line
-            show(event.line)
+            show(event.line if self._display is None else "\n    ".join(event.lines))
         if self._display is not None:
             self._display.refresh(now=event is not None and event.kind != "skipped")
 

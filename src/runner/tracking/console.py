@@ -116,7 +116,7 @@ class Console:
         return None if self._terminal is None or self._silent else self._terminal.height
 
     def live(self, shown: RenderableType) -> None:
-        """Draw something at the bottom of the terminal in place of what was drawn there before; nothing without a terminal."""
+        """Draw something at the bottom of the terminal instead of what was drawn there before; nothing without a terminal."""
         self._on_terminal(lambda terminal: terminal.draw(shown))
 
     def start(
@@ -243,7 +243,7 @@ class Console:
                 progress.best, progress.best_step = value, global_step
 
     def _thinned(self, split: str) -> bool:
-        """Whether a line is left out: of many, every second is shown, later every fourth, and so on, to keep files small."""
+        """Whether a line is skipped: of many, every second is shown, later every fourth, and so on, to keep files small."""
         self._told[split] += 1
         told = self._told[split]
         period = 1 << max(0, math.ceil(math.log2(told / _ALL_LINES)))

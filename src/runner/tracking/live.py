@@ -43,7 +43,7 @@ class LiveLines:
             self._together *= 2
 
     def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
-        """The lines, with their styles; those that have nothing to say are left out."""
+        """The lines, with their styles; those that have nothing to say are omitted."""
         blocks = encodable(_BLOCKS, encoding) == _BLOCKS
         first: Line = [(f"  {heading}", "bold")] if heading else []
         if progress.total_epochs > 1 and progress.total_steps > 0:
