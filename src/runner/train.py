@@ -279,7 +279,15 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     if config.watch.finite:
         FiniteWatch(state)
     record.note_startup()
-    console.start(run.total_steps, config.epochs or 0, resumed_step)
+    console.start(
+        run.total_steps,
+        config.epochs or 0,
+        resumed_step,
+        monitor=(run.monitor.metric, run.monitor.mode),
+        best=(state.best.value, state.best.global_step) if state.best else None,
+        device=str(run.device),
+        file=record.directory.progress_file,
+    )
     reset_peak_memory(run.device)
     ending.enter_context(saving)
     ending.callback(console.stop)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import io
 import os
@@ -236,5 +238,13 @@ class RunRecord:
         if in_sweep:
             # A job leaves cycles, and Python looks for old ones too rarely.
             gc.collect()
+            _keep_imports()
         if self.exit_code == PREEMPTED or (self.exit_code != OK and not in_sweep):
             raise SystemExit(self.exit_code)
+
+
+@functools.cache
+def _keep_imports() -> None:
+    """Let later collections pass over what the first job of a sweep imported, which takes them a tenth of a second."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # some libraries report what is not collected at the end

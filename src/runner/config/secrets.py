@@ -100,6 +100,8 @@ def mask_sweep(path: Path) -> None:
     import yaml  # what is light enough for every start does not need it
 
     with contextlib.suppress(OSError, yaml.YAMLError):
+        if _version(path) == _masked_sweep:
+            return  # by an earlier job; reading it takes longer than all else that comes before training
         stored = yaml.safe_load(path.read_bytes())
         masked = mask_values(stored)
         job = masked["hydra"]["job"]
@@ -114,6 +116,16 @@ def mask_sweep(path: Path) -> None:
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
             temporary.write_text(yaml.safe_dump(masked, sort_keys=False), encoding="utf-8")
             temporary.replace(path)
+        _masked_sweep[:] = _version(path)
+
+
+_masked_sweep: list[int] = []
+"""The version of the file that `mask_sweep` left last."""
+
+
+def _version(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size]
 
 
 def is_masked(value: Any) -> bool:

@@ -36,32 +36,45 @@ class Event:
     repeat: str = ""
 
     @property
-    def line(self) -> str:
-        """The event in one line, for people."""
+    def lines(self) -> list[str]:
+        """The event for people: what happened, and of a failure its log and the command that repeats it alone."""
         text = f"job {self.number} of {self.count}: {mask_text(self.varied) or 'as all others'}: {self.kind}"
         text += f"{', ' if self.kind in ('finished', 'skipped') else ': '}{mask_text(self.text)}" if self.text else ""
-        text += f"; log: {self.log}" if self.kind in ("failed", "retried") else ""
-        return text + (f"; repeat it alone: {self.repeat}" if self.repeat else "")
+        log = [f"log: {self.log}"] if self.kind in ("failed", "retried") else []
+        return [text, *log, *([f"repeat it alone: {self.repeat}"] if self.repeat else [])]
+
+    @property
+    def line(self) -> str:
+        """The same in one line."""
+        return "; ".join(self.lines)
 
 
-def _print(event: Event) -> None:
-    print(event.line, flush=True)
+def _print(event: Event | None) -> None:
+    if event is not None:
+        print(event.line, flush=True)
 
 
-_listener: Callable[[Event], None] = _print
+_listener: Callable[[Event | None], None] = _print
+_period_s: float | None = None
 
 
 @contextlib.contextmanager
-def listening(listener: Callable[[Event], None]) -> Iterator[None]:
-    """Tell events to `listener`, and print no lines."""
-    global _listener
-    before, _listener = _listener, listener
+def listening(listener: Callable[[Event | None], None], period_s: float | None = None) -> Iterator[None]:
+    """Tell events to `listener`, and print no lines; every `period_s` seconds, if given, it gets None."""
+    global _listener, _period_s
+    before = _listener, _period_s
+    _listener, _period_s = listener, period_s
     try:
         yield
     finally:
-        _listener = before
+        _listener, _period_s = before
 
 
-def tell(event: Event) -> None:
-    """Tell what happened."""
+def tell(event: Event | None) -> None:
+    """Tell what happened, or that time has passed."""
     _listener(event)
+
+
+def period_s() -> float | None:
+    """How often the listener wants to know that time has passed."""
+    return _period_s

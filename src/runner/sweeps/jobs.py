@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from runner.config import overrides
 from runner.config.errors import ConfigError, Problem
 
-Announce = Callable[[int, int, str, float | None], None]
-"""Called before each job with its number from 1, the number of jobs, what it varies, and the seconds left if known."""
+Announce = Callable[[int, int, str], None]
+"""Called before each job with its number from 1, the number of jobs, and what it varies."""
 
 
 def jobs_of(words: Sequence[str], params: dict[str, Any]) -> list[list[str]]:
@@ -71,13 +70,12 @@ def announced(announce: Announce, jobs: Sequence[Sequence[str]]) -> Iterator[Non
     The launcher keeps the results of all jobs until a sweep ends, with two configs of 0.5 MiB in each.
     """
     launcher: Any = importlib.import_module("hydra._internal.core_plugins.basic_launcher")
-    run_job, varied, began, count = launcher.run_job, varied_words(jobs), time.monotonic(), len(jobs)
+    run_job, varied, count = launcher.run_job, varied_words(jobs), len(jobs)
 
     def run_job_and_drop_configs(**given: Any) -> Any:
         number = int(given["config"].hydra.job.num)
         if number < count > 1:
-            passed = time.monotonic() - began
-            announce(number + 1, count, varied[number], passed / number * (count - number) if number else None)
+            announce(number + 1, count, varied[number])
         result = run_job(**given)
         result.cfg = result.hydra_cfg = None
         return result

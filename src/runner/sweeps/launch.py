@@ -17,6 +17,7 @@ from runner.config.app import Composition, application, compose, files_checked, 
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
 from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of
+from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
@@ -74,7 +75,7 @@ def launch(
         with files_checked(sources, schema):
             return main(task, primary, [*others, *checked.accepted]), None
     verb, primary = primary, (flags.config_name or primary).removesuffix(".yaml")
-    with application(task, sources, schema) as app:
+    with application(task, sources, schema) as app, merged_once() if several else contextlib.nullcontext():
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):

@@ -22,7 +22,7 @@ from runner.config.errors import FAILED, PREEMPTED, Problem
 from runner.config.overrides import canonical
 from runner.config.secrets import mask_words
 from runner.config.sources import shipped
-from runner.sweeps.events import Event, tell
+from runner.sweeps.events import Event, period_s, tell
 from runner.sweeps.jobs import varied_words
 from runner.sweeps.ledger import ENDED, Entry, Ledger, Outcome, Records, outcome_of
 from runner.sweeps.pool import Common, Ended, Pool, PoolBroken, Slot, slots_of
@@ -192,8 +192,9 @@ class PoolLauncher(Launcher):
                 self._start(pool, state, state.todo.pop(0))
             if pool.asked and not pool.running:
                 break
-            for ended in pool.wait():
+            for ended in pool.wait(period_s()):
                 self._end(pool, state, ended)
+            tell(None)
 
     def _start(self, pool: Pool, state: _State, number: int) -> None:
         records = self._ledger.read()

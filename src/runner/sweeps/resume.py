@@ -18,6 +18,7 @@ from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.table import command_alone
 from runner.tracking.formats import number
 from runner.tracking.run_directory import hold
 
@@ -178,6 +179,9 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
                 job.record()
             raise
         if not job.record():
+            if (found := outcome(job.folder)).status == "failed":
+                repeat = command_alone(job.words, launches[-1].get("flags") or [])
+                print(f"failed: {found.sentence}\n    log: {job.folder / 'run.log'}\n    again: {repeat}", flush=True)
             return value
         print(f"again: {job.folder} failed, and retries={ledger.read().launches[-1]['retries']}", flush=True)
         job = dataclasses.replace(job, continues=True)

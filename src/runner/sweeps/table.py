@@ -88,7 +88,7 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
         or (path.name.isdecimal() and not records.launches)
     ]
     folders.sort(key=lambda path: (int(path.name) if path.name.isdecimal() else 2**63, path.name))
-    overrides = [_overrides(folder) or getattr(entries.get(folder.name), "overrides", []) for folder in folders]
+    overrides = [getattr(entries.get(folder.name), "overrides", None) or _overrides(folder) for folder in folders]
     launch = records.launches[-1] if records.launches else {}
     pending = [words for job, words in (launch.get("jobs") or {}).items() if job not in records.jobs]
     every = [*overrides, *pending]
@@ -105,6 +105,19 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
     if write and sweep_dir.is_dir():
         _write(sweep_dir, rows)
     return rows
+
+
+def rows_of(runs: Sequence[Path], base: Path) -> list[JobRow]:
+    """A row for each run in these folders, named by its place below `base`, the best marked."""
+    overrides = [_overrides(folder) for folder in runs]
+    common = set.intersection(*map(set, overrides)) if len(runs) > 1 else set[str]()
+    rows = []
+    for folder, found in zip(runs, overrides, strict=True):
+        name = folder.name if folder == base else str(folder.relative_to(base))
+        row = replace(row_of(folder, found, common), job=name)
+        log = str(folder / "run.log")
+        rows.append(replace(row, log=log, repeat=command_alone(found, [])) if row.failed else row)
+    return _mark_best(rows)
 
 
 def _with_command(row: JobRow, sweep_dir: Path, flags: list[str]) -> JobRow:

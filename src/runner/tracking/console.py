@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import textwrap
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
@@ -18,8 +19,12 @@ from runner.config.errors import UserError
 from runner.config.secrets import mask_text
 from runner.tracking.appended import AppendedFile
 from runner.tracking.formats import HARDWARE_METRICS, aligned, clean, duration, encodable, in_order, metric
+from runner.tracking.live import LiveLines
+from runner.tracking.progress_file import Progress, ProgressFile
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from runner.tracking.terminal import Terminal
 
 _BAR_PERIOD_S = 0.2
@@ -27,6 +32,7 @@ _COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
 _NOTABLE_WAIT = 0.1
+_ALL_LINES = 250  # of a split; then fewer, so that 10,000 lines take less than 200 kB
 Line = list[tuple[str, str]]
 """Texts with their styles."""
 
@@ -53,9 +59,11 @@ class Console:
         self._due = float("inf")
         self._period = _RATE_PERIOD_S
         self._marks: deque[tuple[float, int]] = deque()
-        self._total_steps = 0
-        self._total_epochs = 0
-        self._train: dict[str, float] = {}
+        self._progress = Progress()
+        self._progress_file: ProgressFile | None = None
+        self._mode = ""
+        self._live = LiveLines()
+        self._told: Counter[str] = Counter()
         if log_file is not None:
             warn = weakref.WeakMethod(self.warn)  # a strong reference would keep the console alive and the file open
             try:
@@ -87,6 +95,7 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Show `text` as a warning."""
+        self._live.warnings.append(clean(mask_text(text)).partition("\n")[0])
         self.line(f"warning: {text}", "yellow")
 
     def error(self, text: str) -> None:
@@ -101,11 +110,45 @@ class Console:
 
     # Progress
 
-    def start(self, total_steps: int, total_epochs: int, first_step: int) -> None:
-        """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already."""
-        self._total_steps, self._total_epochs = total_steps, total_epochs
+    @property
+    def height(self) -> int | None:
+        """Rows of the terminal; None if there is none."""
+        return None if self._terminal is None or self._silent else self._terminal.height
+
+    def live(self, shown: RenderableType) -> None:
+        """Draw something at the bottom of the terminal instead of what was drawn there before; nothing without a terminal."""
+        self._on_terminal(lambda terminal: terminal.draw(shown))
+
+    def start(
+        self,
+        total_steps: int,
+        total_epochs: int,
+        first_step: int,
+        monitor: tuple[str, str] = ("", ""),
+        best: tuple[float, int] | None = None,
+        device: str = "",
+        file: Path | None = None,
+    ) -> None:
+        """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already.
+
+        Args:
+            total_steps: of the run, 0 if unknown.
+            total_epochs: of the run, 0 if unknown.
+            first_step: how many steps are complete already.
+            monitor: the metric that decides which evaluation is best, such as `val/accuracy`, and `max` or `min`.
+            best: its best value so far and the step of that.
+            device: where the run trains.
+            file: gets the progress for other processes, see `ProgressFile`.
+        """
+        value, step = best or (None, None)
+        self._progress = Progress(
+            first_step, total_steps, 0, total_epochs, None, device, {}, monitor[0], None, value, step
+        )
+        self._mode = monitor[1]
+        self._progress_file = ProgressFile(file) if file is not None else None
+        self._write_progress(first_step, 0)
         self._marks.clear()
-        self._train = {}
+        self._live.clear()
         self._running = True
         self._period = _BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S
         # The clock starts with the first `advance`: the first step compiles and warms up, so it does not show the rate.
@@ -123,13 +166,19 @@ class Console:
         shown = [metric(name, values[name]) for name in in_order(values)]
         shown = [" ".join(["train", *shown[:1]]), *shown[1:]] if split == "train" else [f"[{split}]", *shown]
         line = "  ".join([*self._position(global_step, epoch), *shown])
+        thin = self._thinned(split)
         if split != "train":
-            self._emit([[(line, "bold cyan")]])
+            self._evaluated(split, values, global_step)
+            if not thin:
+                self._emit([[(line, "bold cyan")]])
             return
         left = self._seconds_left(global_step)
         if left is not None:
             line += f"  eta {duration(left)}"
-        self._train = dict(values)
+        self._progress.train = dict(values)
+        self._live.add_loss(values.get("loss", math.nan))
+        if thin:
+            return
         if self._bar_on:
             self._write_log([line])
         else:
@@ -139,6 +188,9 @@ class Console:
         """Remove the bar and end progress; may be called twice, or without `start`."""
         self._running = False
         self._due = float("inf")
+        if self._progress_file is not None:
+            self._progress_file.remove()
+            self._progress_file = None
         self._on_terminal(lambda terminal: terminal.stop())
 
     @contextlib.contextmanager
@@ -169,36 +221,63 @@ class Console:
             self._marks.append((now, global_step))
             while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
                 self._marks.popleft()
+        self._write_progress(global_step, epoch)
         if self._bar_on:
             self._draw(global_step, self._position(global_step, epoch)[0])
         self._due = perf_counter() + self._period
 
+    def _write_progress(self, global_step: int, epoch: int) -> None:
+        progress = self._progress
+        progress.global_step, progress.epoch = global_step, epoch
+        if self._progress_file is not None:
+            progress.seconds_left = self._seconds_left(global_step)
+            self._progress_file.write(progress)
+
+    def _evaluated(self, split: str, values: dict[str, float], global_step: int) -> None:
+        """Take the monitored metric from an evaluation, if it is there."""
+        progress, name = self._progress, self._progress.metric.removeprefix(f"{split}/")
+        if split != "test" and name in values and progress.metric != name:
+            value = progress.last = values[name]
+            sign = -1.0 if self._mode == "min" else 1.0
+            if math.isfinite(value) and (progress.best is None or sign * value > sign * progress.best):
+                progress.best, progress.best_step = value, global_step
+
+    def _thinned(self, split: str) -> bool:
+        """Whether a line is skipped: of many, every second is shown, later every fourth, and so on, to keep files small."""
+        self._told[split] += 1
+        told = self._told[split]
+        period = 1 << max(0, math.ceil(math.log2(told / _ALL_LINES)))
+        if told == _ALL_LINES:
+            self.line(f"fewer lines of {split} follow; metrics.jsonl has all of them")
+        return told % period != 0
+
     def _draw(self, global_step: int, before: str) -> None:
         # Of the gauges, the bar has room for one: if waiting costs a tenth of the time.
-        shown = [name for name in in_order(self._train) if name not in HARDWARE_METRICS]
-        if self._train.get("data_wait", 0.0) >= _NOTABLE_WAIT:
+        shown = [name for name in in_order(self._progress.train) if name not in HARDWARE_METRICS]
+        if self._progress.train.get("data_wait", 0.0) >= _NOTABLE_WAIT:
             shown.append("data_wait")
-        texts = [metric(name, self._train[name]) for name in shown]
+        texts = [metric(name, self._progress.train[name]) for name in shown]
         left = self._seconds_left(global_step)
         if left is not None:
             texts.append(f"eta {duration(left)}")
         _, after = self._position(global_step, 0)
-        share = global_step / self._total_steps if self._total_steps > 0 else 0.0
-        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts))
+        share = global_step / self._progress.total_steps if self._progress.total_steps > 0 else 0.0
+        below = self._live.lines(self._progress, getattr(self._stream, "encoding", None))
+        self._on_terminal(lambda terminal: terminal.bar(before, share, after, texts, below))
 
     def _position(self, global_step: int, epoch: int) -> list[str]:
-        epochs = f"/{self._total_epochs}" if self._total_epochs > 0 else ""
-        steps = f"/{self._total_steps}" if self._total_steps > 0 else ""
+        epochs = f"/{self._progress.total_epochs}" if self._progress.total_epochs > 0 else ""
+        steps = f"/{self._progress.total_steps}" if self._progress.total_steps > 0 else ""
         return [f"epoch {epoch}{epochs}", f"step {global_step}{steps}"]
 
     def _seconds_left(self, global_step: int) -> float | None:
-        if not self._running or not self._marks or self._total_steps <= 0:
+        if not self._running or not self._marks or self._progress.total_steps <= 0:
             return None
         time_then, step_then = self._marks[0]
         if global_step <= step_then:
             return None
         seconds_per_step = (perf_counter() - time_then) / (global_step - step_then)
-        return max(0, self._total_steps - global_step) * seconds_per_step
+        return max(0, self._progress.total_steps - global_step) * seconds_per_step
 
     def _emit(self, lines: list[Line], on_terminal: list[Line] | None = None) -> None:
         plain = ["".join(text for text, _ in line).rstrip() for line in lines]

@@ -32,6 +32,7 @@ _SMOOTHED_FROM = 200
 _LOG_SCALE_FROM = 50.0
 _NUMBERS_UP_TO = 25
 _DPI = 130
+_MARGINS = (0.85, 0.2, 0.6, 0.3)  # inches left, right, below and above each axes of learning curves
 
 Curve = tuple[list[int], list[float]]
 
@@ -53,13 +54,13 @@ def learning_curves(metrics_file: Path, target: Path) -> None:
     names = in_order(curves)[:_MOST_PANELS]
     others = dict.fromkeys(split for name in names for split in curves[name] if split not in _COLOURS)
     colours = _COLOURS | dict(zip(others, itertools.cycle(_MORE_COLOURS), strict=False))
-    figure, panels = new_panels(max(1, len(names)), 3, 5.0, 3.4)
+    figure, panels = new_panels(max(1, len(names)), 3, 5.0, 3.4, fixed=True)
     for axes, name in zip(panels, names, strict=False):
         _draw_metric(axes, name, curves[name], colours)
     if not names:
         panels[0].text(0.5, 0.5, "no metrics have been logged", ha="center", va="center", color="#555555")
         panels[0].set_axis_off()
-    save_picture(figure, target)
+    save_picture(figure, target, fixed=True)
 
 
 def confusion_matrix(matrix: list[list[int]], classes: list[str], target: Path, title: str) -> None:
@@ -190,7 +191,8 @@ def _draw_metric(axes: Axes, name: str, by_split: dict[str, Curve], colours: dic
     if name == "loss" and values and min(values) > 0 and max(values) / min(values) >= _LOG_SCALE_FROM:
         axes.set_yscale("log")
     else:
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5), useMathText=True)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-3, 5))  # mathematical text takes half of the drawing
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     if name.endswith("_per_s"):
         # From zero, so that a change of one percent does not look like a collapse.
         axes.set_ylim(0.0, 1.1 * max([value for value in values if value > 0], default=1.0))
@@ -220,32 +222,47 @@ def fit(text: str, letters: int, keep_end: bool = False) -> str:
     return "…" + text[1 - letters :] if keep_end else text[: letters - 1] + "…"
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, width and height in inches."""
+def new_figure(width: float, height: float, fixed: bool = False) -> Figure:
+    """An empty figure, width and height in inches; `fixed` leaves its layout to the caller."""
     # Not pyplot, which would look for a display and change the backend.
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=_DPI, layout="compressed")
+    return Figure(figsize=(width, height), dpi=_DPI, layout=None if fixed else "compressed")
 
 
-def new_panels(count: int, columns: int, width: float, height: float, more: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """A figure with axes in rows of at most `columns`, each of this size in inches, and room for a title."""
+def new_panels(
+    count: int, columns: int, width: float, height: float, more: float = 0.0, fixed: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A figure with axes in rows of at most `columns`, each of this size in inches, and room for a title.
+
+    `fixed` margins fit numbers and a label beside each axes; finding the smallest ones takes longer than drawing.
+    """
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    figure = new_figure(columns * width, rows * height + more)
-    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in panels[count:]:
-        axes.set_axis_off()
-    return figure, panels[:count]
+    figure = new_figure(columns * width, rows * height + more, fixed)
+    if fixed:
+        left, right, bottom, top = _MARGINS
+        inner = width - left - right, height - bottom - top
+        figure.subplots_adjust(
+            left=left / columns / width,
+            right=1 - right / columns / width,
+            bottom=bottom / (rows * height + more),
+            top=1 - top / (rows * height + more),
+            wspace=(left + right) / inner[0],
+            hspace=(bottom + top) / inner[1],
+        )
+    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
 
 
-def save_picture(figure: Figure, target: Path) -> None:
-    """Write a figure atomically, in the format of the suffix, or PNG without one."""
+def save_picture(figure: Figure, target: Path, fixed: bool = False) -> None:
+    """Write a figure atomically, in the format of the suffix, or PNG without one; `fixed` does not trim its edges."""
+    kind = target.suffix.lstrip(".") or "png"
+    look: dict[str, Any] = {} if fixed else {"bbox_inches": "tight", "pad_inches": 0.15}
+    if fixed and kind == "png":
+        look["pil_kwargs"] = {"compress_level": 1}  # a fifth of the time, and a few kB
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # Names of classes may be in any script; a box instead of a letter is better than no picture.
         warnings.filterwarnings("ignore", message=r"Glyph \d+ .*missing from", category=UserWarning)
-        figure.savefig(
-            buffer, format=target.suffix.lstrip(".") or "png", facecolor="white", bbox_inches="tight", pad_inches=0.15
-        )
+        figure.savefig(buffer, format=kind, facecolor="white", **look)
     write_atomically(target, buffer.getvalue())

@@ -18,6 +18,7 @@ import yaml
 from runner.config.errors import UserError
 from runner.config.reading import read_overrides, read_regular, read_summary, start_time
 from runner.config.secrets import mask_text, mask_words
+from runner.tracking import progress_file
 from runner.tracking.files import write_atomically, write_json, writing
 from runner.tracking.jsonl import copy_until
 
@@ -156,6 +157,7 @@ class RunDirectory:
         self.log_file = path / "run.log"  # what the console showed, with times
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"  # status and final metrics
+        self.progress_file = path / progress_file.NAME  # while it trains
         self._lock: int | None = None
         self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):

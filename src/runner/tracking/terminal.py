@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -13,6 +15,8 @@ from runner.tracking.formats import encodable
 
 _WIDEST_BAR = 30
 _NARROWEST_BAR = 6
+_BAR_BEFORE_TEXTS = 10
+_HIGH_ENOUGH = 10  # rows
 
 
 class _Rich(RichConsole):
@@ -45,6 +49,11 @@ class Terminal:
         """Columns."""
         return self._rich.width
 
+    @property
+    def height(self) -> int:
+        """Rows."""
+        return self._rich.height
+
     def lines(self, lines: list[list[tuple[str, str]]]) -> None:
         """Show lines of (text, style); the terminal wraps them, so that paths can be copied whole."""
         for line in lines:
@@ -52,13 +61,23 @@ class Terminal:
             text.rstrip()
             self._rich.print(text, soft_wrap=True)
 
-    def bar(self, before: str, share: float, after: str, texts: list[str]) -> None:
-        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge."""
+    def bar(
+        self, before: str, share: float, after: str, texts: list[str], below: Sequence[list[tuple[str, str]]] = ()
+    ) -> None:
+        """Draw the live line: `before`, a bar filled to `share` (0 to 1), `after`, `texts`; cropped at the right edge.
+
+        Lines of (text, style) `below` it follow if the terminal is high enough; then the bar has room before `texts`, and what
+        has none is appended to the second one.
+        """
         # Not rich.progress: its columns wrap or shrink the text on a narrow terminal, where the bar has to give way.
         # One cell stays free: some terminals wrap after the last one, and the bar would move down the screen.
-        room, texts = self._rich.width - 1, list(texts)
-        while texts and len(before) + len("  ".join([after, *texts])) + 2 > room:
-            del texts[-2 if len(texts) > 2 else -1]  # the first is the loss, the last the time that is left
+        room, texts, others = self._rich.width - 1, list(texts), list[str]()
+        below = list(below) if self._rich.height >= _HIGH_ENOUGH else []
+        least = _BAR_BEFORE_TEXTS + 4 if len(below) > 1 else 2
+        while texts and len(before) + len("  ".join([after, *texts])) + least > room:
+            others.insert(0, texts.pop(-2 if len(texts) > 2 else -1))  # the first is the loss, the last the time left
+        if len(below) > 1:
+            below[1] = [*below[1], ("".join(f"  {text}" for text in others), "")]
         tail = "  ".join([after, *texts])
         cells = min(_WIDEST_BAR, room - len(before) - len(tail) - 4)
         line = Text(encodable(before, self._encoding) + "  ", no_wrap=True, overflow="crop", end="")
@@ -70,6 +89,17 @@ class Terminal:
             line.append("  ")
         line.append(encodable(tail, self._encoding))
         line.truncate(max(1, room), overflow="crop")
+        lines = [line]
+        for parts in below:
+            more = Text.assemble(
+                *((encodable(part, self._encoding), style) for part, style in parts), no_wrap=True, end=""
+            )
+            more.truncate(max(1, room), overflow="ellipsis")
+            lines.append(more)
+        self.draw(Text("\n").join(lines))
+
+    def draw(self, shown: RenderableType) -> None:
+        """Draw something live at the bottom."""
         if self._live is None:
             # Text that other code prints goes above the bar, unless it is redirected away from this terminal.
             self._live = Live(
@@ -81,7 +111,7 @@ class Terminal:
                 redirect_stderr=sys.stderr.isatty(),
             )
             self._live.start()
-        self._live.update(line, refresh=True)
+        self._live.update(shown, refresh=True)
 
     def stop(self) -> None:
         """Remove the live line."""

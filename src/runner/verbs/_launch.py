@@ -5,13 +5,14 @@ Imports nothing heavy until a verb runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from runner import __version__
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text, mask_words
-from runner.tracking.formats import duration
 from runner.verbs._errors import print_error
 from runner.verbs._help import print_help
 from runner.verbs._table import VERBS, Verb
@@ -90,26 +90,39 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     from runner.config.resolve import problems_in
     from runner.config.schema import VERBS as SCHEMAS
     from runner.sweeps.launch import launch
+    from runner.sweeps.ledger import Ledger
+    from runner.sweeps.view import headline_of
+    from runner.tracking import live
 
     schema, asked = SCHEMAS[verb.name], 0
+    opened, showing = list[Path](), contextlib.ExitStack()
 
-    def announce(number: int, count: int, varied: str, seconds: float | None) -> None:
+    def announce(number: int, count: int, varied: str) -> None:
         nonlocal asked
         asked = count
-        left = "" if seconds is None else f", about {duration(seconds)} left"
-        print(f"job {number} of {count}: {mask_text(varied) or 'as all others'}{left}", flush=True)
+        told = headline_of(Ledger(opened[-1]).read()) if verb.keeps_runs else ""
+        live.heading = f"job {number} of {count}"
+        print(f"{live.heading}: {mask_text(varied) or 'as all others'}{f'; {told}' if told else ''}", flush=True)
 
-    status, sweep = launch(
-        job_of(verb.name),
-        schema,
-        verb.name,
-        verb.expand_shorthand(argv),
-        also=lambda composition: problems_in(composition.values, composition, schema)[1],
-        sweep_root=functools.partial(_open_sweep, verb),
-        restarted=restarted,
-        announce=announce,
-        keeps_runs=verb.keeps_runs,
-    )
+    def open_sweep(plan: Plan) -> Path:
+        opened.append(_open_sweep(verb, plan))
+        if verb.keeps_runs:
+            showing.enter_context(_shown(opened[-1]))
+        return opened[-1]
+
+    live.heading = ""
+    with showing:
+        status, sweep = launch(
+            job_of(verb.name),
+            schema,
+            verb.name,
+            verb.expand_shorthand(argv),
+            also=lambda composition: problems_in(composition.values, composition, schema)[1],
+            sweep_root=open_sweep,
+            restarted=restarted,
+            announce=announce,
+            keeps_runs=verb.keeps_runs,
+        )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
     from runner.sweeps.table import print_table, summarise
@@ -118,6 +131,21 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
     failed = print_table(summarise(sweep), Console(None), asked)
     print(sweep)
     return max(status, int(failed))
+
+
+@contextlib.contextmanager
+def _shown(sweep: Path) -> Iterator[None]:
+    """Show what happens to jobs that run side by side."""
+    from runner.sweeps.events import listening
+    from runner.sweeps.follow import PoolDisplay
+    from runner.tracking.console import Console
+
+    display = PoolDisplay(sweep, Console(None))
+    try:
+        with listening(display.tell, display.period_s):
+            yield
+    finally:
+        display.stop()
 
 
 def _open_sweep(verb: Verb, plan: Plan) -> Path:

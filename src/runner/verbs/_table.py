@@ -151,7 +151,7 @@ _ENTRIES = (
     ),
     Verb(
         "sweep",
-        "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR`.",
+        "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR [--follow]`.",
         "runner.verbs.sweep",
     ),
     Verb(
@@ -161,6 +161,11 @@ _ENTRIES = (
         sweeps="{name}/sweeps",
         keeps_runs=True,
         on_ranks=True,
+    ),
+    Verb(
+        "watch",
+        "Follow a run, a sweep or a folder of runs from its files, live, until nothing runs there any more: `watch DIR`.",
+        "runner.verbs.watch",
     ),
 )
 VERBS = {verb.name: verb for verb in _ENTRIES}

@@ -20,6 +20,7 @@ from runner.config.app import Composition, current
 from runner.config.durations import seconds
 from runner.config.errors import PREEMPTED, USAGE
 from runner.config.reading import read_summary
+from runner.data.kept_source import kept_source
 from runner.distributed.launch import run_ranks
 from runner.distributed.world import joined, started_by_launcher
 from runner.engine.errors import Preempted
@@ -40,6 +41,7 @@ def run(cfg: DictConfig | Composition) -> float | None:
         SystemExit: with the exit code, unless the job finished or is one of a sweep.
     """
     composition = cfg if isinstance(cfg, Composition) else current(cfg)
+    kept_source.in_sweep = composition.job_dir is not None
     if mistake := why_occupied(composition):
         RunRecord(composition).complain(str(mistake))
         raise SystemExit(USAGE)

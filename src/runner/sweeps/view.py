@@ -1,0 +1,235 @@
+"""What a sweep, a run or a folder of runs is doing, from its files: the same for every launcher, and from another machine."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.config.keys import key_of
+from runner.config.output_folders import holds_run, holds_sweep
+from runner.config.reading import read_summary, start_time
+from runner.sweeps.ledger import ENDED, Ledger, Records
+from runner.sweeps.table import JobRow, rows_of, summarise
+from runner.tracking.formats import duration, metric, number
+from runner.tracking.progress_file import Progress, read_progress
+from runner.tracking.run_directory import works
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
+_SILENT_S = 60.0
+_FOLDERS = ("*", "*/*", "sweeps/*/*", "*/sweeps/*/*")  # where runs lie below a folder
+_MOST_RUNS = 1000
+_BAR = 8
+_ORDER = ("running", "failed", "died", "preempted", "finished", "pending")
+_COLOURS = {"running": "cyan", "failed": "bold red", "died": "bold red", "preempted": "yellow", "finished": "green"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job or run, and how far it is if it is running."""
+
+    row: JobRow
+    progress: Progress | None = None
+    started: datetime | None = None
+
+    @property
+    def share(self) -> str:
+        """How much is complete, for people."""
+        found = self.progress
+        if found is None:
+            return ""
+        steps = f"{found.global_step}/{found.total_steps}" if found.total_steps else str(found.global_step)
+        return f"{found.share:.0%} step {steps}" if found.total_steps else f"step {steps}"
+
+    @property
+    def result(self) -> tuple[str, float | None]:
+        """The name of the monitored metric, or of the training loss before the first evaluation, and the best value so far."""
+        found = self.progress
+        if found is not None and found.best is not None:
+            return found.metric, found.best
+        if found is not None and "loss" in found.train:
+            return "train loss", found.train["loss"]
+        return self.row.metric or "", self.row.value
+
+    @property
+    def left(self) -> str:
+        """How long it will take, or how long nothing was heard of it."""
+        found = self.progress
+        if found is None:
+            return ""
+        silent = time.time() - found.time
+        return f"silent for {duration(silent)}" if silent > _SILENT_S else duration(found.seconds_left)
+
+    @property
+    def passed_s(self) -> float | None:
+        """Seconds that it took, or takes already."""
+        if self.row.status == "running" and self.started is not None:
+            return max(0.0, time.time() - self.started.timestamp())
+        return self.row.wall_s
+
+
+@dataclass(frozen=True)
+class View:
+    """What lies in a folder.
+
+    Attributes:
+        folder: a sweep, a run, or a folder of runs.
+        jobs: in the order of their numbers or names.
+        best: the best value of the monitored metric among them, with the name of its job.
+        seconds_left: of a sweep, if known.
+        done: whether nothing runs, and nothing will by itself.
+    """
+
+    folder: Path
+    jobs: list[Seen]
+    best: str
+    seconds_left: float | None
+    done: bool
+
+    @property
+    def headline(self) -> str:
+        """How many jobs are in which state, the best one, and the time that is left."""
+        counts = Counter(seen.row.status for seen in self.jobs)
+        parts = [f"{counts['finished']} of {len(self.jobs)} finished"]
+        parts += [f"{counts[status]} {status}" for status in _ORDER if counts[status] and status != "finished"]
+        parts += [f"best {self.best}"] if self.best else []
+        parts += [f"about {duration(self.seconds_left)} left"] if self.seconds_left is not None else []
+        return ", ".join(parts)
+
+
+def look(folder: Path) -> View:
+    """Read the state of a sweep, a run or a folder of runs."""
+    left, waits = None, False
+    if holds_run(folder) and not holds_sweep(folder):
+        jobs = [_seen(folder, row) for row in rows_of([folder], folder)]
+    elif holds_sweep(folder):
+        jobs = [_seen(folder / row.job, row) for row in summarise(folder, write=False)]
+        waits, left = works(folder), seconds_left(Ledger(folder).read())
+    else:
+        jobs = [_seen(folder / row.job, row) for row in rows_of(_runs(folder), folder)]
+    best = next((seen.row for seen in jobs if seen.row.best and len(jobs) > 1), None)
+    told = f"{metric(best.metric, best.value)} (job {best.job})" if best is not None and best.metric else ""
+    done = not waits and not any(seen.row.status == "running" for seen in jobs)
+    return View(folder, jobs, told, None if done else left, done)
+
+
+def headline_of(records: Records) -> str:
+    """How many jobs have ended, and the time that is left, from the ledger alone."""
+    counts = Counter(entry.status for entry in records.jobs.values())
+    parts = [f"{counts[status]} {status}" for status in ("finished", "failed") if counts[status]]
+    left = seconds_left(records)
+    return ", ".join([*parts, *([] if left is None else [f"about {duration(left)} left"])])
+
+
+def seconds_left(records: Records) -> float | None:
+    """How long the jobs that are left will take, at the pace of those that ended in this launch; None if it is not known.
+
+    Jobs that were skipped, as they had finished before, do not count: they take no time.
+    """
+    launch, now = (records.launches or [{}])[-1], len(records.launches) - 1
+    ended = [job for job, entry in records.jobs.items() if entry.launch == now and entry.status in ENDED]
+    if not ended or not launch.get("jobs"):
+        return None
+    settled = {"finished"} | ({"failed"} if launch.get("retry") == "never" else set())
+    known = records.jobs
+    left = [
+        job
+        for job in launch["jobs"]
+        if job not in ended and (job not in known or launch.get("retry") == "all" or known[job].status not in settled)
+    ]
+    return (time.time() - float(launch["time"])) / len(ended) * len(left) if left else None
+
+
+def _seen(folder: Path, row: JobRow) -> Seen:
+    if row.status != "running":
+        return Seen(row)
+    return Seen(row, read_progress(folder), start_time(folder))
+
+
+def _runs(folder: Path) -> list[Path]:
+    found = {path for pattern in _FOLDERS for path in folder.glob(pattern) if path.is_dir() and holds_run(path)}
+    newest = sorted(found, key=lambda path: (read_summary(path) or {}).get("started") or "", reverse=True)
+    return newest[:_MOST_RUNS]
+
+
+def table_of(view: View, rows: int) -> Group:
+    """The headline, and a table of at most `rows` jobs: first those that run, then those that failed, then the newest."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    devices = any(seen.progress for seen in view.jobs)
+    metrics = {seen.result[0] for seen in view.jobs if seen.result[0]}
+    shared = metrics.pop() if len(metrics) == 1 else ""
+    for name in ("job", "settings", "state", "progress", shared or "metric", *(["device"] if devices else []), "time"):
+        table.add_column(name, header_style="bold", no_wrap=name != "settings", overflow="fold")
+    if devices:
+        table.add_column("left", header_style="bold", no_wrap=True)
+    newest = {id(seen): -at for at, seen in enumerate(view.jobs)}
+    order = sorted(view.jobs, key=lambda seen: (_ORDER.index(seen.row.status), newest[id(seen)]))
+    chosen = {id(seen) for seen in (view.jobs if len(view.jobs) <= rows else order[: max(1, rows - 1)])}
+    for seen in view.jobs:
+        if id(seen) in chosen:
+            table.add_row(*_cells(seen, devices, shared))
+    if hidden := [seen.row.status for seen in view.jobs if id(seen) not in chosen]:
+        counts = Counter(hidden)
+        told = ", ".join(f"{counts[status]} {status}" for status in _ORDER if counts[status])
+        table.add_row("", Text(f"and {told}", style="dim"))
+    return Group(Text(view.headline, style="bold"), table)
+
+
+def _cells(seen: Seen, devices: bool, shared: str) -> list[str | Text]:
+    from rich.text import Text
+
+    row, found, bar = seen.row, seen.progress, Text()
+    if found is not None and found.total_steps:
+        filled = round(found.share * _BAR)
+        bar.append("━" * filled, "green").append("─" * (_BAR - filled), "dim").append(f" {found.share:4.0%}")
+    name, value = seen.result
+    result = "" if not name else number(value) if name == shared else metric(name, value)
+    passed = "" if seen.passed_s is None else duration(seen.passed_s)
+    state = Text(row.status, style=_COLOURS.get(row.status, "dim"))
+    cells: list[str | Text] = [row.job, short(row.varied), state, bar, result + (" best" if row.best else "")]
+    return [*cells, found.device if found else "", passed, seen.left] if devices else [*cells, passed]
+
+
+def short(words: Sequence[str]) -> str:
+    """Overrides as one text, each key by its last part unless another one ends alike."""
+    keys = [key_of(word) for word in words]
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    names = [key.rpartition(".")[2] if last[key.rpartition(".")[2]] == 1 else key for key in keys]
+    return " ".join(f"{name}={word.partition('=')[2]}" for name, word in zip(names, words, strict=True))
+
+
+def lines_of(before: View | None, view: View) -> list[str]:
+    """What changed since an earlier look, in plain lines."""
+    known = {seen.row.job: seen.row.status for seen in before.jobs} if before is not None else {}
+    found = []
+    for seen in view.jobs:
+        row = seen.row
+        if row.job == "-" or known.get(row.job) == row.status or (before is None and row.status in ENDED):
+            continue
+        text = f"job {row.job} {row.status}" + (f": {' '.join(row.varied)}" if row.varied else "")
+        text += f", {row.metric} {number(row.value)}" if row.status == "finished" and row.metric else ""
+        found.append(text + (f": {row.error}; log: {row.log}; again: {row.repeat}" if row.failed else ""))
+    return found
+
+
+def progress_line(view: View) -> str:
+    """The state in one plain line."""
+    running = [seen for seen in view.jobs if seen.row.status == "running"]
+    told = [f"job {seen.row.job} {seen.share or 'starts'} {_result(seen)}".strip() for seen in running[:8]]
+    return "; ".join([view.headline, *told])
+
+
+def _result(seen: Seen) -> str:
+    name, value = seen.result
+    return metric(name, value) if name and value is not None else ""

@@ -1,0 +1,77 @@
+"""The lines below the bar of a run: the epoch, the curve of the loss, the monitored metric, memory and warnings."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from runner.tracking.formats import amount, encodable, metric, number
+from runner.tracking.progress_file import Progress
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CURVE = 24  # characters
+_MOST_LOSSES = 512
+_EPOCH_BAR = 16
+Line = list[tuple[str, str]]
+heading = ""
+"""What the lines begin with: the number of the job in a sweep."""
+
+
+class LiveLines:
+    """Collects what the lines show."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin another run; warnings stay."""
+        self._losses: list[float] = []
+        self._together, self._next = 1, list[float]()  # how many losses make a point, and those of the next one
+
+    def add_loss(self, loss: float) -> None:
+        """Add a point to the curve of the loss."""
+        if not math.isfinite(loss):
+            return
+        self._next.append(loss)
+        if len(self._next) == self._together:
+            self._losses.append(sum(self._next) / self._together)
+            self._next = []
+        if len(self._losses) == _MOST_LOSSES:
+            self._losses = [sum(pair) / 2 for pair in zip(self._losses[::2], self._losses[1::2], strict=True)]
+            self._together *= 2
+
+    def lines(self, progress: Progress, encoding: str | None) -> list[Line]:
+        """The lines, with their styles; those that have nothing to say are omitted."""
+        blocks = encodable(_BLOCKS, encoding) == _BLOCKS
+        first: Line = [(f"  {heading}", "bold")] if heading else []
+        if progress.total_epochs > 1 and progress.total_steps > 0:
+            steps = max(1, round(progress.total_steps / progress.total_epochs))
+            done = progress.global_step - (max(progress.epoch, 1) - 1) * steps
+            filled = round(min(max(done / steps, 0.0), 1.0) * _EPOCH_BAR)
+            full, empty = ("━", "─") if blocks else ("#", "-")
+            first += [("  this epoch  ", ""), (full * filled, "cyan"), (empty * (_EPOCH_BAR - filled), "dim")]
+        if blocks and len(self._losses) > 1:
+            first += [("  loss ", ""), (sparkline(self._losses, _CURVE), "magenta")]
+        second = list[str]()
+        if progress.last is not None:
+            best = progress.best is not None and progress.best_step is not None
+            told = f", best {number(progress.best)} at step {progress.best_step}" if best else ""
+            second.append(metric(progress.metric, progress.last) + told)
+        if (memory := progress.train.get("peak_memory_mib")) is not None:
+            second.append(metric("peak_memory_mib", memory))
+        third: Line = []
+        if self.warnings:
+            third = [(f"  {amount(len(self.warnings), 'warning')}: {self.warnings[-1]}", "yellow")]
+        return [line for line in (first, [(f"  {'  '.join(second)}", "")] if second else [], third) if line]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve of finite values in at most `width` characters, the last ones at the right."""
+    count = min(width, len(values))
+    edges = [round(at * len(values) / count) for at in range(count + 1)]
+    means = [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round((value - low) / (high - low) * top) if high > low else 0] for value in means)

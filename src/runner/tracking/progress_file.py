@@ -1,0 +1,98 @@
+"""`progress.json` in a run directory: how far a run is, for other processes; there while the run trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.config.reading import read_regular
+from runner.tracking.files import finite
+
+NAME = "progress.json"
+_PERIOD_S = 2.0
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        global_step: complete optimizer steps, of `total_steps`; 0 for an unknown total, as for the epochs.
+        epoch: the current one, from 1.
+        seconds_left: until the last step; None if not known yet.
+        device: where it trains.
+        train: metrics logged last.
+        metric: name of the monitored metric, its last value, and its best one with the step of that.
+        time: when this was written, in Unix seconds.
+    """
+
+    global_step: int = 0
+    total_steps: int = 0
+    epoch: int = 0
+    total_epochs: int = 0
+    seconds_left: float | None = None
+    device: str = ""
+    train: dict[str, float] = field(default_factory=dict)
+    metric: str = ""
+    last: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    time: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of the steps that is complete, 0 to 1."""
+        return min(1.0, self.global_step / self.total_steps) if self.total_steps > 0 else 0.0
+
+
+class ProgressFile:
+    """Writes `progress.json` at most every 2 s; a file that cannot be written is no error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._due = 0.0
+
+    def write(self, progress: Progress) -> None:
+        """Write what is known, unless that was done just now."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + _PERIOD_S
+        text = json.dumps(finite({**asdict(progress), "time": round(time.time(), 3)}))
+        with contextlib.suppress(OSError):  # no reader sees a part of it; nobody needs it after a crash
+            self._temporary.write_text(text, encoding="utf-8")
+            os.replace(self._temporary, self._path)
+
+    def remove(self) -> None:
+        """Remove the file: from now on, the summary says everything."""
+        for path in (self._temporary, self._path):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def read_progress(folder: Path) -> Progress | None:
+    """The progress of the run in a folder; None without a file that can be read."""
+    try:
+        found = json.loads(read_regular(folder / NAME))
+        known = {name: found[name] for name in asdict(Progress())}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    whole, numbers = ("global_step", "total_steps", "epoch", "total_epochs"), ("seconds_left", "last", "best", "time")
+    if not all(_is_number(known[name]) for name in whole):
+        return None
+    known |= {name: int(known[name]) for name in whole}
+    known |= {name: known[name] if _is_number(known[name]) else None for name in (*numbers, "best_step")}
+    known |= {name: str(known[name]) for name in ("device", "metric")}
+    train = known["train"] if isinstance(known["train"], dict) else {}
+    known["train"] = {str(name): value for name, value in train.items() if _is_number(value)}
+    return Progress(**{**known, "time": known["time"] or 0.0})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < 2**63

@@ -1,0 +1,47 @@
+"""`watch`: follow a run, a sweep or a folder of runs from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.config.errors import OK, UserError
+from runner.verbs._folders import split_words
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show what runs in a folder until nothing does any more: `watch DIR`, where DIR is a run, a sweep or a folder of runs.
+
+    On a terminal this is a live table, elsewhere lines. Ctrl-C ends it, and leaves the runs alone. Everything comes from the
+    files, so that the runs may be those of another terminal or of another machine whose folder is mounted here.
+    """
+    words, _ = split_words("watch", argv, {})
+    folder = Path(words[0]) if len(words) == 1 else None
+    if folder is None or not folder.is_dir():
+        problem = f"needs the folder of a run, of a sweep, or of several, got {' '.join(argv) or 'nothing'}"
+        raise UserError("watch", problem, "python -m runner watch outputs/digits")
+    return watch(folder)
+
+
+def watch(folder: Path) -> int:
+    """Follow a folder, and show at the end what is there.
+
+    Raises:
+        UserError: there is no run.
+    """
+    from runner.config.output_folders import holds_sweep
+    from runner.sweeps.follow import follow
+    from runner.sweeps.table import print_table, summarise
+    from runner.sweeps.view import look, progress_line
+    from runner.tracking.console import Console
+
+    if not (found := look(folder)).jobs:
+        raise UserError("watch", f"there is no run in {folder}", "the folder of a run, of a sweep, or of several")
+    console = Console(None)
+    if not found.done:
+        follow(folder, console)
+    if holds_sweep(folder):
+        print_table(summarise(folder, write=False), console)
+    else:
+        console.line(progress_line(look(folder)))
+    return OK

@@ -1,0 +1,119 @@
+"""What a run shows below its bar and writes for other processes, and how much many lines take in a file."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from runner.tracking import console as console_module
+from runner.tracking.console import Console
+from runner.tracking.live import LiveLines, sparkline
+from runner.tracking.progress_file import NAME, Progress, read_progress
+
+
+def texts(lines):
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "curve"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7], 8, "▁▂▃▄▅▆▇█"),
+        ([0, 0, 7, 7], 2, "▁█"),
+        ([3, 3], 8, "▁▁"),
+        ([float(value) for value in range(700)], 24, None),
+    ],
+)
+def test_a_curve_has_its_width_and_its_ends(values, width, curve):
+    found = sparkline(values, width)
+    assert found == curve or (curve is None and len(found) == width and found[0] == "▁" and found[-1] == "█")
+
+
+def test_the_lines_have_the_epoch_the_loss_the_metric_memory_and_the_last_warning():
+    live = LiveLines()
+    for loss in (3.0, float("nan"), 2.0, 1.0):
+        live.add_loss(loss)
+    live.warnings += ["the first", "the second"]
+    progress = Progress(30, 100, 2, 5, None, "cpu", {"peak_memory_mib": 700.0}, "val/accuracy", 0.5, 0.75, 20)
+    first, second, third = texts(live.lines(progress, "utf-8"))
+    assert first == "  this epoch  ━━━━━━━━────────  loss █▅▁"
+    assert second == "  val/accuracy 0.5, best 0.75 at step 20  700 MiB"
+    assert third == "  2 warnings: the second"
+    assert texts(live.lines(progress, "ascii"))[0] == "  this epoch  ########--------"
+    assert LiveLines().lines(Progress(), "utf-8") == []
+
+
+def test_many_losses_take_bounded_memory():
+    live = LiveLines()
+    for step in range(5000):
+        live.add_loss(float(step))
+    assert len(live._losses) <= 512
+    assert sparkline(live._losses, 8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_ten_thousand_steps_that_are_all_logged_take_less_than_200_kb_in_a_file(tmp_path, split):
+    stream = io.StringIO()
+    console = Console(tmp_path / "run.log", stream=stream)
+    console.start(10_000, 100, 0)
+    gauges = {"lr": 0.0012, "samples_per_s": 12_345.0, "data_wait": 0.03, "peak_memory_mib": 700.0, "accuracy": 0.9}
+    for step in range(1, 10_001):
+        console.advance(step, 1 + step // 100)
+        console.metrics(split, {"loss": 0.4123, **gauges}, step, 1 + step // 100)
+    console.stop()
+    shown = [line for line in stream.getvalue().splitlines() if "step " in line]
+    assert 500 < len(shown) < 1100
+    assert len(stream.getvalue()) < 200_000
+    assert (tmp_path / "run.log").stat().st_size < 200_000
+    assert "metrics.jsonl has all of them" in stream.getvalue()
+    assert "step 1/10000" in shown[0]
+    assert int(shown[-1].partition("step ")[2].partition("/")[0]) > 9_900
+
+
+def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(console_module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("runner.tracking.progress_file.time.monotonic", lambda: now[0])
+    console = Console(None, stream=io.StringIO())
+    found = {"monitor": ("val/loss", "min"), "best": (0.5, 10), "device": "cpu", "file": tmp_path / NAME}
+    console.start(100, 5, 20, **found)
+    begun = read_progress(tmp_path)
+    assert (begun.global_step, begun.total_steps, begun.best, begun.best_step) == (20, 100, 0.5, 10)
+    for step in range(21, 41):
+        now[0] += 0.5
+        console.advance(step, 2)
+    console.metrics("train", {"loss": 0.25}, 40, 2)
+    console.metrics("val", {"loss": 0.75}, 40, 2)
+    console.metrics("val", {"loss": 0.25}, 41, 2)
+    now[0] += 3
+    console.advance(41, 3)
+    later = read_progress(tmp_path)
+    assert (later.global_step, later.epoch, later.train, later.metric) == (41, 3, {"loss": 0.25}, "val/loss")
+    assert (later.last, later.best, later.best_step, later.device) == (0.25, 0.25, 41, "cpu")
+    assert later.seconds_left > 0
+    console.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "\0", "nan"])
+def test_a_progress_file_of_something_else_is_none(tmp_path, content):
+    (tmp_path / NAME).write_text(content)
+    assert read_progress(tmp_path) is None
+
+
+def test_values_of_a_progress_file_that_make_no_sense_are_left_out(tmp_path):
+    from dataclasses import asdict
+
+    strange = asdict(Progress()) | {"best": "x", "train": {"loss": [], "lr": 1}, "seconds_left": 1e300}
+    (tmp_path / NAME).write_text(json.dumps(strange))
+    found = read_progress(tmp_path)
+    assert (found.best, found.train, found.seconds_left) == (None, {"lr": 1}, None)
+
+
+def test_a_folder_that_is_gone_stops_no_run(tmp_path):
+    console = Console(None, stream=io.StringIO())
+    console.start(10, 1, 0, file=tmp_path / "gone" / NAME)
+    console.advance(1, 1)
+    console.stop()
