@@ -156,6 +156,7 @@ class RunDirectory:
         self.log_file = path / "run.log"  # what the console showed, with times
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"  # status and final metrics
+        self.text_file = path / "summary.txt"  # the same for a person, with the commands that continue from it
         self._lock: int | None = None
         self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):
