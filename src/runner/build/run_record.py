@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import io
@@ -46,6 +47,7 @@ class RunRecord:
         self.left: Path | None = None  # directory of the run that had finished before
         self._to_debug: BaseException | None = None
         self._is_new = False  # whether the directory had no content when the run opened it
+        self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
         self._training_since: tuple[float, float | None] | None = None
@@ -105,6 +107,8 @@ class RunRecord:
     def _new_directory(self, setup: Setup) -> RunDirectory:
         path = self.composition.run_dir
         if path is None:
+            root = Path(setup.config.output_root)
+            self._new_folders = [folder for folder in (root / setup.config.name, root) if not folder.exists()]
             return RunDirectory(claim(Path(setup.config.output_root) / setup.config.name, timestamp()))
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
@@ -216,6 +220,9 @@ class RunRecord:
         if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.
             shutil.rmtree(self._directory.path, ignore_errors=True)
+            for folder in self._new_folders:
+                with contextlib.suppress(OSError):  # others may have begun to use it
+                    folder.rmdir()
             self._directory = None
 
     def _write_text(self, directory: RunDirectory) -> None:

@@ -184,7 +184,7 @@ def compose(
     problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
     if failure:
         raise ConfigError([*problems, *failure])
-    problems += unasked(cfg, checked.accepted)
+    problems += [*unasked(cfg, checked.accepted), *composition.unset()]
     if problems:
         raise ConfigError([*problems, *also(composition)])
     return composition, cfg

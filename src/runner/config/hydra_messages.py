@@ -64,6 +64,8 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
         return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
     if match := _CHOICE.search(text):
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))
+    if "Cannot merge DictConfig with ListConfig" in text:
+        return Problem(key, "is a list, where keys are meant", f"such as '{key}={{name: value}}'")
     if "Recursive interpolation" in text:
         return Problem(key, "refers to itself, over one or several keys", "a value in one of these keys")
     return Problem(key, lines[0].rstrip(".") if lines else type(error).__name__)
