@@ -56,7 +56,7 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no Chromium (apt-get install chromium)")
     with playwright.sync_playwright() as driver:
-        yield driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=180_000)
 
 
 def ink(page: Any) -> int:

@@ -180,7 +180,7 @@ def test_a_full_disk_is_a_sentence_and_the_last_line_is_the_directory(
     monkeypatch.setattr(os, "fsync", failing)
     words = ("threads=1", "logger=none", "evaluate.test=false", "checkpoint.min_seconds=0")
     result = run("train", *SMALL, *words)
-    assert result.status == 2, result.err
+    assert result.status == 1, result.err
     assert "No space left on device" in result.err
     assert "Traceback" not in result.err
     assert result.summary["status"] == "failed"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.build.setup import Setup, is_inside
+from runner.build.summary_text import summary_text
 from runner.checkpoint.find import named
 from runner.config.composition import Composition
 from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
@@ -28,7 +29,7 @@ from runner.runtime.debugger import post_mortem
 from runner.runtime.stopwatch import waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
-from runner.tracking.files import write_json
+from runner.tracking.files import write_atomically, write_json
 from runner.tracking.plots import learning_curves
 from runner.tracking.run_directory import RunDirectory, claim, timestamp
 
@@ -213,6 +214,7 @@ class RunRecord:
         self.summary["wall_s"] = round(time.perf_counter() - self._began, 3)
         try:
             self._directory.write_summary(self.summary)
+            self._write_text(self._directory)
         except UserError as error:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
@@ -224,6 +226,11 @@ class RunRecord:
                 with contextlib.suppress(OSError):  # others may have begun to use it
                     folder.rmdir()
             self._directory = None
+
+    def _write_text(self, directory: RunDirectory) -> None:
+        saved = bool(named(directory.checkpoints, "last"))
+        text = summary_text(directory.path, self.summary, self.composition.overrides, saved)
+        write_atomically(directory.text_file, text.encode())
 
     def finish(self) -> None:
         """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded.

@@ -40,12 +40,12 @@ class Screen:
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], last: Sequence[str] = ()) -> list[str]:
         """Show a table; columns that the terminal has no room for are skipped, and their names returned.
 
-        Columns are skipped from the right, those named in `last` after all others; the first one always stays.
+        Columns are skipped from the right, then those named in `last` in that order; the first one always stays.
         """
         cells = [[encodable(mask_text(_short(clean(cell))), _encoding()) for cell in row] for row in rows]
         shown = list(range(len(head)))
         widths = [max(cell_len(name), *(cell_len(row[at]) for row in cells), 0) for at, name in enumerate(head)]
-        order = sorted(shown[1:], key=lambda at: (head[at] in last, -at))
+        order = sorted(shown[1:], key=lambda at: (last.index(head[at]) if head[at] in last else -1, -at))
         while self.narrow and len(shown) > 1 and sum(widths[at] + 2 for at in shown) > self.width and order:
             shown.remove(order.pop(0))
         table = RichTable(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
@@ -74,7 +74,7 @@ def show_table(screen: Screen, table: Table, runs: Sequence[Run], notes: Sequenc
     """Show the table, notes, and the failed runs with the command that repeats each."""
     finished = sum(run.status == "finished" for run in runs)
     screen.line(f"{finished} of {len(runs)} runs finished", "bold")
-    skipped = screen.table(table.head, table.cells(), last=[*table.metrics[:1], "status"])
+    skipped = screen.table(table.head, table.cells(), last=[*reversed(table.keys), *table.metrics[:1]])
     if skipped:
         many = f"{', '.join(skipped[:5])}{' ...' if len(skipped) > 5 else ''}"
         screen.line(f"no room for {many}; choose columns with columns=, or write csv=FILE", "yellow")

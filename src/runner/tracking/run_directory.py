@@ -158,6 +158,7 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"  # status and final metrics
         self.progress_file = path / progress_file.NAME  # while it trains
+        self.text_file = path / "summary.txt"  # the same for a person, with the commands that continue from it
         self._lock: int | None = None
         self._refuse_special_files()
         for folder in (self.checkpoints, self.plots):
