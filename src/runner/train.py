@@ -269,6 +269,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     for logger in loggers:
         ending.callback(logger.close)
         logger.open(record.directory.path, resumed_step if found else None)
+        record.endings += [logger.finish] if hasattr(logger, "finish") else []
     show_run(run, record, hardware_metrics.rows(), [*warnings, *setup.warnings])
 
     # Train
