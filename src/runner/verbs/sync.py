@@ -30,7 +30,9 @@ def _sync(delivery: Delivery) -> int:
     try:
         sent, asked = delivery.sync()
     except (Exception, SystemExit) as error:
-        print_error(f"{name}: {error if isinstance(error, UserError) else sentence_of(error)}")
+        print_error(
+            f"{delivery.directory}: {error if isinstance(error, UserError) else sentence_of(error, delivery.address)}"
+        )
         return FAILED
     finally:
         delivery.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.config.errors import UserError
 from runner.config.reading import read_summary
-from runner.config.secrets import is_masked
+from runner.config.secrets import is_masked, mask_values
 from runner.tracking.run_directory import hold, works
 from runner.tracking.trackers.clients import CLIENTS, Client
 from runner.tracking.trackers.spool import Spool
@@ -43,6 +43,12 @@ class Delivery:
     def begin(self, resume_step: int, again: bool) -> None:
         """The run starts, or resumes after a step; see `Spool.begin`."""
         self._beginning, self.over = (resume_step, again), False
+
+    @property
+    def address(self) -> str:
+        """Where the tracker is, secrets masked; its name if it has only one place."""
+        state = self._spool.state["settings"] if self._spool else {}
+        return str(mask_values(self._settings or state).get("tracking_uri", self.name))
 
     @property
     def left(self) -> int:

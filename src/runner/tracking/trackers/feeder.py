@@ -88,18 +88,22 @@ class Feeder:
                 mask_text("".join(traceback.format_exception(error))), encoding="utf-8"
             )
         first = not self.trouble
-        self.trouble = sentence_of(error)
+        self.trouble = sentence_of(error, delivery.address)
         self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LONGEST_PAUSE_S)
         for directory in self.runs if first else ():
             tell(run=directory, trouble=self.trouble)
 
 
-def sentence_of(error: BaseException) -> str:
-    """The end of the story that an error tells, on one line, without secrets."""
-    while (cause := error.__cause__ or error.__context__) is not None and not str(error):
-        error = cause
-    text = " ".join(clean(mask_text(str(error))).split())
-    return f"{type(error).__name__}: {text}"[:_LONGEST]
+def sentence_of(error: BaseException, address: str) -> str:
+    """What an error says in the end, on one line, without secrets; clients wrap that of the system several times."""
+    first = deepest = error
+    while (inner := deepest.__cause__ or deepest.__context__) is not None:
+        deepest = inner
+    if isinstance(deepest, OSError):
+        text = (deepest.strerror or str(deepest) or type(deepest).__name__).lower()
+    else:
+        text = str(first) or type(first).__name__
+    return " ".join(clean(mask_text(f"{address}: {text}")).split())[:_LONGEST]
 
 
 def tell(**message: Any) -> None:
