@@ -1,6 +1,7 @@
 """What a tracker costs a run, whatever its server does, and whether it has every point once after kills.
 
     python scripts/benchmark_trackers.py cost --pairs 5
+    python scripts/benchmark_trackers.py call
     python scripts/benchmark_trackers.py kills --server http://localhost:5000
 
 `cost` compares runs with `logger=mlflow` against runs with `logger=none` that follow each other in turns: the median time of
@@ -104,6 +105,26 @@ def _server(case: str, folder: Path) -> Iterator[str]:
         yield server.uri
 
 
+def call(calls: int) -> None:
+    """Print what a logged line costs the run's own thread: CPU time of `log` while the server refuses connections."""
+    from runner.tracking.trackers.loggers import MLflow, close_feeders
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.yaml").write_text("name: mine\n")
+        logger = MLflow("http://127.0.0.1:9", wait_s=0)
+        began = time.process_time()
+        logger.open(Path(folder), None)
+        opened = time.process_time() - began
+        samples = []
+        for _ in range(20):
+            began = time.process_time()
+            for step in range(calls // 20):
+                logger.log("train", {"loss": 1.0}, step, 1)
+            samples.append((time.process_time() - began) / (calls // 20))
+        print(f"open: {opened * 1e3:.1f} ms; log: {statistics.median(samples) * 1e6:.2f} us a line (median of 20)")
+        close_feeders(30)
+
+
 def kills(server: str, count: int, seed: int) -> None:
     """Kill and resume a run, and compare what three trackers have with `metrics.jsonl`."""
     draw = random.Random(seed)
@@ -186,6 +207,8 @@ def main() -> None:
     one = verbs.add_parser("cost")
     one.add_argument("--pairs", type=int, default=5)
     one.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    three = verbs.add_parser("call")
+    three.add_argument("--calls", type=int, default=100_000)
     two = verbs.add_parser("kills")
     two.add_argument("--server", default="sqlite:////tmp/kills.db", help="address of a real MLflow server")
     two.add_argument("--count", type=int, default=5)
@@ -193,6 +216,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.verb == "cost":
         cost(given.pairs, given.cases)
+    elif given.verb == "call":
+        call(given.calls)
     else:
         kills(given.server, given.count, given.seed)
 

@@ -223,7 +223,14 @@ def test_every_shipped_option_builds_its_loggers_and_comments_every_key(option):
 def test_tensorboard_gets_histograms_graph_images_and_hyperparameters_and_the_weights_keep_their_bits(train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = ("epochs=1", "max_steps=6", "checkpoint.every_steps=3", "model=mlp", "evaluate.test=false")
+    words = (
+        "epochs=1",
+        "max_steps=6",
+        "log.every_steps=1",
+        "checkpoint.every_steps=3",
+        "model=mlp",
+        "evaluate.test=false",
+    )
     options = [f"logger.tensorboard.{name}=true" for name in ("hparams", "histograms", "graph", "images")]
     plain, full = train(*words), train(*words, "logger=tensorboard", *options)
     assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]

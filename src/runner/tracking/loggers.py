@@ -214,7 +214,7 @@ class TensorBoard:
         if self._file is not None:
             with writing(self._path):
                 if self._histograms and self._watched is not None:
-                    self._put_all(_extras().histograms(self._watched))
+                    self._put_extras(lambda: _extras().histograms(self._watched))
                 self._flush()
 
     def close(self) -> None:
@@ -222,7 +222,8 @@ class TensorBoard:
         if self._file is not None:
             with writing(self._path):
                 if self._hparams and self._directory is not None:
-                    self._put_all(_extras().hyperparameters(self._directory.parent, list(self._compared)))
+                    folder, compared = self._directory.parent, list(self._compared)
+                    self._put_extras(lambda: _extras().hyperparameters(folder, compared))
                 self._file.close()
             self._file = None
 
@@ -250,19 +251,22 @@ class TensorBoard:
         self._flush()
 
     def _show_model(self) -> None:
-        """Write images and graph; a model that cannot be traced costs a warning."""
+        """Write images and graph."""
         self._step = self._first_step or 0
         if self._images:
-            self._put_all(_extras().images(self._watched))
+            self._put_extras(lambda: _extras().images(self._watched))
         if self._graph:
-            try:
-                self._put(step=self._step, graph_def=_extras().graph(self._watched))
-            except Exception as error:
-                self._warn(f"TensorBoard gets no graph of the model: {first_line(error)}")
+            self._put_extras(lambda: _extras().graph(self._watched))
 
-    def _put_all(self, summaries: Iterable[Any]) -> None:
-        for summary in summaries:
-            self._put(step=self._step, summary=summary)
+    def _put_extras(self, make: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Write events; what cannot be made of a model costs a warning."""
+        try:
+            for fields in list(make()):
+                self._put(step=self._step, **fields)
+        except OSError:
+            raise
+        except Exception as error:
+            self._warn(f"TensorBoard gets nothing but scalars here: {first_line(error)}")
 
     def _begin_again(self, directory: Path, old: IO[bytes]) -> None:
         """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""
