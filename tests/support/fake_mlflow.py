@@ -1,4 +1,4 @@
-"""A tracking server in this process that knows the few requests of MLflow that the program sends, and fails as it is told."""
+"""A tracking server in this process that knows the few requests of MLflow that the program sends, and fails on demand."""
 
 from __future__ import annotations
 

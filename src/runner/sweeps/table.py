@@ -8,6 +8,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -95,7 +96,7 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
     common = {override for override, count in counts.items() if count == len(every) and len(every) > 1}
     if swept := {key for each in records.launches for key in each["swept"]}:
         common |= {override for override in counts if key_of(override) not in swept}
-    rows = [_row(folder, found, common) for folder, found in zip(folders, overrides, strict=True)]
+    rows = [row_of(folder, found, common) for folder, found in zip(folders, overrides, strict=True)]
     rows += [JobRow("-", _varied(words, common), tuple(words), "pending") for words in pending]
     rows = [_with_command(row, sweep_dir, launch.get("flags") or []) if row.failed else row for row in _mark_best(rows)]
     if write and sweep_dir.is_dir():
@@ -209,7 +210,7 @@ def _settings(row: JobRow) -> str:
     return " ".join(word for word in row.varied if key_of(word) not in REPEATS)
 
 
-def _varied(words: list[str], common: set[str]) -> tuple[str, ...]:
+def _varied(words: list[str], common: Collection[str]) -> tuple[str, ...]:
     return tuple(word for word in words if word not in common)
 
 
@@ -220,7 +221,8 @@ def _overrides(folder: Path) -> list[str]:
         return []
 
 
-def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
+def row_of(folder: Path, overrides: list[str], common: Collection[str] = ()) -> JobRow:
+    """What the files in the folder of a run or job say; `common` are overrides that all jobs have."""
     row = JobRow(folder.name, _varied(overrides, common), tuple(overrides), "died")
     summary = read_summary(folder)
     if summary is None:

@@ -1,1 +1,1 @@
-"""Trackers such as MLflow and Weights & Biases, fed from the files of a run by a process of their own."""
+"""Trackers such as MLflow and Weights & Biases, fed by another process from the files of a run."""
