@@ -208,7 +208,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     data.bad_samples.open(record.directory.checkpoints.with_name("skipped.jsonl"), console.warn)
 
     # Logging and checkpoints
-    loggers = build_loggers(config.logger if world().first else {}, console.warn)
+    loggers = build_loggers(run, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = choose_hardware_metrics(
         config.log.utilization if config.dtype == "float32" else False,
@@ -269,6 +269,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
     for logger in loggers:
         ending.callback(logger.close)
         logger.open(record.directory.path, resumed_step if found else None)
+        record.endings += [logger.finish] if hasattr(logger, "finish") else []
     show_run(run, record, hardware_metrics.rows(), [*warnings, *setup.warnings])
 
     # Train

@@ -143,7 +143,7 @@ def test_help_lists_every_verb_with_what_it_does(capsys):
     for name, verb in VERBS.items():
         [line] = re.findall(rf"^  {name} +(\S.*)$", text, re.MULTILINE)
         assert line == verb.help.rstrip(".")
-    assert {"copy", "env", "list", "new", "report", "show", "sweep", *SCHEMAS} == set(VERBS)
+    assert {"copy", "env", "list", "new", "report", "show", "sweep", "sync", "watch", *SCHEMAS} == set(VERBS)
 
 
 def test_the_table_names_a_function_of_each_verb():
@@ -288,4 +288,4 @@ def test_the_module_and_the_command_are_the_same_program():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"runner {__version__}\n")
     project = tomllib.loads((shipped().parent / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"runner": "runner.cli:main"}
+    assert project["scripts"] == {"runner": "runner.__main__:main"}

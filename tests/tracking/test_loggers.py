@@ -212,9 +212,50 @@ def test_every_shipped_option_builds_its_loggers_and_comments_every_key(option):
     text = option.read_text()
     for name, node in yaml.safe_load(text).items():
         module, _, attribute = node.pop("_target_").rpartition(".")
-        assert name in {"tensorboard", "csv"}
+        assert name in {"tensorboard", "csv", "mlflow", "wandb"}
         assert getattr(importlib.import_module(module), attribute)(**node)
     lines = text.splitlines()
     assert lines[0].startswith("# ")
     assert lines[1] == f"# python -m runner train logger={option.stem}"
     assert all("  # " in line for line in lines[2:])
+
+
+def test_tensorboard_gets_histograms_graph_images_and_hyperparameters_and_the_weights_keep_their_bits(train):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = (
+        "epochs=1",
+        "max_steps=6",
+        "log.every_steps=1",
+        "checkpoint.every_steps=3",
+        "model=mlp",
+        "evaluate.test=false",
+    )
+    options = [f"logger.tensorboard.{name}=true" for name in ("hparams", "histograms", "graph", "images")]
+    plain, full = train(*words), train(*words, "logger=tensorboard", *options)
+    assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    events = EventAccumulator(str(full.directory / "tensorboard"), size_guidance={"histograms": 0})
+    events.Reload()
+    tags = events.Tags()
+    [name] = [tag for tag in tags["histograms"] if tag.endswith("0.weight")][:1]
+    assert [event.step for event in events.Histograms(name)] == [3, 6]
+    assert set(tags["images"]) == {"first sample/train", "first sample/val", "first sample/test"}
+    assert any(node.op == "aten::linear" for node in events.Graph().node)
+    hyperparameters = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"optimizer.lr" in hyperparameters
+    assert b"accuracy/val" in events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+
+
+def test_a_model_that_cannot_be_traced_costs_a_warning(tmp_path):
+    import torch
+
+    from runner.tracking.tensorboard_extras import Watched
+
+    said: list[str] = []
+    watched = Watched(torch.nn.Linear(2, 2), lambda: torch.zeros(1, 3), {})
+    logger = TensorBoard(graph=True, watched=watched, warn=said.append)
+    logger.open(tmp_path, None)
+    logger.log("train", {"loss": 1.0}, 1, 1)
+    logger.close()
+    assert len(said) == 1
+    assert _scalars(tmp_path, "loss/train") == [(1, 1.0)]

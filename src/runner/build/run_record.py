@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ class RunRecord:
         self._directory: RunDirectory | None = None
         self.error: BaseException | None = None  # what ended the run early
         self.left: Path | None = None  # directory of the run that had finished before
+        self.endings: list[Callable[[], None]] = []  # called once the summary says how the run ended
         self._to_debug: BaseException | None = None
         self._is_new = False  # whether the directory had no content when the run opened it
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
@@ -218,6 +220,8 @@ class RunRecord:
         except UserError as error:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
+        for ending in self.endings:
+            ending()
         self._directory.unlock()
         if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from runner.build.model import example_input
 from runner.build.run import Run
 from runner.build.run_record import RunRecord
 from runner.checkpoint import file, resume
@@ -25,6 +26,7 @@ from runner.engine.state import TrainState, not_finite
 from runner.tracking.environment import versions
 from runner.tracking.loggers import JsonLines, Logger
 from runner.tracking.metrics_buffer import MetricsBuffer
+from runner.tracking.tensorboard_extras import Watched
 
 _METHODS = ("open", "log", "flush", "close")  # of a logger
 _MOMENTS = 2  # tensors of a weight's size that an optimizer keeps, as Adam does
@@ -242,9 +244,12 @@ class Saving:
             self._record.console.warn(f"and then: {error}")  # the failure before is the one to report
 
 
-def build_loggers(chosen: Mapping[str, Any], warn: Callable[[str], None]) -> list[Logger]:
-    """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config."""
-    loggers = {name: build(f"logger.{name}", node, facts={"warn": warn}) for name, node in chosen.items()}
+def build_loggers(run: Run, warn: Callable[[str], None]) -> list[Logger]:
+    """The loggers of a run: `metrics.jsonl` first, as the others look there, and those of the config on the first rank."""
+    samples = {split: image for split, (image, _) in run.data.examples.items()}
+    facts = {"warn": warn, "watched": Watched(run.model, lambda: example_input(run.data), samples)}
+    chosen = run.config.logger if world().first else {}
+    loggers = {name: build(f"logger.{name}", node, facts=facts) for name, node in chosen.items()}
     for name, logger in loggers.items():
         if missing := [method for method in _METHODS if not hasattr(logger, method)]:
             problem = f"{type(logger).__name__} has no method {', '.join(missing)}"

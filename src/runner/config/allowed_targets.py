@@ -46,7 +46,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "task": ("runner.engine.tasks",),
     "metrics": ("torchmetrics.classification", "torchmetrics.regression", "torchmetrics.aggregation"),
     "callbacks": ("runner.engine.callbacks",),
-    "logger": ("runner.tracking.loggers",),
+    "logger": ("runner.tracking.loggers", "runner.tracking.trackers.loggers"),
 }
 _EVERY_HOME = {home for homes in _HOMES.values() for home in homes}
 _DATA_SETS = ("CIFAR10", "CIFAR100", "FakeData", "FashionMNIST", "ImageFolder", "KMNIST", "MNIST", "SVHN")

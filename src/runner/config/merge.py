@@ -30,7 +30,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
     "metrics": ("num_classes", "num_labels", "threshold", "task"),
     "callbacks": ("monitor", "mode"),
-    "logger": ("warn",),
+    "logger": ("warn", "watched"),
     "optimizer": ("foreach", "fused"),
 }
 PREPARATION = ("image_size", "normalize")

@@ -53,9 +53,14 @@ def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         # A foreign file may have no line ends, so reading stops at a line that is too long.
         while (line := file.readline(_LONGEST_LINE)) and len(line) < _LONGEST_LINE:
             line = line.removesuffix(b"\n")
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict) and isinstance(record.get("global_step"), int):
+            if (record := parse(line)) is not None:
                 yield line, record
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The object of a line, or None if it is not one of a metrics file."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("global_step"), int) else None

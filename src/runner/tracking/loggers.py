@@ -12,9 +12,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Protocol
 
-from runner.config.errors import UserError
+from runner.config.errors import UserError, first_line
 from runner.tracking.appended import AppendedFile, content, is_at
 from runner.tracking.files import finite, write_atomically, writing
 from runner.tracking.jsonl import copy_until, read_records
@@ -159,13 +160,29 @@ class TensorBoard:
 
     Args:
         flush_s: longest time between flushes in seconds, at least 1.
-        warn: called with a sentence if another program changed the file.
+        hparams: whether the config and the metrics of evaluations are written for the page HPARAMS when the run ends.
+        histograms: whether the weights are written at each checkpoint.
+        graph: whether the graph of the model is written at the start.
+        images: whether the first sample of each split is written at the start.
+        watched: see `runner.tracking.tensorboard_extras.Watched`; without it, only scalars and `hparams` are written.
+        warn: called with a sentence if another program changed the file, or the graph cannot be drawn.
     """
 
-    def __init__(self, flush_s: int = 10, warn: Callable[[str], None] = _ignore) -> None:
+    def __init__(
+        self,
+        flush_s: int = 10,
+        hparams: bool = False,
+        histograms: bool = False,
+        graph: bool = False,
+        images: bool = False,
+        watched: Any = None,
+        warn: Callable[[str], None] = _ignore,
+    ) -> None:
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
         self.flush_s, self._warn, self._reported = flush_s, warn, False
+        self._hparams, self._histograms, self._graph, self._images = hparams, histograms, graph, images
+        self._watched, self._step, self._compared = watched, 0, dict[str, None]()
         self._directory: Path | None = None
         self._path = Path("tensorboard")
         self._file: IO[bytes] | None = None
@@ -186,6 +203,9 @@ class TensorBoard:
             elif not is_at(self._path, self._file.fileno()):
                 self._begin_again(directory, self._file)
             self._write(split, metrics, global_step)
+            self._step = global_step
+            if split != "train":
+                self._compared |= dict.fromkeys(f"{name}/{split}" for name in metrics)
             if time.monotonic() - self._flushed >= self.flush_s:
                 self._flush()
 
@@ -193,12 +213,17 @@ class TensorBoard:
         """See `Logger.flush`."""
         if self._file is not None:
             with writing(self._path):
+                if self._histograms and self._watched is not None:
+                    self._put_extras(lambda: _extras().histograms(self._watched))
                 self._flush()
 
     def close(self) -> None:
         """See `Logger.close`."""
         if self._file is not None:
             with writing(self._path):
+                if self._hparams and self._directory is not None:
+                    folder, compared = self._directory.parent, list(self._compared)
+                    self._put_extras(lambda: _extras().hyperparameters(folder, compared))
                 self._file.close()
             self._file = None
 
@@ -221,7 +246,27 @@ class TensorBoard:
         for split, metrics in self._again:
             self._write(split, {name: metrics[name] for name in metrics if name != "epoch"}, self._first_step or 0)
         self._again = []
+        if self._watched is not None:
+            self._show_model()
         self._flush()
+
+    def _show_model(self) -> None:
+        """Write images and graph."""
+        self._step = self._first_step or 0
+        if self._images:
+            self._put_extras(lambda: _extras().images(self._watched))
+        if self._graph:
+            self._put_extras(lambda: _extras().graph(self._watched))
+
+    def _put_extras(self, make: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        """Write events; what cannot be made of a model costs a warning."""
+        try:
+            for fields in list(make()):
+                self._put(step=self._step, **fields)
+        except OSError:
+            raise
+        except Exception as error:
+            self._warn(f"TensorBoard gets nothing but scalars here: {first_line(error)}")
 
     def _begin_again(self, directory: Path, old: IO[bytes]) -> None:
         """A new file with the records of one that was deleted or replaced, which supersede those that readers have."""
@@ -264,6 +309,13 @@ class TensorBoard:
 
     def _put(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _extras() -> ModuleType:
+    """The module that needs torch, imported when it is needed."""
+    from runner.tracking import tensorboard_extras
+
+    return tensorboard_extras
 
 
 def _opened(directory: Path | None) -> Path:

@@ -155,6 +155,11 @@ _ENTRIES = (
         "runner.verbs.sweep",
     ),
     Verb(
+        "sync",
+        "Send what MLflow or Weights & Biases did not get while a run went on: `sync RUN [RUN ...]`.",
+        "runner.verbs.sync",
+    ),
+    Verb(
         "train",
         "Train a model: one run, a sweep with --multirun, or a resume with ckpt_path=.",
         "runner.verbs.train",
