@@ -16,11 +16,12 @@ from runner.config import overrides
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
-from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of
+from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
+from runner.sweeps.launch_search import Command, launch_search
 from runner.sweeps.ledger import Plan, counted, identity
 
 
@@ -31,6 +32,7 @@ def launch(
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
     sweep_root: Callable[[Plan], Path],
+    monitor: Callable[[Composition], tuple[str, str]],
     restarted: bool = False,
     announce: Announce = lambda *_: None,
 ) -> tuple[int, Path | None]:
@@ -44,6 +46,7 @@ def launch(
         also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
             report has them all.
         sweep_root: claims the folder of a sweep, or finds that of the one to continue.
+        monitor: metric and direction that a run of a composition watches; a search has to know them before its first run.
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
 
@@ -81,9 +84,29 @@ def launch(
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
             with _no_empty_folders(Path(cfg.hydra.run.dir)):
                 return status_of(lambda: app.run(primary, task, checked.accepted)), None
-        if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
+        if wrong := [problem for problem in also(composition) if within(problem.key, OF_THE_SWEEP)]:
             raise ConfigError(wrong)  # no job has these keys
-        words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
+        words = [word for word in checked.accepted if not within(key_of(word), OF_THE_SWEEP)]
+        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
+        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
+            raise ConfigError([problem])
+        alone = [
+            f"--{name.replace('_', '-')}={flag}"
+            for name in ("config_dir", "config_name")
+            if (flag := getattr(flags, name))
+        ]
+        place = Path(given[-1]) if given else None
+
+        def composed(words: list[str]) -> Composition:
+            this = dataclasses.replace(checked, accepted=words)
+            return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
+
+        if composition.values["search"]["sampler"] is not None:
+            command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
+            folder, run = launch_search(command, sweep_root)
+            return status_of(run), folder
+        if composition.values["search"]["space"]:
+            raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
         jobs: list[list[str]] = []
@@ -92,8 +115,7 @@ def launch(
             jobs, identities = jobs_of(words, params), {}
 
             def problems_of(words: list[str]) -> list[Problem]:
-                this = dataclasses.replace(checked, accepted=words)
-                job, _ = compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))
+                job = composed(words)
                 identities[identity(job.values, job.overrides, swept)] = job.overrides
                 return [] if job.values.get("ckpt_path") is not None else also(job)
 
@@ -108,15 +130,6 @@ def launch(
                 return counted(compose(app, primary, plain, schema, sources, also)[0].values)
             return {"overrides": sorted(mask_words(plain.accepted))}
 
-        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
-            raise ConfigError([problem])
-        alone = [
-            f"--{name.replace('_', '-')}={flag}"
-            for name in ("config_dir", "config_name")
-            if (flag := getattr(flags, name))
-        ]
-        place = Path(given[-1]) if given else None
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
@@ -147,8 +160,9 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
 
 def _refuse_keys_of_sweeps(words: Sequence[str]) -> None:
     for word in words:
-        if key_of(word) in OF_THE_SWEEP:
-            raise UserError(key_of(word), "is about a sweep, and this is one run", "--multirun too, or no such key")
+        if within(key_of(word), OF_THE_SWEEP):
+            allowed = "sweep=optuna too" if key_of(word).startswith("search.") else "--multirun too, or no such key"
+            raise UserError(key_of(word), "is about a sweep, and this is one run", allowed)
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:

@@ -28,7 +28,7 @@ if sys.platform != "win32":
 
 NAME = "sweep.jsonl"
 _LARGEST = 2**30  # bytes
-ENDED = ("finished", "failed", "preempted")
+ENDED = ("finished", "pruned", "failed", "preempted")
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 
@@ -65,6 +65,7 @@ class Plan:
         base: composes the command without the swept values; see `counted`.
         flags: of the command, as far as one job alone needs them.
         given: folder that `hydra.sweep.dir` names.
+        searches: whether the jobs are chosen by a study that says whether anything is left.
     """
 
     values: dict[str, Any]
@@ -73,6 +74,7 @@ class Plan:
     base: Callable[[], dict[str, Any]] = dict
     flags: Sequence[str] = ()
     given: Path | None = None
+    searches: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        status: `finished`, `failed`, `preempted`, or another one of a run that did not end.
+        status: `finished`, `pruned`, `failed`, `preempted`, or another one of a run that did not end.
         metric: name of the monitored metric, if it was computed.
         value: its best value; None if it was never finite.
         sentence: why the run did not finish.
@@ -190,7 +192,7 @@ class Ledger:
                 known = None
             if known is not None:
                 before, found = known.status, outcome(known.folder)
-                if found.status == "finished" or (found.status == "failed" and launch["retry"] == "never"):
+                if found.status in ("finished", "pruned") or (found.status == "failed" and launch["retry"] == "never"):
                     if before != found.status:
                         self._write(file, found.status, Job(self, job, words, known.folder).line(found))
                     return Job(self, job, words, known.folder, skipped=found)
