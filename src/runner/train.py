@@ -169,9 +169,7 @@ def build_run(
     )
 
 
-def train(
-    setup: Setup, record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()
-) -> float | None:
+def train(setup: Setup, record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()) -> float | None:
     """Build a run and train it: resume, train, test, and write what is known into the summary.
 
     `also_call` are callbacks that do not come from the config.

@@ -93,7 +93,9 @@ def _range(given: Any) -> Range:
     kinds = [name for name in KINDS if name in given and not (name == "log" and isinstance(given["log"], bool))]
     if len(kinds) != 1:
         others = [str(name) for name in given if name not in kinds]
-        reason = f"has {' and '.join(kinds)}, of which one is meant" if kinds else f"has no kind, but {', '.join(others)}"
+        reason = (
+            f"has {' and '.join(kinds)}, of which one is meant" if kinds else f"has no kind, but {', '.join(others)}"
+        )
         raise ValueError(reason if given else "has no values")
     [kind] = kinds
     values = given[kind]

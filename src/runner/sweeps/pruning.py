@@ -60,9 +60,11 @@ class Pruning:
 def _evaluation(loop: Any) -> int:
     """The number of the evaluation at the position, from 1: the same in every trial, and after resuming."""
     position, limits = loop.state.position, loop.limits
+    done: int = position.epoch + (position.batch > 0)
+    every: int = limits.evaluate_every_epochs or 1
     if limits.evaluate_every_steps is not None:
-        return math.ceil(position.global_step / limits.evaluate_every_steps)
-    return math.ceil((position.epoch + (position.batch > 0)) / (limits.evaluate_every_epochs or 1))
+        done, every = position.global_step, limits.evaluate_every_steps
+    return -(-done // every)
 
 
 def pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:

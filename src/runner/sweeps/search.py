@@ -24,6 +24,7 @@ if sys.platform != "win32":
 
 try:
     import optuna
+    from optuna.storages.journal import JournalFileBackend, JournalStorage
 except ImportError as error:
     raise UserError("sweep", "is optuna, which is not installed", "pip install 'runner[optuna]'") from error
 
@@ -91,11 +92,12 @@ class Study:
     def __init__(self, spec: StudySpec) -> None:
         self.spec = spec
         self.storage = _storage(spec.storage)
-        wanted = [{"max": "maximize", "min": "minimize"}[direction] for direction in spec.directions]
+        ways = optuna.study.StudyDirection
+        wanted = [ways.MAXIMIZE if direction == "max" else ways.MINIMIZE for direction in spec.directions]
         self.optuna = optuna.create_study(
             storage=self.storage, study_name=spec.name, directions=wanted, load_if_exists=True, pruner=_pruner(spec)
         )
-        if [direction.name.lower() for direction in self.optuna.directions] != wanted:
+        if self.optuna.directions != wanted:
             raise UserError("search.storage", f"has a study {spec.name} of other objectives", "another storage")
 
     def trials(self, warm: bool = False) -> list[optuna.trial.FrozenTrial]:
@@ -116,7 +118,9 @@ class Study:
         self._seed(index)
         trial = self.optuna.ask() if number is None else self.trial(number)
         for position, (key, values) in enumerate(space.items()):
-            self._seed(index, position)  # so that a part of the values, drawn before a kill, leaves the others as they are
+            self._seed(
+                index, position
+            )  # so that a part of the values, drawn before a kill, leaves the others as they are
             if values.kind == "choice":
                 trial.suggest_categorical(key, values.choices)
             elif values.kind == "int":
@@ -128,11 +132,11 @@ class Study:
     def trial(self, number: int) -> optuna.trial.Trial:
         """A running trial by its number in the study."""
         study = self.storage.get_study_id_from_name(self.spec.name)
-        return optuna.trial.Trial(
-            self.optuna, self.storage.get_trial_id_from_study_id_trial_number(study, number)
-        )
+        return optuna.trial.Trial(self.optuna, self.storage.get_trial_id_from_study_id_trial_number(study, number))
 
-    def tell(self, index: int, number: int, values: Sequence[float] | None, pruned: bool = False, why: str = "") -> None:
+    def tell(
+        self, index: int, number: int, values: Sequence[float] | None, pruned: bool = False, why: str = ""
+    ) -> None:
         """End a trial: with the values of its objectives, as pruned, or without values as failed."""
         self._seed(index)
         if why:
@@ -183,7 +187,7 @@ class Study:
     def _attributes_held(self) -> Iterator[list[tuple[int, str, Any]]]:
         """Collect what a pruner notes with a trial, instead of writing it."""
         held: list[tuple[int, str, Any]] = []
-        self.storage.set_trial_system_attr = lambda *given: held.append(given)  # type: ignore[method-assign]
+        self.storage.set_trial_system_attr = lambda *given: held.append(given)
         try:
             yield held
         finally:
@@ -212,7 +216,7 @@ def _storage(where: str) -> Any:
         _complete(path)
     finally:
         lock.release()
-    return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path), lock_obj=lock))
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
 
 
 def _complete(path: Path) -> None:
@@ -250,5 +254,7 @@ def _distribution(values: Range) -> optuna.distributions.BaseDistribution:
     if values.kind == "choice":
         return optuna.distributions.CategoricalDistribution(values.choices)
     if values.kind == "int":
-        return optuna.distributions.IntDistribution(int(values.low), int(values.high), values.log, int(values.step or 1))
+        return optuna.distributions.IntDistribution(
+            int(values.low), int(values.high), values.log, int(values.step or 1)
+        )
     return optuna.distributions.FloatDistribution(values.low, values.high, values.log, values.step)

@@ -165,9 +165,8 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
         cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
     finished = sum(row.status == "finished" for row in rows)
     pruned = sum(row.status == "pruned" for row in rows)
-    console.table(
-        f"{finished} of {max(asked, len(rows))} jobs finished" + (f", {pruned} pruned" if pruned else ""), ["job", "varied", "status", head, "time", ""], cells
-    )
+    title = f"{finished} of {max(asked, len(rows))} jobs finished" + (f", {pruned} pruned" if pruned else "")
+    console.table(title, ["job", "varied", "status", head, "time", ""], cells)
     if spreads := spreads_of(rows):
         cells = [
             [

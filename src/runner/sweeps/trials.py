@@ -298,7 +298,9 @@ class Search:
             return
         [(name, direction)] = self._plan.goals.items()
         best = (max if direction == "max" else min)(ended, key=lambda trial: trial.values[0])
-        place = [trial.number for trial in self._study.trials()].index(best.number) if WARM not in best.user_attrs else -1
+        place = (
+            [trial.number for trial in self._study.trials()].index(best.number) if WARM not in best.user_attrs else -1
+        )
         source = f"trial {place + 1}" if place >= 0 else best.user_attrs[WARM]
         words = [word for word in self._plan.words if not word.startswith("hydra") and key_of(word) != "sweep"]
         command = shlex.join(["python", "-m", "runner", "train", *self._plan.flags, *words, *self._words(best.params)])
