@@ -102,6 +102,7 @@ class Entry:
     overrides: list[str]
     status: str
     launch: int
+    sentence: str | None = None
 
 
 @dataclass
@@ -148,7 +149,7 @@ class Ledger:
                     records.launches.append(found)
                     continue
                 name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
-                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1)
+                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1, found.get("sentence"))
                 records.jobs[str(found["job"])] = entry
                 records.folders.add(name)
             except (ValueError, LookupError, TypeError, RecursionError):
@@ -191,7 +192,7 @@ class Ledger:
             if known is not None and launch["retry"] == "all" and known.launch < now:
                 known = None
             if known is not None:
-                before, found = known.status, outcome(known.folder)
+                before, found = known.status, outcome_of(known)
                 if found.status in ("finished", "pruned") or (found.status == "failed" and launch["retry"] == "never"):
                     if before != found.status:
                         self._write(file, found.status, Job(self, job, words, known.folder).line(found))
@@ -207,6 +208,19 @@ class Ledger:
             return (
                 begun  # in a folder that is another's, the run itself refuses to start, or continues with resume=auto
             )
+
+    def lost(self, words: Sequence[str], status: str, sentence: str) -> Entry | None:
+        """Record how a job ended whose process could not do it; returns what was known, or None if it never started."""
+        words = mask_words(words)
+        with self._locked() as file:
+            records = self._records(_content(file))
+            now = len(records.launches) - 1
+            for name, entry in records.jobs.items():
+                if entry.overrides == words and entry.status == "started" and entry.launch == now:
+                    ended = Job(self, name, words, entry.folder).line(Outcome(status, sentence=sentence))
+                    self._write(file, status, ended)
+                    return entry
+        return None
 
     def _free(self, wanted: Path, records: Records) -> Path:
         if wanted.name not in records.folders or not wanted.name.isdecimal():
@@ -262,6 +276,14 @@ def outcome(folder: Path) -> Outcome:
     if status == "finished" and metric is not None and value is None:
         status, error = "failed", f"its objective is not finite: {metric} is nan"
     return Outcome(status, metric, value, error.partition("\n")[0] or None)
+
+
+def outcome_of(entry: Entry) -> Outcome:
+    """How a job ended: as its summary says, or as the ledger does if the process that writes the summary was killed."""
+    found = outcome(entry.folder)
+    if found.status not in ENDED and entry.status in ENDED:
+        return dataclasses.replace(found, status=entry.status, sentence=entry.sentence)
+    return found
 
 
 def _objective(summary: dict[str, Any]) -> tuple[str | None, float | None]:
