@@ -20,6 +20,7 @@ from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
+from runner.sweeps import pool_launcher
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.launch_search import Command, launch_search
 from runner.sweeps.ledger import Plan, counted, identity
@@ -73,7 +74,7 @@ def launch(
         others = [word for word in argv if word not in flags.overrides]
         with files_checked(sources, schema):
             return main(task, primary, [*others, *checked.accepted]), None
-    primary = (flags.config_name or primary).removesuffix(".yaml")
+    verb, primary = primary, (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources, schema) as app:
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
@@ -86,6 +87,9 @@ def launch(
                 return status_of(lambda: app.run(primary, task, checked.accepted)), None
         if wrong := [problem for problem in also(composition) if within(problem.key, OF_THE_SWEEP)]:
             raise ConfigError(wrong)  # no job has these keys
+        in_pool = cfg.hydra.runtime.choices.get("hydra/launcher") == "pool"
+        if in_pool and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
+            raise ConfigError(wrong)
         words = [word for word in checked.accepted if not within(key_of(word), OF_THE_SWEEP)]
         given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
         if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
@@ -103,6 +107,8 @@ def launch(
 
         if composition.values["search"]["sampler"] is not None:
             command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
+            launcher = cfg.hydra.launcher if in_pool else None
+            command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher)
             folder, run = launch_search(command, sweep_root)
             return status_of(run), folder
         if composition.values["search"]["space"]:
@@ -133,6 +139,7 @@ def launch(
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
+        pool_launcher.register()
         with announced(announce, jobs):
             return status_of(lambda: app.multirun(primary, task, words)), folder
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from runner.config import overrides
 from runner.config.composition import Composition
-from runner.config.errors import ConfigError, Problem, UserError
+from runner.config.errors import FAILED, PREEMPTED, ConfigError, Problem, UserError
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.sources import Sources
 from runner.config.space import Range, ranges_of, text_of
 from runner.sweeps.jobs import validate_jobs
-from runner.sweeps.ledger import NAME, Plan
+from runner.sweeps.ledger import NAME, Plan, counted
+from runner.sweeps.pool import Common, Pool, PoolBroken
+from runner.sweeps.pool_launcher import PoolConfig, slots_for
 
 _SAME = ("sampler", "pruner", "warmup", "reduction", "seeds", "objectives", "space")
 """Settings that make a study what it is; the others may change when it continues."""
@@ -35,9 +37,12 @@ class Command:
         compose: the composition of a job with other overrides.
         also: finds problems in a composition.
         monitor: metric and direction that a run of a composition watches.
-        run: runs a job.
+        run: runs a job of a composition; its `verb` is that of the command line.
         flags: see `Plan`.
         given: see `Plan`.
+        verb: of the command line.
+        primary: name of the primary config.
+        launcher: the section `hydra.launcher` of `hydra/launcher=pool`; None for trials in this process.
     """
 
     composition: Composition
@@ -47,9 +52,12 @@ class Command:
     compose: Callable[[list[str]], Composition]
     also: Callable[[Composition], list[Problem]]
     monitor: Callable[[Composition], tuple[str, str]]
-    run: Callable[[Any], Any]
+    run: Any
     flags: Sequence[str] = ()
     given: Path | None = None
+    verb: str = "train"
+    primary: str = "train"
+    launcher: Any = None
 
 
 def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple[Path, Callable[[], None]]:
@@ -75,8 +83,6 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
     swept = [*space, *(["seed"] if settings["seeds"] else [])]
 
     def base() -> dict[str, Any]:
-        from runner.sweeps.ledger import counted
-
         return counted(command.compose(words).values) | {f"search.{key}": settings[key] for key in _SAME}
 
     folder = sweep_root(Plan(command.composition.values, swept, None, base, command.flags, command.given, True))
@@ -86,13 +92,13 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
         name="search" if "://" not in str(settings["storage"]) else str(folder.absolute()),
         directions=list(goals.values()),
         seed=seed,
-        parallel=settings["jobs"] > 1,
+        parallel=command.launcher is not None or (settings["jobs"] or 1) > 1,
         evaluations=_evaluations(command.composition.values),
         **{key: settings[key] for key in ("sampler", "pruner", "warmup", "reduction")},
     )
 
     def run() -> None:
-        from runner.sweeps.trials import InProcess, Search, SearchPlan
+        from runner.sweeps.trials import InPool, InProcess, Search, SearchPlan
 
         plan = SearchPlan(
             settings=settings,
@@ -105,9 +111,38 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
             flags=command.flags,
             groups=command.sources.groups(),
         )
-        Search(folder, spec, plan, command.compose, lambda text: print(text, flush=True)).run(InProcess(command.run))
+        search = Search(folder, spec, plan, command.compose, lambda text: print(text, flush=True))
+        if not spec.parallel:
+            search.run(InProcess(command.run))
+            return
+        with _pool(command, folder, settings["jobs"]) as pool:
+            try:
+                search.run(InPool(pool, settings["jobs"]))
+            except PoolBroken as error:
+                print(f"error: {error}", flush=True)
+                raise SystemExit(FAILED) from None
+        if pool.asked:
+            raise SystemExit(PREEMPTED)
 
     return folder, run
+
+
+def _pool(command: Command, folder: Path, jobs: int | None) -> Pool:
+    """The processes for trials at the same time."""
+    values = command.composition.values
+    launcher = command.launcher
+    if launcher is None and jobs is not None:
+        devices = len(slots_for(PoolConfig(per_device=1), values)[0])
+        launcher = PoolConfig(per_device=-(-jobs // devices))
+    slots, environment = slots_for(launcher, values)
+    common = Common(
+        folder=folder,
+        verb=command.verb,
+        primary=command.primary,
+        sources=[str(each) for each in command.sources.extra],
+        environment={**command.run.verb.environment, **environment},
+    )
+    return Pool(slots, common)
 
 
 def _evaluations(values: dict[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,7 @@ class Plan:
         base: composes the command without the swept values; see `counted`.
         flags: of the command, as far as one job alone needs them.
         given: folder that `hydra.sweep.dir` names.
+        detach: whether the sweep runs in the background.
         searches: whether the jobs are chosen by a study that says whether anything is left.
     """
 
@@ -74,6 +76,7 @@ class Plan:
     base: Callable[[], dict[str, Any]] = dict
     flags: Sequence[str] = ()
     given: Path | None = None
+    detach: bool = False
     searches: bool = False
 
 
@@ -112,6 +115,8 @@ class Records:
     launches: list[dict[str, Any]] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
+    retried: Counter[str] = field(default_factory=Counter)
+    """How often each job was repeated at once in the last launch."""
 
     @property
     def failed_now(self) -> Entry | None:
@@ -147,10 +152,12 @@ class Ledger:
                 event = found["event"]
                 if event == "launch":
                     records.launches.append(found)
+                    records.retried.clear()
                     continue
                 name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
                 entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1, found.get("sentence"))
                 records.jobs[str(found["job"])] = entry
+                records.retried[str(found["job"])] += event == "retried"
                 records.folders.add(name)
             except (ValueError, LookupError, TypeError, RecursionError):
                 continue
@@ -188,15 +195,11 @@ class Ledger:
         words = mask_words(words)
         with self._locked() as file:
             records = self._records(_content(file))
-            launch, now, known = records.launches[-1], len(records.launches) - 1, records.jobs.get(job)
-            if known is not None and launch["retry"] == "all" and known.launch < now:
+            launch, known = records.launches[-1], records.jobs.get(job)
+            if known is not None and (found := self._settled(file, records, job, known)):
+                return Job(self, job, words, known.folder, skipped=found)
+            if known is not None and launch["retry"] == "all" and known.launch < len(records.launches) - 1:
                 known = None
-            if known is not None:
-                before, found = known.status, outcome_of(known)
-                if found.status in ("finished", "pruned") or (found.status == "failed" and launch["retry"] == "never"):
-                    if before != found.status:
-                        self._write(file, found.status, Job(self, job, words, known.folder).line(found))
-                    return Job(self, job, words, known.folder, skipped=found)
             if launch["fail_fast"] and (failed := records.failed_now):
                 return Job(self, job, words, wanted, pending=failed)
             folder = known.folder if known is not None else self._free(wanted, records)
@@ -209,18 +212,33 @@ class Ledger:
                 begun  # in a folder that is another's, the run itself refuses to start, or continues with resume=auto
             )
 
-    def lost(self, words: Sequence[str], status: str, sentence: str) -> Entry | None:
-        """Record how a job ended whose process could not do it; returns what was known, or None if it never started."""
-        words = mask_words(words)
+    def settled(self, job: str) -> Outcome | None:
+        """How a job ended that does not have to run, or None for any other."""
         with self._locked() as file:
             records = self._records(_content(file))
-            now = len(records.launches) - 1
-            for name, entry in records.jobs.items():
-                if entry.overrides == words and entry.status == "started" and entry.launch == now:
-                    ended = Job(self, name, words, entry.folder).line(Outcome(status, sentence=sentence))
-                    self._write(file, status, ended)
-                    return entry
-        return None
+            known = records.jobs.get(job)
+            return None if known is None else self._settled(file, records, job, known)
+
+    def _settled(self, file: int, records: Records, job: str, known: Entry) -> Outcome | None:
+        retry = records.launches[-1]["retry"]
+        found = outcome_of(known)
+        if retry == "all" and known.launch < len(records.launches) - 1:
+            return None
+        if found.status not in ("finished", "pruned") and (found.status != "failed" or retry != "never"):
+            return None
+        if known.status != found.status:
+            self._write(file, found.status, Job(self, job, known.overrides, known.folder).line(found))
+        return found
+
+    def end(self, job: str, found: Outcome) -> bool:
+        """Record how a job ended; returns whether it is repeated at once, as `retries` says."""
+        with self._locked() as file:
+            records = self._records(_content(file))
+            known, launch = records.jobs[job], records.launches[-1]
+            again = found.status == "failed" and records.retried.get(job, 0) < launch.get("retries", 0)
+            event = "retried" if again else found.status
+            self._write(file, event, Job(self, job, known.overrides, known.folder).line(found))
+        return again
 
     def _free(self, wanted: Path, records: Records) -> Path:
         if wanted.name not in records.folders or not wanted.name.isdecimal():
@@ -259,11 +277,10 @@ class Job:
         where = os.path.relpath(self.folder, self.ledger.folder)
         return {"job": self.identity, "overrides": self.words, "folder": where, **dataclasses.asdict(outcome)}
 
-    def record(self) -> None:
-        """Record how the job ended, as the summary in its folder says."""
+    def record(self) -> bool:
+        """Record how the job ended, as the summary in its folder says; returns whether it is repeated at once."""
         found = outcome(self.folder)
-        if found.status in ENDED:
-            self.ledger.append(found.status, **self.line(found))
+        return found.status in ENDED and self.ledger.end(self.identity, found)
 
 
 def outcome(folder: Path) -> Outcome:

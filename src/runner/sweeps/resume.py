@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from runner.config.keys import within
 from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
-from runner.sweeps.ledger import NAME, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Plan, Records, identity, outcome
 from runner.tracking.formats import number
 from runner.tracking.run_directory import hold
 
+_ENDING_S = 60.0
 _held: dict[Path, int] = {}
 """Locks on the folders of this process's sweeps."""
 
@@ -83,21 +85,58 @@ def begin(folder: Path, plan: Plan) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     while _held:
         os.close(_held.popitem()[1])
-    try:
-        lock = hold(folder)
-    except UserError as error:
-        raise UserError("sweep_dir", str(error), "wait for it, or new_sweep=true for another one") from None
+    lock = _lock(folder)
     if lock is not None:
         _held[folder] = lock
     ledger = Ledger(folder)
     known = ledger.read().jobs
+    _wait_for(known.values())
     if known and plan.jobs is not None:
         done = [job for job in plan.jobs if job in known and outcome(known[job].folder).status == "finished"]
         left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
-    wanted = {key: plan.values[key] for key in ("retry", "fail_fast")}
+    wanted = {key: plan.values[key] for key in ("retry", "retries", "fail_fast")}
     ledger.append("launch", swept=list(plan.swept), base=plan.base(), jobs=jobs, flags=list(plan.flags), **wanted)
+
+
+def refuse_held(folder: Path) -> None:
+    """Refuse the folder of a sweep that another process runs, with how to show it and how to end it."""
+    if folder.is_dir() and (lock := _lock(folder)) is not None:
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    try:
+        return hold(folder)
+    except UserError as error:
+        runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
+        raise UserError("sweep_dir", runs, "wait for it, end it with kill, or new_sweep=true for another one") from None
+
+
+def _wait_for(jobs: Iterable[Entry]) -> None:
+    """Wait for processes of jobs that outlive a killed launch: they are saving, and end.
+
+    Raises:
+        UserError: for one that does not end.
+    """
+    until, said = time.monotonic() + _ENDING_S, False
+    for folder in [job.folder for job in jobs if job.status not in ENDED and (job.folder / ".lock").exists()]:
+        while True:
+            try:
+                lock = hold(folder)
+                break
+            except UserError as error:
+                if time.monotonic() > until:
+                    raise UserError(
+                        "sweep_dir", f"still has a job that runs: {error}", "wait for it, or kill it"
+                    ) from None
+                if not said:
+                    print(f"{folder} is left by a launch that was killed: waiting until it has saved", flush=True)
+                said = True
+                time.sleep(0.1)
+        if lock is not None:
+            os.close(lock)
 
 
 def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
@@ -130,11 +169,14 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
     if job.pending is not None:
         print(f"pending: {job.pending.folder} failed, and fail_fast=true", flush=True)
         return None
-    try:
-        value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues))
-    except SystemExit as stop:
-        if stop.code == PREEMPTED:
-            job.record()
-        raise
-    job.record()
-    return value
+    while True:
+        try:
+            value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues))
+        except SystemExit as stop:
+            if stop.code == PREEMPTED:
+                job.record()
+            raise
+        if not job.record():
+            return value
+        print(f"again: {job.folder} failed, and retries={ledger.read().launches[-1]['retries']}", flush=True)
+        job = dataclasses.replace(job, continues=True)

@@ -26,7 +26,8 @@ from runner.config.composition import Composition
 from runner.config.keys import at, key_of
 from runner.config.reading import read_overrides, read_summary
 from runner.config.space import Range, text_of
-from runner.sweeps.ledger import Ledger, Outcome, identity, outcome
+from runner.sweeps.ledger import Entry, Ledger, Outcome, identity, outcome_of
+from runner.sweeps.pool import Pool
 from runner.sweeps.pruning import VARIABLE
 from runner.sweeps.search import PRUNED_AT, WARM, Study, StudySpec
 from runner.sweeps.table import BEST
@@ -89,8 +90,8 @@ class Executor(Protocol):
     def begin(self, job: TrialJob) -> None:
         """Start a job."""
 
-    def ended(self) -> list[int]:
-        """Wait until jobs have ended; their numbers."""
+    def ended(self) -> list[tuple[int, str]]:
+        """Wait until jobs have ended; their numbers, and why a process could not say itself how its job did."""
 
 
 class InProcess:
@@ -109,7 +110,7 @@ class InProcess:
         """Take a job."""
         self._job = job
 
-    def ended(self) -> list[int]:
+    def ended(self) -> list[tuple[int, str]]:
         """Run the job that was taken."""
         assert self._job is not None
         job, self._job = self._job, None
@@ -120,7 +121,27 @@ class InProcess:
         finally:
             os.environ.pop(VARIABLE, None)
             os.environ.update({name: value for name, value in before.items() if name in job.environment})
-        return [job.number]
+        return [(job.number, "")]
+
+
+class InPool:
+    """Runs jobs in the slots of a pool, at most `most` at a time."""
+
+    def __init__(self, pool: Pool, most: int | None) -> None:
+        self.pool, self._most = pool, most
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return self.pool.free if self._most is None else min(self.pool.free, self._most - len(self.pool.running))
+
+    def begin(self, job: TrialJob) -> None:
+        """Start a job in a process of its own."""
+        self.pool.start(job.number, job.words, job.environment)
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Wait until a job has ended, or a slot has become free."""
+        return [(each.number, each.sentence) for each in self.pool.wait()]
 
 
 @dataclass
@@ -182,8 +203,8 @@ class Search:
                     executor.begin(job)
                 if not running:
                     break
-                for ended in executor.ended():
-                    self._end(running.pop(ended), blocked)
+                for ended, killed in executor.ended():
+                    self._end(running.pop(ended), blocked, killed)
         finally:
             self._write_best()
 
@@ -225,10 +246,17 @@ class Search:
             self._say(f"trial {trial.index + 1} of {plan.settings['trials']}: {' '.join(varied)}{of_seeds}")
         return TrialJob(place, words, _with_folder(composition, self._folder / str(place)), environment)
 
-    def _end(self, trial: _Trial, blocked: list[_Trial]) -> None:
+    def _end(self, trial: _Trial, blocked: list[_Trial], killed: str) -> None:
         """Take what the job of a trial came to: its next seed, or the end of the trial."""
         entry = self._ledger.read().jobs.get(trial.identity)
-        found = outcome(entry.folder) if entry is not None else Outcome("unknown")
+        if killed and entry is not None:
+            again = self._ledger.end(trial.identity, Outcome("failed", sentence=killed))
+            self._say(
+                f"trial {trial.index + 1}: {killed}; {'it goes on' if again else 'the same command goes on with it'}"
+            )
+            blocked += [trial] if again else []
+            return
+        found = outcome_of(entry) if entry is not None else Outcome("unknown")
         if found.status == "pruned":
             self._study.tell(trial.index, trial.number, None, pruned=True)
             self._say(f"trial {trial.index + 1}: pruned after evaluation {self._study.pruned_at(trial.number)}")
@@ -267,14 +295,14 @@ class Search:
         known = {trial.user_attrs[WARM] for trial in self._study.trials(warm=True)}
         for source in [given] if isinstance(given, str) else given or []:
             added = 0
-            folders = [entry.folder for entry in Ledger(Path(source)).read().jobs.values()]
-            for folder in folders:
-                added += str(folder) in known or self._add(folder)
-            self._say(f"warm start: {added} of {len(folders)} jobs of {source} are within the search space")
+            entries = list(Ledger(Path(source)).read().jobs.values())
+            for entry in entries:
+                added += str(entry.folder) in known or self._add(entry)
+            self._say(f"warm start: {added} of {len(entries)} jobs of {source} are within the search space")
 
-    def _add(self, folder: Path) -> bool:
+    def _add(self, entry: Entry) -> bool:
         """Add the result of an earlier run to the study, if it fits."""
-        found = outcome(folder)
+        folder, found = entry.folder, outcome_of(entry)
         if found.status != "finished" or (self._plan.monitored and found.metric not in self._plan.goals):
             return False
         values = self._objectives(folder, found)

@@ -24,7 +24,13 @@ from runner.config.signals import STOPPING
 _LOOK_S = 0.05  # between two looks at the jobs
 _DEATH_OF_PARENT, _ADOPT_ORPHANS = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 _USED_LATER = (
-    *("hydra.core.utils", "runner.config.app", "runner.sweeps.resume", "torchmetrics.classification"),
+    *(
+        "hydra.core.utils",
+        "runner.config.app",
+        "runner.sweeps.launch",
+        "runner.sweeps.resume",
+        "torchmetrics.classification",
+    ),
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"),
 )
 
@@ -49,9 +55,10 @@ def main() -> int:
     request = _serve(requests, said)
     if request is None:
         os._exit(0)  # there is nothing to flush, and taking the imports apart takes long
-    status = _work(common, request, said)
-    gc.unfreeze()  # or what triton has built would be reported as leaked at exit
-    return status
+    try:
+        return _work(common, request, said)
+    finally:
+        gc.unfreeze()  # or what triton has built would be reported as leaked at exit
 
 
 class _Requests:

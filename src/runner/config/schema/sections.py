@@ -229,7 +229,7 @@ class Search(Section):
     reduction: Annotated[int, Ge(2)] = 3
     seeds: list[NonNegative] = field(default_factory=list)
     objectives: dict[str, Literal["min", "max"]] = field(default_factory=dict)
-    jobs: Count = 1
+    jobs: Count | None = None
     storage: str | None = None
     warm_start: str | list[str] | None = None
     space: dict[str, Any] = field(default_factory=dict)
