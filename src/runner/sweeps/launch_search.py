@@ -85,7 +85,9 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
     def base() -> dict[str, Any]:
         return counted(command.compose(words).values) | {f"search.{key}": settings[key] for key in _SAME}
 
-    folder = sweep_root(Plan(command.composition.values, swept, None, base, command.flags, command.given, True))
+    detach = command.launcher is not None and bool(command.launcher.detach)
+    values = command.composition.values
+    folder = sweep_root(Plan(values, swept, None, base, command.flags, command.given, detach, searches=True))
     seed = command.composition.values["seed"]
     spec = StudySpec(
         storage=str(settings["storage"] or folder / JOURNAL),
