@@ -62,9 +62,10 @@ def _by_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             found[key] = value
             continue
         own = {part: each for part, each in value.items() if not isinstance(each, dict)}
-        if own or not value:
+        is_range = bool(own.keys() & {*KINDS}) or (bool(prefix) and bool(own)) or not value
+        if is_range:
             found[key] = own
-        found |= _by_key({part: each for part, each in value.items() if isinstance(each, dict)}, key)
+        found |= _by_key({part: each for part, each in value.items() if part not in own or not is_range}, key)
     return found
 
 

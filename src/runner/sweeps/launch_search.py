@@ -223,4 +223,11 @@ def _check_ends(command: Command, words: Sequence[str], space: dict[str, Range])
             section[last] = value
         return [] if composition.values.get("ckpt_path") is not None else command.also(composition)
 
-    validate_jobs(jobs, problems_of)
+    try:
+        validate_jobs(jobs, problems_of)
+    except ConfigError as error:
+        problems = [
+            dataclasses.replace(each, key=f"search.{each.key}") if each.key in space else each
+            for each in error.problems
+        ]
+        raise ConfigError(problems) from None

@@ -117,6 +117,7 @@ class Study:
         """
         self._seed(index)
         trial = self.optuna.ask() if number is None else self.trial(number)
+        _ = trial.relative_params  # drawn together, by the sampler of this moment
         for position, (key, values) in enumerate(space.items()):
             self._seed(
                 index, position
