@@ -109,7 +109,7 @@ def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_
     assert f", {len(stopped)} pruned" in result.out
     lr = f"optimizer.lr={stopped[0].params['optimizer.lr']}"
     whole = run("train", *tiny, "epochs=4", lr).summary["weights_sha256"]
-    on = run("train", *tiny, f"ckpt_path={folder / str(stopped[0].number)}", "hydra.run.dir=on")
+    on = run("train", *tiny, "epochs=4", f"ckpt_path={folder / str(stopped[0].number)}", "hydra.run.dir=on")
     assert on.status == 0, on.err
     assert on.summary["weights_sha256"] == whole  # no bit of a pruned trial differs
     before = digests(folder)

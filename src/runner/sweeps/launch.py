@@ -16,11 +16,12 @@ from runner.config import overrides
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
-from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of, within
+from runner.config.keys import OF_THE_SWEEP, all_keys, at, flatten, key_of, within
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
 from runner.sweeps import pool_launcher
+from runner.sweeps.ablation import ablated, toggles_off
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.launch_search import Command, launch_search
 from runner.sweeps.ledger import Plan, counted, identity
@@ -116,9 +117,13 @@ def launch(
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
         jobs: list[list[str]] = []
+        off: dict[str, str] = {}
         identities: dict[str, list[str]] | None = None
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
             jobs, identities = jobs_of(words, params), {}
+            if composition.values["ablate"] is not None:
+                off = toggles_off(composition.values, schema)
+                jobs, swept = ablated(jobs, off), sorted({*swept, *off})
 
             def problems_of(words: list[str]) -> list[Problem]:
                 job = composed(words)
@@ -132,15 +137,16 @@ def launch(
         def base() -> dict[str, Any]:
             """What the command sets for all jobs; its words if they are no config by themselves."""
             plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
+            on = {f"ablate.{key}": at(composition.values, key) for key in off}
             with contextlib.suppress(ConfigError):
-                return counted(compose(app, primary, plain, schema, sources, also)[0].values)
+                return counted(compose(app, primary, plain, schema, sources, also)[0].values) | on
             return {"overrides": sorted(mask_words(plain.accepted))}
 
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         pool_launcher.register()
-        with announced(announce, jobs):
+        with announced(announce, jobs, fixed=bool(off)):
             return status_of(lambda: app.multirun(primary, task, words)), folder
 
 

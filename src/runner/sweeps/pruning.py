@@ -34,8 +34,8 @@ class Pruning:
         """Stop again if the resumed run had been stopped, but was killed before its end."""
         if (mode := loop.monitor[1]) != self._spec["directions"][0]:
             raise UserError("checkpoint.mode", f"of {loop.monitor[0]} is {mode}, which the search did not know", mode)
-        at = self._decide(lambda: self._opened().pruned_at(self._number))
-        if at is not None and loop.state.position.global_step and at <= _evaluation(loop):
+        at = self._decide(lambda: self._opened().stops_again(self._number, _evaluation(loop)))
+        if at is not None:
             self._stop(loop, at)
 
     def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:

@@ -164,17 +164,15 @@ class Study:
         The decision is on the disk before anything that it is based on is changed, so that a run that is killed here and
         resumed decides the same.
         """
-        trial = self.trial(number)
-        known = self._frozen(number)
-        if (pruned_at := known.user_attrs.get(PRUNED_AT)) is not None:
-            return bool(evaluation >= pruned_at)
+        trial, known = self.trial(number), self._frozen(number)
+        decided = known.user_attrs.get(PRUNED_AT)
         if evaluation not in known.intermediate_values:
             trial.report(value, evaluation)
         elif evaluation != known.last_step:
             return False  # decided before the run was resumed
         with self._attributes_held() as held:
-            pruned = bool(trial.should_prune())
-        if pruned:
+            pruned = bool(trial.should_prune()) or decided is not None
+        if pruned and decided is None:
             trial.set_user_attr(PRUNED_AT, evaluation)
         for trial_id, key, content in held:
             self.storage.set_trial_system_attr(trial_id, key, content)
@@ -182,7 +180,16 @@ class Study:
 
     def pruned_at(self, number: int) -> int | None:
         """The evaluation that a trial was stopped at, from 1; None for a trial that goes on."""
-        return self._frozen(number).user_attrs.get(PRUNED_AT)
+        found: int | None = self._frozen(number).user_attrs.get(PRUNED_AT)
+        return found
+
+    def stops_again(self, number: int, evaluation: int) -> int | None:
+        """The same for a run that was resumed after an evaluation; None if it was stopped at a later one."""
+        at = self.pruned_at(number)
+        if at is None or at > evaluation:
+            return None
+        self.prunes(number, at, 0.0)  # which completes what a kill left incomplete
+        return at
 
     @contextlib.contextmanager
     def _attributes_held(self) -> Iterator[list[tuple[int, str, Any]]]:

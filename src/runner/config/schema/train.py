@@ -49,7 +49,7 @@ class Train(Section):
     retries: Annotated[int, Ge(0)] = 0
     fail_fast: bool = False
     new_sweep: bool = False
-    ablate: list[str] | None = None
+    ablate: Literal["all"] | list[str] | None = None
     init: Init | list[Init] | None = None
     init_from: str | None = None
     init_mismatch: Literal["head", "skip", "raise"] = "head"
