@@ -158,12 +158,47 @@ def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Callable[..., A
         (lambda: train({"model": "mlp"}), "not a dict"),  # type: ignore[arg-type]
         (lambda: train(["model=mlp"]), "not a list"),  # type: ignore[arg-type]
         (lambda: train(compose(), "model=mlp"), "not a Train"),
+        (lambda: train(compose(), config_dir="conf"), "config_dir: has no effect"),
+        (lambda: train("--multirun", "seed=0,1"), "a loop over train"),
+        (lambda: compose("--help"), "--help is a flag"),
+        (lambda: compose(config_dir=3), "config_dir: is a path, not a int"),  # type: ignore[arg-type]
+        (lambda: load(None), "checkpoint: cannot be None"),  # type: ignore[arg-type]
+        (lambda: load(""), "checkpoint: cannot be ''"),
+        (lambda: evaluate(compose()), "checkpoint: cannot be a Train"),  # type: ignore[arg-type]
     ],
 )
 def test_mistakes_raise_an_error_that_names_the_key(workdir: Path, call: Callable[[], Any], key: str) -> None:
     with pytest.raises(UserError, match=key):
         call()
     assert not list(workdir.iterdir()), "a mistake leaves no folder behind"
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: load(path, "model=small_cnn"), "not those of this model.*\n.*a checkpoint brings its model"),
+        (lambda path: load(path, "top_k=3"), "top_k: is a key of the verb predict"),
+        (lambda path: load(path, device="gpu"), "device: cannot be 'gpu'"),
+        (lambda path: load(path, device=None), "device: cannot be 'None'"),
+        (lambda path: load(path).predict(np.zeros((8, 8))), "images: one is float64"),
+        (lambda path: load(path).predict(np.zeros((8, 8, 3, 3), dtype="uint8")), "images: one has the shape"),
+        (lambda path: load(path).predict(np.zeros((0, 8), dtype="uint8")), "images: one has no pixels"),
+        (lambda path: load(path).predict(3), "images: cannot be of type int"),
+        (lambda path: load(path).predict(b"png"), "images: cannot be of type bytes"),
+        (lambda path: load(path).predict({"a": 1}), "images: cannot be of type dict"),
+        (lambda path: load(path).predict([], top_k="two"), "top_k: cannot be two"),
+        (lambda path: load(path).preprocess([]), "images: is empty"),
+    ],
+)
+def test_mistakes_with_a_trained_model_name_the_argument(trained: Path, call: Callable[[Any], Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        call(trained)
+
+
+def test_python_suggests_the_name_that_the_package_has() -> None:
+    with pytest.raises(AttributeError) as error:
+        _ = runner.trian  # type: ignore[attr-defined]
+    assert (error.value.name, "train" in dir(error.value.obj)) == ("trian", True)
 
 
 def test_what_ends_a_run_raises_as_it_is(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

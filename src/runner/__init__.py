@@ -19,7 +19,12 @@ def __getattr__(name: str) -> Any:
         from runner import api
 
         return getattr(api, name)
-    raise AttributeError(f"module 'runner' has no attribute '{name}'")
+    # With these, Python names the nearest one.
+    raise AttributeError(f"module 'runner' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class _Package(ModuleType):

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.config.errors import FAILED, OK, USAGE, UserError, file_error, nearest, too_many_files
+from runner.config.errors import FAILED, OK, UserError, file_error, nearest, too_many_files
 from runner.verbs._errors import print_error
 from runner.verbs._launch import complete_verb, launch_verb
 from runner.verbs._table import VERBS
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
         print_error(text)
-        return USAGE if isinstance(error, UserError) else FAILED
+        return error.exit_code if isinstance(error, UserError) else FAILED
     finally:
         gc.enable()
 

@@ -16,7 +16,7 @@ from typing import Any
 from runner.build.setup import Setup, is_inside
 from runner.checkpoint.find import named
 from runner.config.composition import Composition
-from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, UserError, explain, whole
+from runner.config.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
 from runner.config.output_folders import holds_sweep
 from runner.config.reading import next_start_time, read_summary
 from runner.engine.errors import BadMetric
@@ -173,7 +173,7 @@ class RunRecord:
         is_mistake = isinstance(error, UserError | BadMetric)
         if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
             Console(self._directory.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
-        self._mistaken = self.exit_code == USAGE and "global_step" not in self.summary
+        self._mistaken = (self.exit_code == USAGE or isinstance(error, DiskFull)) and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
         if self.composition.values.get("post_mortem") is True and unexpected:
             self._to_debug = error
