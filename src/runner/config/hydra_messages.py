@@ -61,6 +61,7 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
             return Problem(key, "is not a key", ANY_KEY, closest(key, known))
         own = [name for name in flatten(OmegaConf.to_container(OmegaConf.structured(HydraConf))) if name]
         names = [*(f"hydra.{name}" for name in own), "hydra.sweeper.params"]  # of the basic sweeper
+        names += [f"hydra.launcher.{name}" for name in ("devices", "per_device", "threads", "detach")]  # of pool
         return Problem(key, "is not a key", "a key of Hydra (--cfg hydra prints them all)", nearest(key, names))
     if match := _CHOICE.search(text):
         return Problem(key, f"cannot be {match[1]}", match[2], nearest(match[1], match[2].split(", ")))

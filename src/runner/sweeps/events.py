@@ -38,10 +38,10 @@ class Event:
     @property
     def line(self) -> str:
         """The event in one line, for people."""
-        text = f"job {self.number} of {self.count}: {self.varied or 'as all others'}: {self.kind}"
-        text += f"{', ' if self.kind in ('finished', 'skipped') else ': '}{self.text}" if self.text else ""
+        text = f"job {self.number} of {self.count}: {mask_text(self.varied) or 'as all others'}: {self.kind}"
+        text += f"{', ' if self.kind in ('finished', 'skipped') else ': '}{mask_text(self.text)}" if self.text else ""
         text += f"; log: {self.log}" if self.kind in ("failed", "retried") else ""
-        return mask_text(text + (f"; repeat it alone: {self.repeat}" if self.repeat else ""))
+        return text + (f"; repeat it alone: {self.repeat}" if self.repeat else "")
 
 
 def _print(event: Event) -> None:

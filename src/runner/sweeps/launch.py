@@ -107,8 +107,9 @@ def launch(
             return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
 
         if composition.values["search"]["sampler"] is not None:
+            chosen = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
+            launcher = None if chosen == "basic" else chosen, cfg.hydra.launcher
             command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
-            launcher = cfg.hydra.launcher if in_pool else None
             command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher)
             folder, run = launch_search(command, sweep_root)
             return status_of(run), folder
@@ -142,7 +143,8 @@ def launch(
                 return counted(compose(app, primary, plain, schema, sources, also)[0].values) | on
             return {"overrides": sorted(mask_words(plain.accepted))}
 
-        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
+        detach = in_pool and cfg.hydra.launcher.detach
+        folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place, detach))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         pool_launcher.register()

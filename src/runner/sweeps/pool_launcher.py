@@ -67,9 +67,9 @@ def problems_of(launcher: Any, values: dict[str, Any], verb: str) -> list[Proble
         message = "is pool, which starts processes itself, and torchrun or srun started several"
         found.append(Problem("hydra/launcher", message, "one process, without torchrun"))
     for key in ("per_device", "threads"):
-        if launcher[key] is not None and not 1 <= launcher[key] <= _MOST:
+        if getattr(launcher, key) is not None and not 1 <= getattr(launcher, key) <= _MOST:
             allowed = f"a whole number from 1 to {_MOST}, or null"
-            found.append(Problem(f"hydra.launcher.{key}", f"cannot be {launcher[key]}", allowed))
+            found.append(Problem(f"hydra.launcher.{key}", f"cannot be {getattr(launcher, key)}", allowed))
     try:
         devices = _devices(launcher.devices, str(values.get("device")))
     except ValueError as error:
@@ -217,7 +217,9 @@ class PoolLauncher(Launcher):
         if not ended.sentence:
             found = outcome_of(known) if known is not None else Outcome("finished")
         else:
-            found = Outcome("preempted" if pool.asked else "failed", sentence=ended.sentence)
+            found = Outcome("failed", sentence=ended.sentence)
+            if pool.asked:
+                found = Outcome("preempted", sentence=f"{pool.asked}, before it had saved")
             if is_new and self._ledger.end(job, found):
                 state.todo.insert(0, number)
                 self._tell(state, number, "retried", ended.sentence, known)

@@ -1,11 +1,12 @@
 """The server process of `runner.sweeps.pool`: imports torch once, and forks a process for each job.
 
-It computes nothing and has no threads, so that a forked process is like a new one. Requests come as lines of JSON on standard
-input, and what happens goes as lines of JSON to standard output. When the launcher is gone, it asks its jobs to stop, and waits.
+It computes nothing and has no threads, so that a forked process is like a new one. Requests come as lines of JSON, and what
+happens goes back as lines of JSON. When the launcher is gone, it asks its jobs to stop, and waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -15,9 +16,10 @@ import os
 import select
 import signal
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from runner.config.signals import STOPPING
 
@@ -35,15 +37,20 @@ _USED_LATER = (
 )
 
 
-def main() -> int:
-    """Serve until the launcher closes the input; in the process of a job, run it and return its exit status."""
+def main(input: int, said: int) -> NoReturn:
+    """Serve until the launcher closes the input; in the process of a job, run it. Either way the process ends here.
+
+    Args:
+        input: the descriptor that requests come from.
+        said: the one that gets what happens.
+    """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)  # the launcher passes on what the jobs shall get
+    with suppress(PermissionError):
+        os.setsid()
     _prctl(_ADOPT_ORPHANS, 1)
-    said = os.dup(1)
-    os.dup2(2, 1)
     gc.disable()
-    requests = _Requests()
+    requests = _Requests(input)
     common = requests.first()
     sys.path[:] = common["path"]
     from runner.verbs._table import VERBS
@@ -53,18 +60,31 @@ def main() -> int:
     importlib.import_module("hydra.core.plugins").Plugins.instance()  # looks through all installed plugins
     gc.freeze()
     request = _serve(requests, said)
-    if request is None:
-        os._exit(0)  # there is nothing to flush, and taking the imports apart takes long
-    try:
-        return _work(common, request, said)
-    finally:
-        gc.unfreeze()  # or what triton has built would be reported as leaked at exit
+    status = 0
+    if request is not None:
+        atexit._clear()
+        try:
+            status = _work(common, request, said)
+        except SystemExit as stop:
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        # As an interpreter ends, but without what only the launcher may do, such as removing its temporary folders.
+        for module, end in (("multiprocessing.util", "_exit_function"), ("threading", "_shutdown")):
+            getattr(importlib.import_module(module), end)()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Taking the imports apart takes long, and the launcher that this process may be a copy of must not go on here.
+    os._exit(status)
 
 
 class _Requests:
-    """Lines of standard input."""
+    """Lines of JSON that come from the launcher."""
 
-    def __init__(self) -> None:
+    def __init__(self, input: int) -> None:
+        self._input = input
         self._unread = b""
         self._launcher = os.getppid()
 
@@ -79,8 +99,8 @@ class _Requests:
 
     def new(self, timeout: float | None) -> list[dict[str, Any]] | None:
         """What has come, or None if the launcher is gone."""
-        if b"\n" not in self._unread and select.select([0], [], [], timeout)[0]:
-            content = os.read(0, 2**16)
+        if b"\n" not in self._unread and select.select([self._input], [], [], timeout)[0]:
+            content = os.read(self._input, 2**16)
             if not content:
                 return None
             self._unread += content
@@ -183,6 +203,7 @@ def _redirect(path: str) -> None:
 def _run(common: dict[str, Any], request: dict[str, Any]) -> float | None:
     """Compose one job as Hydra's own launcher does, and run it."""
     from hydra._internal.callbacks import Callbacks
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.core.utils import run_job
     from hydra.types import HydraContext, RunMode
     from omegaconf import open_dict
@@ -192,6 +213,7 @@ def _run(common: dict[str, Any], request: dict[str, Any]) -> float | None:
     from runner.config.sources import Sources
     from runner.verbs._launch import job_of
 
+    GlobalHydra.instance().clear()  # of the launcher
     task = job_of(common["verb"])
     with application(task, Sources([Path(each) for each in common["sources"]]), VERBS[common["verb"]]) as app:
         config = app.compose_config(common["primary"], request["words"], RunMode.RUN)
@@ -211,4 +233,4 @@ def _run(common: dict[str, Any], request: dict[str, Any]) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(int(sys.argv[1]), int(sys.argv[2]))
