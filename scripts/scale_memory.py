@@ -96,7 +96,6 @@ def config_of(words: Sequence[str]) -> Train:
         words,
         also=lambda composition: [],
         sweep_root=lambda values: Path(),
-        monitor=lambda composition: ("val/loss", "min"),
     )
     if not found:
         raise SystemExit("the config is not valid")

@@ -209,7 +209,6 @@ def compose(workdir: Path) -> Callable[..., Composition]:
             words,
             also=lambda composition: [],
             sweep_root=lambda values: workdir / "sweep",
-            monitor=lambda composition: ("val/loss", "min"),
         )
         if not any(word.startswith("--") for word in words):
             _KNOWN[call_id] = copy.deepcopy(caught[0])

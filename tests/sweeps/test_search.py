@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,7 +43,7 @@ def search(run, tiny):
     return call
 
 
-def study_of(folder: Path, *directions: str) -> optuna.Study:
+def study_of(folder: Path, *directions: str) -> Any:
     return Study(StudySpec(str(folder / JOURNAL), "search", directions or ["max"])).optuna
 
 

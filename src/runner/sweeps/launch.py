@@ -34,9 +34,9 @@ def launch(
     argv: Sequence[str],
     also: Callable[[Composition], list[Problem]],
     sweep_root: Callable[[Plan], Path],
-    monitor: Callable[[Composition], tuple[str, str]],
     restarted: bool = False,
     announce: Announce = lambda *_: None,
+    monitor: Callable[[Composition], tuple[str, str]] = lambda _: ("val/loss", "min"),
 ) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
 
@@ -48,9 +48,9 @@ def launch(
         also: finds further problems in a composition; asked for a sweep, and when there are problems already, so that one
             report has them all.
         sweep_root: claims the folder of a sweep, or finds that of the one to continue.
-        monitor: metric and direction that a run of a composition watches; a search has to know them before its first run.
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
+        monitor: metric and direction that a run of a composition watches; a search has to know them before its first run.
 
     Returns:
         The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
@@ -107,10 +107,10 @@ def launch(
             return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
 
         if composition.values["search"]["sampler"] is not None:
-            chosen = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
-            launcher = None if chosen == "basic" else chosen, cfg.hydra.launcher
+            launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
+            slots = cfg.hydra.launcher if in_pool else None
             command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
-            command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher)
+            command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher, slots=slots)
             folder, run = launch_search(command, sweep_root)
             return status_of(run), folder
         if composition.values["search"]["space"]:

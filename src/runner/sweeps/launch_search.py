@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from runner.config.errors import FAILED, PREEMPTED, ConfigError, Problem, UserEr
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.sources import Sources
 from runner.config.space import Range, ranges_of, text_of
+from runner.sweeps.executors import InPool, InProcess
 from runner.sweeps.jobs import validate_jobs
 from runner.sweeps.ledger import NAME, Plan, counted
 from runner.sweeps.pool import Common, Pool, PoolBroken
@@ -42,7 +44,8 @@ class Command:
         given: see `Plan`.
         verb: of the command line.
         primary: name of the primary config.
-        launcher: the section `hydra.launcher` of `hydra/launcher=pool`; None for trials in this process.
+        launcher: name of the option of `hydra/launcher`.
+        slots: the section `hydra.launcher` if that is `pool`; None for any other.
     """
 
     composition: Composition
@@ -57,7 +60,8 @@ class Command:
     given: Path | None = None
     verb: str = "train"
     primary: str = "train"
-    launcher: Any = None
+    launcher: str = "basic"
+    slots: Any = None
 
 
 def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple[Path, Callable[[], None]]:
@@ -68,6 +72,15 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
         UserError: for settings that do not fit together, or if Optuna is not installed.
     """
     settings = command.composition.values["search"]
+    if command.verb != "train":
+        raise UserError("sweep", f"is a search, which is for train, and this is {command.verb}", "another sweep")
+    if command.launcher not in ("basic", "pool"):
+        raise UserError(
+            "hydra/launcher", f"is {command.launcher}, and a search starts its trials itself", "basic or pool"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        problem = "is a search, which runs in one process, and torchrun or srun started several"
+        raise UserError("sweep", problem, "devices=N without torchrun, for trials of several processes")
     space = _checked_space(command)
     words = [word for word in command.words if key_of(word).replace("/", ".") not in space]
     if several := overrides.swept(words):
@@ -85,22 +98,22 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
     def base() -> dict[str, Any]:
         return counted(command.compose(words).values) | {f"search.{key}": settings[key] for key in _SAME}
 
-    detach = command.launcher is not None and bool(command.launcher.detach)
+    detach = command.slots is not None and bool(command.slots.detach)
     values = command.composition.values
     folder = sweep_root(Plan(values, swept, None, base, command.flags, command.given, detach, searches=True))
     seed = command.composition.values["seed"]
     spec = StudySpec(
         storage=str(settings["storage"] or folder / JOURNAL),
-        name="search" if "://" not in str(settings["storage"]) else str(folder.absolute()),
+        name=str(folder.absolute()) if settings["storage"] else "search",
         directions=list(goals.values()),
         seed=seed,
-        parallel=command.launcher is not None or (settings["jobs"] or 1) > 1,
+        parallel=command.slots is not None or (settings["jobs"] or 1) > 1,
         evaluations=_evaluations(command.composition.values),
         **{key: settings[key] for key in ("sampler", "pruner", "warmup", "reduction")},
     )
 
     def run() -> None:
-        from runner.sweeps.trials import InPool, InProcess, Search, SearchPlan
+        from runner.sweeps.trials import Search, SearchPlan
 
         plan = SearchPlan(
             settings=settings,
@@ -132,11 +145,11 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
 def _pool(command: Command, folder: Path, jobs: int | None) -> Pool:
     """The processes for trials at the same time."""
     values = command.composition.values
-    launcher = command.launcher
-    if launcher is None and jobs is not None:
+    wanted = command.slots
+    if wanted is None and jobs is not None:
         devices = len(slots_for(PoolConfig(per_device=1), values)[0])
-        launcher = PoolConfig(per_device=-(-jobs // devices))
-    slots, environment = slots_for(launcher, values)
+        wanted = PoolConfig(per_device=-(-jobs // devices))
+    slots, environment = slots_for(wanted, values)
     common = Common(
         folder=folder,
         verb=command.verb,

@@ -15,8 +15,9 @@ def main(argv: Sequence[str]) -> int:
     if folder is None or not holds_sweep(folder):
         problem = f"needs the folder of a sweep, got {' '.join(argv) or 'nothing'}"
         raise UserError("sweep", problem, "python -m runner sweep outputs/digits/sweeps/2026-11-20_11-45-53")
-    from runner.sweeps.table import print_table, summarise
+    from runner.sweeps.table import print_best, print_table, summarise
     from runner.tracking.console import Console
 
-    print_table(summarise(folder, write=False), Console(None))
+    print_table(summarise(folder, write=False), console := Console(None))
+    print_best(folder, console)
     return OK
