@@ -177,7 +177,7 @@ class Search:
         if killed and entry is not None:
             again = self._ledger.end(trial.identity, Outcome("failed", sentence=killed))
             self._say(
-                f"trial {trial.index + 1}: {killed}; {'it goes on' if again else 'the same command goes on with it'}"
+                f"trial {trial.index + 1}: {killed}; {'it goes on' if again else 'the same command continues it'}"
             )
             blocked += [trial] if again else []
             return
@@ -204,7 +204,7 @@ class Search:
             self._study.tell(trial.index, trial.number, means)
             told = [f"{name} {shown(value)}" for name, value in zip(self._plan.goals, means, strict=True)]
             self._say(f"trial {trial.index + 1}: {', '.join(told)}")
-        # A job that was killed, or did not start, leaves the trial as it is: the same command goes on with it.
+        # A job that was killed, or did not start, leaves the trial as it is: the same command continues it.
 
     def _fail(self, trial: _Trial, why: str) -> None:
         self._failed = True
