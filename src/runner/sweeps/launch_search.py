@@ -138,6 +138,8 @@ def launch_search(command: Command, sweep_root: Callable[[Plan], Path]) -> tuple
                 raise SystemExit(FAILED) from None
         if pool.asked:
             raise SystemExit(PREEMPTED)
+        if search.unended:
+            raise SystemExit(FAILED)
 
     return folder, run
 

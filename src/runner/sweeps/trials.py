@@ -24,6 +24,7 @@ import yaml
 from runner.config.composition import Composition
 from runner.config.keys import at, key_of
 from runner.config.reading import read_overrides, read_summary
+from runner.config.secrets import mask_words
 from runner.config.space import Range, text_of
 from runner.sweeps.executors import Executor, TrialJob
 from runner.sweeps.ledger import Entry, Ledger, Outcome, identity, outcome_of
@@ -101,6 +102,7 @@ class Search:
         self._study = Study(spec)
         self._ledger = Ledger(folder)
         self._failed = False
+        self.unended = False  # whether a job said nothing of its end, which the ledger does not show either
 
     def run(self, executor: Executor) -> None:
         """Run until there are as many trials as are asked for, all of them ended; what a signal stopped is left.
@@ -177,7 +179,7 @@ class Search:
         if killed and entry is not None:
             again = self._ledger.end(trial.identity, Outcome("failed", sentence=killed))
             self._say(
-                f"trial {trial.index + 1}: {killed}; {'it goes on' if again else 'the same command continues it'}"
+                f"trial {trial.index + 1}: {killed}; {'it is resumed' if again else 'the same command continues it'}"
             )
             blocked += [trial] if again else []
             return
@@ -204,7 +206,8 @@ class Search:
             self._study.tell(trial.index, trial.number, means)
             told = [f"{name} {shown(value)}" for name, value in zip(self._plan.goals, means, strict=True)]
             self._say(f"trial {trial.index + 1}: {', '.join(told)}")
-        # A job that was killed, or did not start, leaves the trial as it is: the same command continues it.
+        else:  # it did not start, or was killed: the trial stays as it is, and the same command continues it
+            self.unended = True
 
     def _fail(self, trial: _Trial, why: str) -> None:
         self._failed = True
@@ -260,7 +263,8 @@ class Search:
         )
         source = f"trial {place + 1}" if place >= 0 else best.user_attrs[WARM]
         words = [word for word in self._plan.words if not word.startswith("hydra") and key_of(word) != "sweep"]
-        command = shlex.join(["python", "-m", "runner", "train", *self._plan.flags, *words, *self._words(best.params)])
+        words = mask_words([*words, *self._words(best.params)])
+        command = shlex.join(["python", "-m", "runner", "train", *self._plan.flags, *words])
         head = f"# {name} {shown(best.values[0])}: {source}, the best of {len(ended)} in {self._folder}"
         chosen = [{f"override /{key}": value} for key, value in best.params.items() if key in self._plan.groups]
         content: dict[str, Any] = {"defaults": chosen} if chosen else {}
