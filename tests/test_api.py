@@ -21,6 +21,9 @@ from PIL import Image
 import runner
 from runner import compose, evaluate, load, predict, train
 from runner.config.errors import UserError
+from runner.reports.reading import Run
+from runner.reports.report import Report
+from runner.reports.table import Row, Spread, Table
 
 WORDS = ("model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.progress=false", "log.curves=false")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -59,13 +62,18 @@ def pictures(workdir: Path) -> Path:
 
 
 def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
-    assert runner.__all__ == ["compose", "evaluate", "load", "predict", "train"]
+    assert runner.__all__ == ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
     arguments = {name: list(inspect.signature(getattr(runner, name)).parameters) for name in runner.__all__}
     assert arguments == {
         "compose": ["overrides", "config_dir"],
         "evaluate": ["checkpoint", "overrides", "config_dir"],
         "load": ["checkpoint", "overrides", "device", "config_dir"],
         "predict": ["checkpoint", "images", "overrides", "options"],
+        "report": [
+            *("places", "where", "columns", "sort", "seeds", "diff", "csv", "md", "json", "html", "against"),
+            *("save_baseline", "tolerance"),
+        ],
+        "runs": ["places", "where"],
         "train": ["overrides", "config_dir"],
     }
     names = [field.name for field in dataclasses.fields(runner.api.Trained)]
@@ -73,6 +81,31 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
         *("model", "classes", "preprocess", "config", "path", "step", "weights", "metrics", "task", "device"),
     ]
     assert [field.name for field in dataclasses.fields(runner.api.Result)] == ["directory", "summary", "value"]
+    fields = {each: [field.name for field in dataclasses.fields(each)] for each in (Run, Row, Spread, Table, Report)}
+    assert fields == {
+        Run: ["path", "status", "error", "config", "overrides", "summary", "repeat"],
+        Row: ["runs", "values"],
+        Spread: ["mean", "std", "count"],
+        Table: ["keys", "metrics", "rows", "folded", "metric"],
+        Report: ["runs", "table", "notes", "difference", "comparison"],
+    }
+    of_runs = {
+        name for name, value in vars(Run).items() if not name.startswith("_") and not isinstance(value, str | dict)
+    }
+    assert of_runs == {
+        *(
+            "error",
+            "name",
+            "monitor",
+            "mode",
+            "metrics",
+            "speed",
+            "samples_per_step",
+            "records",
+            "environment",
+            "value",
+        ),
+    }
 
 
 @pytest.mark.parametrize("first", ["import runner.train", "from runner.train import build_run", "pass"])
@@ -247,6 +280,7 @@ def test_the_code_of_the_page_runs(workdir: Path) -> None:
     for block in blocks:
         exec(block, names)
     assert names["scores"]["metrics"]["accuracy"] > 0.5
+    assert names["found"].table.rows
 
 
 def test_the_notebook_runs(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # nothing is imported here: Ctrl-C would show Python's traceback
 if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
     from runner.api import compose, evaluate, load, predict, train
+    from runner.reports.report import report, runs
+else:
+    ModuleType = type(sys)
 
 __version__ = "0.1.0"
-__all__ = ["compose", "evaluate", "load", "predict", "train"]
+__all__ = ["compose", "evaluate", "load", "predict", "report", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:
     # The command line starts without torch.
+    if name in ("report", "runs"):
+        from runner.reports import report as module
+
+        return getattr(module, name)
     if name in __all__:
         from runner import api
 

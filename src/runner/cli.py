@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; those of the process if None.
 
     Returns:
-        Exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 75 preempted.
+        Exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 4 worse than a baseline, 75 preempted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not {"-sc", "--shell-completion"}.isdisjoint(words):
@@ -88,7 +88,7 @@ def _help() -> str:
             f"flags of {', '.join(others)} and {last}: "
             "--multirun --cfg job --info --config-dir DIR --config-name NAME --resolve --help",
             'tab completion: eval "$(runner -sc install=bash)"',
-            "exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 75 preempted",
+            "exit status: 0 done, 1 failed, 2 a mistake in the call, 3 diverged, 4 worse than a baseline, 75 preempted",
         ]
     )
 

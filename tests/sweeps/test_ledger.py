@@ -212,7 +212,7 @@ def test_two_processes_do_not_run_the_same_sweep(sweep, tiny, workdir):
     ]
     assert second.status == 2
     assert "sweep_dir: " in second.err
-    assert "is being written by process" in second.err
+    assert "is being run by process" in second.err
     assert [line["event"] for line in events(found[0].parents[1])] == ["launch", "started", "preempted"]
 
 

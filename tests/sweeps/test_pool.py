@@ -175,7 +175,7 @@ def test_a_failed_job_is_repeated_at_once_as_often_as_retries_says(run, tiny):
 
 
 def test_events_are_lines_with_what_people_need_next():
-    heard = []
+    heard: list[Event] = []
     with listening(heard.append):
         tell(Event("failed", 3, 12, "seed=3 logger.api_key=abc", "killed", log=Path("logs/2.log"), repeat="python"))
     assert heard[0].line == (

@@ -15,8 +15,8 @@ from runner.config.secrets import MASK, is_secret, mask_word
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 
 
-OK, FAILED, USAGE, DIVERGED, PREEMPTED = 0, 1, 2, 3, 75
-"""Exit codes of a job."""
+OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED = 0, 1, 2, 3, 4, 75
+"""Exit codes of a job; `WORSE` is that of a report that finds a run worse than its baseline."""
 
 
 @dataclass(frozen=True)

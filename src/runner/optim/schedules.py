@@ -204,7 +204,7 @@ class Torch(Schedule):
     Args:
         total_steps, warmup, clock: see `Schedule`.
         name: such as "StepLR".
-        options: arguments of the scheduler; `T_max` and `total_steps` are those of the run if they are left out. `schedulers`
+        options: arguments of the scheduler; `T_max` and `total_steps` are those of the run if they are missing. `schedulers`
             is a list of mappings with name and options.
         interval: whether the scheduler counts epochs or optimizer steps.
         steps_per_epoch: optimizer steps per epoch.

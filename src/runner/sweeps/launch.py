@@ -36,6 +36,7 @@ def launch(
     sweep_root: Callable[[Plan], Path],
     restarted: bool = False,
     announce: Announce = lambda *_: None,
+    keeps_runs: bool = True,
     monitor: Callable[[Composition], tuple[str, str]] = lambda _: ("val/loss", "min"),
 ) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
@@ -50,6 +51,7 @@ def launch(
         sweep_root: claims the folder of a sweep, or finds that of the one to continue.
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
+        keeps_runs: whether a sweep has a ledger.
         monitor: metric and direction that a run of a composition watches; a search has to know them before its first run.
 
     Returns:
@@ -80,7 +82,9 @@ def launch(
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):
-            _refuse_keys_of_sweeps(checked.accepted)
+            _refuse_keys_of_sweeps(
+                checked.accepted, "is about a sweep, and this is one run", "--multirun too, or no such key"
+            )
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
@@ -91,6 +95,10 @@ def launch(
         in_pool = cfg.hydra.runtime.choices.get("hydra/launcher") == "pool"
         if in_pool and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
             raise ConfigError(wrong)
+        if not keeps_runs:
+            _refuse_keys_of_sweeps(
+                checked.accepted, "is about jobs that train, and this verb keeps no ledger", "no such key"
+            )
         words = [word for word in checked.accepted if not within(key_of(word), OF_THE_SWEEP)]
         given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
         if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
@@ -117,6 +125,9 @@ def launch(
             raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
+        if same_for_all := [key for key in ("name", "output_root") if key in swept]:
+            why = "names the folder of a sweep, so that its jobs cannot differ in it"
+            raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
         jobs: list[list[str]] = []
         off: dict[str, str] = {}
         identities: dict[str, list[str]] | None = None
@@ -173,11 +184,10 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
     ) or any(word.replace(" ", "") == "hydra.mode=MULTIRUN" for word in words)
 
 
-def _refuse_keys_of_sweeps(words: Sequence[str]) -> None:
+def _refuse_keys_of_sweeps(words: Sequence[str], why: str, allowed: str) -> None:
     for word in words:
         if within(key_of(word), OF_THE_SWEEP):
-            allowed = "sweep=optuna too" if key_of(word).startswith("search.") else "--multirun too, or no such key"
-            raise UserError(key_of(word), "is about a sweep, and this is one run", allowed)
+            raise UserError(key_of(word), why, "sweep=optuna too" if key_of(word).startswith("search.") else allowed)
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:

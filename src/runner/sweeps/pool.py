@@ -173,6 +173,8 @@ class Pool:
         folder = str(self.common.folder).replace("\\", "\\\\").replace("'", "\\'")
         all_words = [*self.common.words, *words, f"hydra.sweep.dir='{folder}'"]
         self._tell({"number": number, "words": all_words, "environment": own, "log": str(log)})
+        if self.asked:  # while the server was being started
+            self._tell({"signal": signal.SIGTERM})
         return slot
 
     def log_of(self, number: int) -> Path:
@@ -213,7 +215,8 @@ class Pool:
         """End the jobs that are left, and the server process."""
         if self._server is None:
             return
-        os.close(self._requests)  # the server asks its jobs to stop, and waits for them
+        requests, self._requests = self._requests, -1
+        os.close(requests)  # the server asks its jobs to stop, and waits for them
         until = time.monotonic() + (math.inf if self._running else _ENDED_S)
         while not os.waitpid(self._server, os.WNOHANG)[0]:
             if time.monotonic() > until:
@@ -231,7 +234,7 @@ class Pool:
         if self._server is None:
             self._serve()
             self._tell({**asdict(self.common), "number": None, "folder": str(self.common.folder), "path": sys.path})
-        with contextlib.suppress(BrokenPipeError):  # `wait` says what is wrong
+        with contextlib.suppress(OSError):  # the server is gone, and `wait` says so
             os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def _serve(self) -> None:
@@ -242,11 +245,13 @@ class Pool:
             server: Any = importlib.import_module("runner.verbs._job_server")
             sys.stdout.flush()
             sys.stderr.flush()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # the server never takes them
             self._server = os.fork()
             if not self._server:
                 os.close(self._requests)
                 os.close(self._said)
                 server.main(theirs, says)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         else:
             command = [sys.executable, "-m", "runner.verbs._job_server", str(theirs), str(says)]
             environment = {**os.environ, **self.common.environment}

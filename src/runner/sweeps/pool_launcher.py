@@ -161,7 +161,8 @@ class PoolLauncher(Launcher):
         setup_globals()
         jobs = {initial_job_idx + at: list(words) for at, words in enumerate(job_overrides)}
         varied = dict(zip(jobs, varied_words(list(jobs.values())), strict=True))
-        state = _State(jobs, varied, list(jobs))
+        first = {tuple(words): number for number, words in reversed(jobs.items())}  # a value may be given twice
+        state = _State(jobs, varied, sorted(first.values()))
         slots, environment = slots_for(self._config.hydra.launcher, self._config)
         hydra = self._config.hydra
         folders = [Path(each.path) for each in hydra.runtime.config_sources if each.schema == "file" and each.path]
@@ -183,7 +184,7 @@ class PoolLauncher(Launcher):
             raise SystemExit(PREEMPTED)
         if state.broken:
             raise SystemExit(FAILED)
-        return [_returned(words, state.values.get(number)) for number, words in jobs.items()]
+        return [_returned(words, state.values.get(first[tuple(words)])) for words in jobs.values()]
 
     def _run(self, pool: Pool, state: _State) -> None:
         while state.todo or pool.running:
@@ -214,7 +215,7 @@ class PoolLauncher(Launcher):
         records = self._ledger.read()
         job, known = self._find(records, state.jobs[number])
         is_new = known is not None and known.launch == len(records.launches) - 1
-        if not ended.sentence:
+        if not ended.sentence or (known is not None and is_new and known.status in ENDED):
             found = outcome_of(known) if known is not None else Outcome("finished")
         else:
             found = Outcome("failed", sentence=ended.sentence)

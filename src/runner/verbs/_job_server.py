@@ -44,8 +44,7 @@ def main(input: int, said: int) -> NoReturn:
         input: the descriptor that requests come from.
         said: the one that gets what happens.
     """
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # the launcher passes on what the jobs shall get
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # the launcher passes on what the jobs shall get
     with suppress(PermissionError):
         os.setsid()
     _prctl(_ADOPT_ORPHANS, 1)
@@ -181,6 +180,7 @@ def _work(common: dict[str, Any], request: dict[str, Any], said: int) -> int:
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     os.environ.update(request["environment"])
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500")  # a system short of memory ends a job, and not the launcher
@@ -197,7 +197,7 @@ def _redirect(path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
 
 
 def _run(common: dict[str, Any], request: dict[str, Any]) -> float | None:

@@ -109,6 +109,7 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
         monitor=_monitor,
         restarted=restarted,
         announce=announce,
+        keeps_runs=verb.keeps_runs,
     )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
