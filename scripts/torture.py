@@ -63,7 +63,11 @@ COUNTS = {
 
 
 def run(
-    sections: list[str], counts: dict[str, int], seed: int, folder: Path, launchers: tuple[str, ...] = ("basic", "pool")
+    sections: list[str],
+    counts: dict[str, int],
+    seed: int,
+    folder: Path,
+    launchers: tuple[str, ...] = ("basic", "pool", "optuna"),
 ) -> list[Row]:
     """Run sections one after the other; each has random numbers of its own, so that any can be repeated alone."""
     import importlib
@@ -100,7 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of moments and places")
     parser.add_argument("--short", action="store_true", help="a few of each")
     parser.add_argument("--folder", type=Path, help="keep all runs in this folder; without it they are removed")
-    parser.add_argument("--launcher", choices=("basic", "pool"), help="of the section sweeps; without it all of them")
+    parser.add_argument(
+        "--launcher", choices=("basic", "pool", "optuna"), help="of the section sweeps; without it all of them"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     for name, (long, short, what) in COUNTS.items():
@@ -119,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
             counts,
             options.seed,
             options.folder or Path(scratch),
-            (options.launcher,) if options.launcher else ("basic", "pool"),
+            (options.launcher,) if options.launcher else ("basic", "pool", "optuna"),
         )
     if options.json:
         options.json.write_text(json.dumps([row.plain() for row in rows], indent=2) + "\n")

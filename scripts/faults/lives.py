@@ -181,7 +181,7 @@ def fingerprint(run: Path) -> str:
         summary = json.loads((run / "summary.json").read_text())
     except (OSError, ValueError) as error:
         return f"no summary: {error}"
-    if summary["status"] != "finished":
+    if summary["status"] not in ("finished", "pruned"):
         return f"{summary['status']}: {summary['error']}"
     return str(summary["weights_sha256"])
 

@@ -18,25 +18,32 @@ from faults.table import Bench, Row
 _STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _TIMES = 3
 _JOBS = ("0", "1", "2", "3")
-_LAUNCHERS = {"basic": (), "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2")}
+_LAUNCHERS = {"basic": (), "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"), "optuna": ()}
+_GRID = ("--multirun", "epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")
+_SEARCH = (
+    *("sweep=optuna", "search.optimizer.lr={log: [1e-4, 1e-1]}", "search.trials=4", "epochs=3"),
+    *("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss"),
+)
 
 
 def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
-    words = ("--multirun", *whole(("epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")))
-    undisturbed = bench.folder / "undisturbed"
-    first = live((*words, f"output_root={undisturbed}"), undisturbed.with_suffix(".log"))
-    assert first.status == 0, first.said()[-2000:]
-    [folder] = undisturbed.glob("*/sweeps/*")
-    expected = {job: fingerprint(folder / job) for job in _JOBS}
-    rows = []
+    rows, known = [], dict[tuple[str, ...], dict[str, str]]()
     for launcher in bench.launchers:
-        own = (*words, *_LAUNCHERS[launcher])
+        words = _SEARCH if launcher == "optuna" else _GRID
+        words = (*words[:1], *whole(words[1:]))
+        if words not in known:
+            undisturbed = bench.folder / f"undisturbed_{len(known)}"
+            first = live((*words, f"output_root={undisturbed}"), undisturbed.with_suffix(".log"))
+            assert first.status == 0, first.said()[-2000:]
+            [folder] = undisturbed.glob("*/sweeps/*")
+            known[words] = _found(folder)
+        own, expected = (*words, *_LAUNCHERS[launcher]), known[words]
         began, root = time.perf_counter(), bench.folder / f"{launcher}_undisturbed"
         alone = live((*own, f"output_root={root}"), root.with_suffix(".log"))
         lasted = time.perf_counter() - began
         assert alone.status == 0, alone.said()[-2000:]
-        victims = "the sweep" if launcher == "basic" else "the sweep, a job or both"
+        victims = "the sweep" if launcher != "pool" else "the sweep, a job or both"
         row = Row("sweeps", f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of {victims} at random moments")
         for number in range(bench.counts["sweeps"]):
             root = bench.folder / f"{launcher}_{number}"
@@ -56,7 +63,7 @@ def _stopped(
         until = time.perf_counter() + bench.draw.uniform(0.1, 1) * lasted / 2
         while time.perf_counter() < until and not life.ended():
             time.sleep(0.002)
-        victims = ("sweep",) if launcher == "basic" else bench.draw.choice((("sweep",), ("job",), ("sweep", "job")))
+        victims = ("sweep",) if launcher != "pool" else bench.draw.choice((("sweep",), ("job",), ("sweep", "job")))
         number = bench.draw.choice(_STOPS)
         if "job" in victims and (jobs := _working(root, life.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -73,7 +80,7 @@ def _stopped(
     folders = list(root.glob("*/sweeps/*"))
     # A stop before the ledger has its first line leaves a folder without jobs.
     [folder] = [folder for folder in folders if (folder / "0").exists()] or [root]
-    found = {job: fingerprint(folder / job) for job in _JOBS}
+    found = _found(folder)
     if life.status != 0 or found != expected:
         return f"{folder}: status {life.status}, {found} instead of {expected}: {life.said()[-1500:]}"
     if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs"}:
@@ -84,9 +91,20 @@ def _stopped(
     for line in map(json.loads, (folder / "sweep.jsonl").read_text().splitlines()):
         if line["event"] == "started" and ended[line["folder"]]:
             return f"{folder}: {line['folder']} had finished, and started again"
-        ended[line.get("folder", "")] += line["event"] == "finished"
+        ended[line.get("folder", "")] += line["event"] in ("finished", "pruned")
     del ended[""]
     return "" if ended == dict.fromkeys(_JOBS, 1) else f"{folder}: jobs ended {dict(ended)} times"
+
+
+def _found(folder: Path) -> dict[str, str]:
+    """What each job came to, and all trials if the sweep is a search."""
+    from runner.sweeps.search import JOURNAL, Study, StudySpec
+
+    found = {job: fingerprint(folder / job) for job in _JOBS}
+    if (folder / JOURNAL).is_file():
+        study = Study(StudySpec(str(folder / JOURNAL), "search", ["min"]))
+        found["trials"] = str([(each.state.name, each.params, each.values) for each in study.trials()])
+    return found
 
 
 def _working(root: Path, sweep: int) -> list[int]:

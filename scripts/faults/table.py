@@ -66,7 +66,7 @@ class Bench:
     draw: Random
     counts: dict[str, int]
     say: Callable[[str], None] = field(default=print)
-    launchers: tuple[str, ...] = ("basic", "pool")
+    launchers: tuple[str, ...] = ("basic", "pool", "optuna")
 
 
 def text_table(rows: Iterable[Row]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 from runner.build.auto_lr import auto_lr
 from runner.build.batch_size import auto_batch_size, memory_for_training
@@ -167,20 +169,24 @@ def build_run(
     )
 
 
-def train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
+def train(setup: Setup, record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()) -> float | None:
     """Build a run and train it: resume, train, test, and write what is known into the summary.
+
+    `also_call` are callbacks that do not come from the config.
 
     Returns:
         The best value of the monitored metric, or None.
     """
     with contextlib.ExitStack() as ending:
-        best = _train(setup, record, signals, ending)
+        best = _train(setup, record, signals, ending, also_call)
     if world().first:
         record.draw_curves(setup.config.log.curves)
     return best
 
 
-def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack) -> float | None:
+def _train(
+    setup: Setup, record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
+) -> float | None:
     """See `train`; `ending` closes what is open, the last one first, whatever becomes of the others."""
     config, console, found = setup.config, record.console, setup.found
     record.begin()
@@ -238,6 +244,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         *([] if all(part.permanent for part in state.freezing.parts) else [UnfreezeCallback(console.line)]),
         Progress(console.advance),
         *custom_callbacks.values(),
+        *also_call,
         SkippedSteps(record.directory.path, console),
         *([ReportMicroBatches(console.warn)] if config.on_oom == "split" else []),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
@@ -302,6 +309,8 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         saving.end(loop)
         if loop.stop_reason:
             console.line(f"stopped early: {loop.stop_reason}")
+        if loop.pruned:
+            record.summary["pruned"] = loop.stop_reason
         record.update(state, run.monitor.metric)
         if world().size > 1:
             record.summary["memory"] = held.by_rank()
@@ -310,7 +319,7 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals, ending: contex
         best = state.best.value if state.best else None
 
         # Test, with the best weights if there are any
-        if data.test is not None and config.evaluate.test:
+        if data.test is not None and config.evaluate.test and not loop.pruned:
             record.summary |= evaluator.test(saving.manager)
             epoch = state.position.epoch + (state.position.batch > 0)
             tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}

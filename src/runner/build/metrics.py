@@ -9,7 +9,7 @@ import torch
 
 from runner.config.errors import UserError, nearest
 from runner.config.schema.train import Train
-from runner.config.targets import build, names_argument
+from runner.config.targets import build, names_argument, resolve
 from runner.engine.tasks import Task, converting
 from runner.engine.weight_average import Kind, prefix
 
@@ -32,6 +32,28 @@ def choose_monitor(config: Train, task: Task) -> Monitor:
     named = config.checkpoint.monitor or task.monitor.replace("val/", f"val/{prefix(averaging(config))}", 1)
     metric = _full_name("checkpoint.monitor", named, config, task)
     return Monitor(metric, config.checkpoint.mode or _better("checkpoint.mode", metric, config, task))
+
+
+def expected_monitor(config: Train) -> Monitor:
+    """What `choose_monitor` will say, from the class of the task alone.
+
+    Raises:
+        UserError: if that does not tell it.
+    """
+    task = resolve(config.task["_target_"])
+    named, start = config.checkpoint.monitor, f"val/{prefix(averaging(config))}"
+    if named is None and (named := getattr(task, "monitor", None)) is not None:
+        named = str(named).replace("val/", start, 1)
+    if named is None:
+        raise UserError("checkpoint.monitor", "is null, and the task's class names no metric", "such as val/loss")
+    name = named if "/" in named else f"val/{named}"
+    plain = name.replace(start, "val/", 1)
+    mode = config.checkpoint.mode or (getattr(task, "mode", None) if plain == getattr(task, "monitor", None) else None)
+    if mode is None and plain.removeprefix("val/") in _SMALLER_IS_BETTER:
+        mode = "min"
+    if mode is None:
+        raise UserError("checkpoint.mode", f"is null, and a search has to know it of {name}", "min or max")
+    return Monitor(name, mode)
 
 
 def averaging(config: Train) -> Kind | None:

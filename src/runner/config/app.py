@@ -34,6 +34,7 @@ from runner.config.keys import flatten
 from runner.config.output_folders import not_folders
 from runner.config.secrets import mask_sweep
 from runner.config.sources import Sources, searchpath_folder, shipped
+from runner.config.space import with_space
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -69,10 +70,13 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     """A config without `hydra` as plain containers, interpolations resolved."""
     names = [name for name in cfg if name != "hydra"]
     values = {str(name): "???" if OmegaConf.is_missing(cfg, name) else cfg[name] for name in names}
-    return {
+    plain: dict[str, Any] = {
         name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         for name, value in values.items()
     }
+    if isinstance(plain.get("search"), dict):
+        plain["search"] = with_space(plain["search"])
+    return plain
 
 
 def _choices(hydra_config: Any) -> dict[str, str]:

@@ -130,7 +130,7 @@ def _entry(
     if package is None:
         return
     dotted = f"{package}.{name}" if package else name
-    if "." in last and keys.find(schema, dotted) is not None:
+    if "." in last and keys.find(schema, dotted) is not None and not dotted.startswith("search."):
         inner = "".join(f"\n{'  ' * depth}{part}:" for depth, part in enumerate(last.split(".")))
         yield Problem(
             at, f"'{last}' is one key to YAML, not {last.count('.') + 1}", f"nested keys, {' '.join(inner.split())} ..."

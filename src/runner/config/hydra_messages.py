@@ -30,7 +30,10 @@ def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
     if group in ("hydra/launcher", "hydra/sweeper"):
         others = getattr(error, "options", None) or []
         message = f"there is no '{option}': its plugin is not installed, or the name is wrong"
-        allowed = ", ".join(others) + "; pip install 'runner[joblib]', 'runner[submitit]' or 'runner[optuna]' adds one"
+        allowed = (
+            ", ".join(others)
+            + "; pip install 'runner[joblib]' or 'runner[submitit]' adds one, and sweep=optuna searches"
+        )
         return Problem(group, message, allowed, nearest(option, others))
     lines: list[str] = []
     cause: BaseException | None = error

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from runner.config.errors import nearest
-from runner.config.schema.sections import HasTarget
+from runner.config.schema.sections import HasTarget, Search
 from runner.config.synonyms import key_meant
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
 _TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # sections of other programs
-OF_THE_SWEEP = ("sweep_dir", "retry", "retries", "fail_fast", "new_sweep")
+OF_THE_SWEEP = ("sweep_dir", "retry", "retries", "fail_fast", "new_sweep", "ablate", "search")
 """Keys about a sweep as a whole, which its jobs do not get."""
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
 
@@ -58,7 +58,8 @@ def find(section: type, key: str) -> Any:
     annotation: Any = section
     for part in key.split("."):
         if dataclasses.is_dataclass(annotation):
-            annotation = hints(annotation).get(part)  # type: ignore[arg-type]
+            # What is no setting of a search is a key that it varies, which the search itself looks at.
+            annotation = hints(annotation).get(part, Any if annotation is Search else None)  # type: ignore[arg-type]
             if annotation is None:
                 return None
         elif annotation is Any or is_open(annotation):

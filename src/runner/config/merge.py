@@ -66,7 +66,7 @@ def merge_with_checkpoint(
         raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
     _fetch_nothing(original, composition.values)  # which is no change of the user's
     changed = stored.differences(original, values)
-    return values, [difference for difference in changed if difference[0] not in (*_OF_THE_CALL[2:], *_FETCHING)]
+    return values, [found for found in changed if not keys.within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
 
 
 def _at(values: dict[str, Any], key: str) -> dict[str, Any]:

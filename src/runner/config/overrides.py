@@ -156,7 +156,7 @@ def selected(override: Override) -> list[str]:
 def intervals(words: Iterable[str]) -> list[Problem]:
     """A problem for each interval among the overrides, which a sweeper that lists all jobs cannot take."""
     message = "cannot be an interval, as the sweeper does not choose values"
-    allowed = "hydra/sweeper=optuna or another sweeper that does, or values such as 0.001,0.01"
+    allowed = "sweep=optuna with search.KEY={log: [1e-4, 1e-1]}, a sweeper that does, or values such as 0.001,0.01"
     return [
         Problem(override.key_or_group, message, allowed, origin=f"the override {str(override.input_line).lstrip('+')}")
         for override in parsed(words)

@@ -82,6 +82,7 @@ class Loop:
         self.improved = False  # whether the latest evaluation at this boundary is the best so far
         self.epoch_ended = False  # whether this boundary is the end of an epoch
         self.stop_reason = ""
+        self.pruned = False  # whether it is the reason of a search
         self.stopping = ""  # the signal that ends the run at this boundary
         # Since this process started:
         self.samples_seen = 0
@@ -233,6 +234,11 @@ class Loop:
     def request_stop(self, reason: str) -> None:
         """End training at the next boundary, after a last evaluation; `reason` is a clause for people."""
         self.stop_reason = self.stop_reason or reason
+
+    def prune(self, reason: str) -> None:
+        """End training at this boundary, where the run has turned out not to be worth more steps; it is not tested."""
+        self.pruned = self.pruned or not self.stop_reason
+        self.request_stop(reason)
 
     # Callbacks
 

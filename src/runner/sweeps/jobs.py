@@ -64,8 +64,10 @@ def varied_words(jobs: Sequence[Sequence[str]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def announced(announce: Announce, jobs: Sequence[Sequence[str]]) -> Iterator[None]:
+def announced(announce: Announce, jobs: Sequence[Sequence[str]], fixed: bool = False) -> Iterator[None]:
     """Call `announce` before each job that Hydra's own launcher runs, and keep no results.
+
+    If `fixed`, the jobs are these, whatever combinations Hydra would make of the command line.
 
     The launcher keeps the results of all jobs until a sweep ends, with two configs of 0.5 MiB in each.
     """
@@ -81,12 +83,17 @@ def announced(announce: Announce, jobs: Sequence[Sequence[str]]) -> Iterator[Non
         return result
 
     sweeper: Any = importlib.import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
+    split = sweeper.split_arguments
+    plain = [[word for word in job if not word.startswith(("hydra.", "hydra/"))] for job in jobs]
     launcher.run_job = run_job_and_drop_configs
+    if fixed:
+        sweeper.split_arguments = staticmethod(lambda _, size: list(sweeper.split_overrides_to_chunks(plain, size)))
     if jobs:
         sweeper.validate_batch_is_legal = lambda self, batch: None  # they are validated, and composing takes long
     try:
         yield
     finally:
         launcher.run_job = run_job
+        sweeper.split_arguments = staticmethod(split)
         if jobs:
             del sweeper.validate_batch_is_legal  # that of its base class is back

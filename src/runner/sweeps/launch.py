@@ -16,13 +16,15 @@ from runner.config import overrides
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
-from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of
+from runner.config.keys import OF_THE_SWEEP, all_keys, at, flatten, key_of, within
 from runner.config.merged_once import merged_once
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
 from runner.sweeps import pool_launcher
+from runner.sweeps.ablation import ablated, toggles_off
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
+from runner.sweeps.launch_search import Command, launch_search
 from runner.sweeps.ledger import Plan, counted, identity
 
 
@@ -36,6 +38,7 @@ def launch(
     restarted: bool = False,
     announce: Announce = lambda *_: None,
     keeps_runs: bool = True,
+    monitor: Callable[[Composition], tuple[str, str]] = lambda _: ("val/loss", "min"),
 ) -> tuple[int, Path | None]:
     """Run `task` through Hydra, once or for every job of a sweep.
 
@@ -50,6 +53,7 @@ def launch(
         restarted: whether this process continues the work of one that was started with the same words and died.
         announce: called before each job of a sweep.
         keeps_runs: whether a sweep has a ledger.
+        monitor: metric and direction that a run of a composition watches; a search has to know them before its first run.
 
     Returns:
         The exit status of the run, or of a sweep, which is 0 unless it was broken off; and the folder of a sweep.
@@ -87,7 +91,7 @@ def launch(
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
             with _no_empty_folders(Path(cfg.hydra.run.dir)):
                 return status_of(lambda: app.run(primary, task, checked.accepted)), None
-        if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
+        if wrong := [problem for problem in also(composition) if within(problem.key, OF_THE_SWEEP)]:
             raise ConfigError(wrong)  # no job has these keys
         in_pool = cfg.hydra.runtime.choices.get("hydra/launcher") == "pool"
         if in_pool and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
@@ -96,20 +100,46 @@ def launch(
             _refuse_keys_of_sweeps(
                 checked.accepted, "is about jobs that train, and this verb keeps no ledger", "no such key"
             )
-        words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
+        words = [word for word in checked.accepted if not within(key_of(word), OF_THE_SWEEP)]
+        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
+        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
+            raise ConfigError([problem])
+        alone = [
+            f"--{name.replace('_', '-')}={flag}"
+            for name in ("config_dir", "config_name")
+            if (flag := getattr(flags, name))
+        ]
+        place = Path(given[-1]) if given else None
+
+        def composed(words: list[str]) -> Composition:
+            this = dataclasses.replace(checked, accepted=words)
+            return compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))[0]
+
+        if composition.values["search"]["sampler"] is not None:
+            launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
+            slots = cfg.hydra.launcher if in_pool else None
+            command = Command(composition, words, schema, sources, composed, also, monitor, task, alone, place)
+            command = dataclasses.replace(command, verb=verb, primary=primary, launcher=launcher, slots=slots)
+            folder, run = launch_search(command, sweep_root)
+            return status_of(run), folder
+        if composition.values["search"]["space"]:
+            raise UserError("search", "has keys to vary, and this sweep is no search", "sweep=optuna too")
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
         if same_for_all := [key for key in ("name", "output_root") if key in swept]:
             why = "names the folder of a sweep, so that its jobs cannot differ in it"
             raise UserError(same_for_all[0], why, f"one {same_for_all[0]}, and job numbers; or one command for each")
         jobs: list[list[str]] = []
+        off: dict[str, str] = {}
         identities: dict[str, list[str]] | None = None
         if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
             jobs, identities = jobs_of(words, params), {}
+            if composition.values["ablate"] is not None:
+                off = toggles_off(composition.values, schema)
+                jobs, swept = ablated(jobs, off), sorted({*swept, *off})
 
             def problems_of(words: list[str]) -> list[Problem]:
-                this = dataclasses.replace(checked, accepted=words)
-                job, _ = compose(app, primary, this, schema, sources, also, list(flatten(composition.values)))
+                job = composed(words)
                 identities[identity(job.values, job.overrides, swept)] = job.overrides
                 return [] if job.values.get("ckpt_path") is not None else also(job)
 
@@ -120,25 +150,17 @@ def launch(
         def base() -> dict[str, Any]:
             """What the command sets for all jobs; its words if they are no config by themselves."""
             plain = dataclasses.replace(checked, accepted=[word for word in words if key_of(word) not in swept])
+            on = {f"ablate.{key}": at(composition.values, key) for key in off}
             with contextlib.suppress(ConfigError):
-                return counted(compose(app, primary, plain, schema, sources, also)[0].values)
+                return counted(compose(app, primary, plain, schema, sources, also)[0].values) | on
             return {"overrides": sorted(mask_words(plain.accepted))}
 
-        given = [word.split("=", 1)[1].strip("'\"") for word in words if word.startswith("hydra.sweep.dir=")]
-        if given and (problem := why_occupied(Path(given[-1]), words, restarted or composition.resumes)):
-            raise ConfigError([problem])
-        alone = [
-            f"--{name.replace('_', '-')}={flag}"
-            for name in ("config_dir", "config_name")
-            if (flag := getattr(flags, name))
-        ]
-        place = Path(given[-1]) if given else None
         detach = in_pool and cfg.hydra.launcher.detach
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place, detach))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
         pool_launcher.register()
-        with announced(announce, jobs):
+        with announced(announce, jobs, fixed=bool(off)):
             return status_of(lambda: app.multirun(primary, task, words)), folder
 
 
@@ -165,8 +187,8 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
 
 def _refuse_keys_of_sweeps(words: Sequence[str], why: str, allowed: str) -> None:
     for word in words:
-        if key_of(word) in OF_THE_SWEEP:
-            raise UserError(key_of(word), why, allowed)
+        if within(key_of(word), OF_THE_SWEEP):
+            raise UserError(key_of(word), why, "sweep=optuna too" if key_of(word).startswith("search.") else allowed)
 
 
 def _of_every_job(cfg: DictConfig, words: Sequence[str], problems: Sequence[Problem]) -> list[Problem]:

@@ -29,7 +29,7 @@ if sys.platform != "win32":
 
 NAME = "sweep.jsonl"
 _LARGEST = 2**30  # bytes
-ENDED = ("finished", "failed", "preempted")
+ENDED = ("finished", "pruned", "failed", "preempted")
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 
@@ -67,6 +67,7 @@ class Plan:
         flags: of the command, as far as one job alone needs them.
         given: folder that `hydra.sweep.dir` names.
         detach: whether the sweep runs in the background.
+        searches: whether the jobs are chosen by a study that says whether anything is left.
     """
 
     values: dict[str, Any]
@@ -76,6 +77,7 @@ class Plan:
     flags: Sequence[str] = ()
     given: Path | None = None
     detach: bool = False
+    searches: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        status: `finished`, `failed`, `preempted`, or another one of a run that did not end.
+        status: `finished`, `pruned`, `failed`, `preempted`, or another one of a run that did not end.
         metric: name of the monitored metric, if it was computed.
         value: its best value; None if it was never finite.
         sentence: why the run did not finish.
@@ -222,7 +224,7 @@ class Ledger:
         found = outcome_of(known)
         if retry == "all" and known.launch < len(records.launches) - 1:
             return None
-        if found.status != "finished" and (found.status != "failed" or retry != "never"):
+        if found.status not in ("finished", "pruned") and (found.status != "failed" or retry != "never"):
             return None
         if known.status != found.status:
             self._write(file, found.status, Job(self, job, known.overrides, known.folder).line(found))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.config.app import current
+from runner.config.app import Composition, current
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.keys import within
 from runner.config.output_folders import holds_run, holds_sweep
@@ -53,7 +53,7 @@ def to_continue(root: Path, plan: Plan) -> Path | None:
             kind = "a run" if holds_run(folder) else "a sweep without sweep.jsonl"
             raise UserError("sweep_dir", f"cannot be {folder}: it holds {kind}", "another folder")
         return folder
-    if new or plan.jobs is None:
+    if new or (plan.jobs is None and not plan.searches):
         return None  # a sweeper that chooses values does not say whether anything is left
     same = [(records.launches[0]["time"], path.parent) for path, records in _sweeps(root) if _is_same(records, plan)]
     return max(same)[1] if same else None
@@ -147,13 +147,18 @@ def _is_true(plan: Plan, key: str) -> bool:
 
 
 def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
-    """Run a job unless the ledger of its sweep says that it does not have to; returns the value that sweepers optimise."""
-    from hydra.core.hydra_config import HydraConfig
+    """Run a job unless the ledger of its sweep says that it does not have to; returns the value that sweepers optimise.
 
-    composition = current(cfg)
+    `cfg` is the config that Hydra composed for a job, or a composition whose `job_dir` lies in the folder of the sweep.
+    """
+    composition = cfg if isinstance(cfg, Composition) else current(cfg)
     if composition.job_dir is None:
         return run(composition)
-    folder = Path(str(HydraConfig.get().sweep.dir)).absolute()
+    folder = composition.job_dir.parent.absolute()
+    if not isinstance(cfg, Composition):
+        from hydra.core.hydra_config import HydraConfig
+
+        folder = Path(str(HydraConfig.get().sweep.dir)).absolute()
     ledger = Ledger(folder)
     launches = ledger.read().launches
     if not launches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -13,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.config.keys import OF_THE_SWEEP, key_of
-from runner.config.reading import read_overrides, read_summary
+from runner.config.keys import OF_THE_SWEEP, key_of, within
+from runner.config.reading import read_overrides, read_regular, read_summary
 from runner.sweeps.ledger import ENDED, Entry, Ledger, outcome
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
@@ -23,6 +24,8 @@ from runner.tracking.run_directory import works
 
 REPEATS = ("seed", "data.split.seed", "data.split.fold")
 """Keys that distinguish repetitions of the same experiment."""
+BEST = "best.yaml"
+"""File that a search writes: its best trial as a preset, with a sentence and a command in the comments."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class JobRow:
     job: str  # name of its folder, its number in the sweep
     varied: tuple[str, ...]  # the overrides that not every job of the sweep has
     overrides: tuple[str, ...]
-    status: str  # `finished`, `failed`, `preempted`, `died` if it was killed, `running`, `pending` if it did not start
+    status: str  # `finished`, `failed`, `preempted`, `died` if it was killed, `running`, `pending` if it did not start, `pruned`
     metric: str | None = None  # the monitored metric, such as `val/accuracy`
     mode: Literal["max", "min"] | None = None
     value: float | None = None  # the best value of the metric
@@ -126,7 +129,7 @@ def _with_command(row: JobRow, sweep_dir: Path, flags: list[str]) -> JobRow:
 
 def command_alone(overrides: Sequence[str], flags: Sequence[str]) -> str:
     """The command that runs one job of a sweep by itself."""
-    words = [word for word in overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
+    words = [word for word in overrides if not within(key_of(word), ("sweep", *OF_THE_SWEEP))]
     return shlex.join(["python", "-m", "runner", "train", *flags, *words])
 
 
@@ -182,9 +185,9 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
         time = duration(row.wall_s) if row.wall_s is not None else "-"
         cells.append([row.job, " ".join(row.varied), row.status, value, time, mark])
     finished = sum(row.status == "finished" for row in rows)
-    console.table(
-        f"{finished} of {max(asked, len(rows))} jobs finished", ["job", "varied", "status", head, "time", ""], cells
-    )
+    pruned = sum(row.status == "pruned" for row in rows)
+    title = f"{finished} of {max(asked, len(rows))} jobs finished" + (f", {pruned} pruned" if pruned else "")
+    console.table(title, ["job", "varied", "status", head, "time", ""], cells)
     if spreads := spreads_of(rows):
         cells = [
             [
@@ -201,6 +204,14 @@ def print_table(rows: list[JobRow], console: Console, asked: int = 0) -> bool:
             for name, text in (("log", row.log), ("again", row.repeat)):
                 console.line(f"    {name}: {text}")
     return any(row.failed for row in rows)
+
+
+def print_best(sweep_dir: Path, console: Console) -> None:
+    """Show what a search found, if the sweep is one."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in read_regular(sweep_dir / BEST, 2**20).decode().splitlines():
+            if line.startswith("# ") and not line.startswith("# @"):
+                console.line(line[2:])
 
 
 def spreads_of(rows: list[JobRow]) -> list[Spread]:
@@ -275,7 +286,7 @@ def _number(value: Any) -> float | None:
 def _mark_best(rows: list[JobRow]) -> list[JobRow]:
     values: dict[tuple[str | None, str | None], list[tuple[float, str]]] = {}
     for row in rows:
-        if row.value is not None and math.isfinite(row.value) and not row.failed:
+        if row.value is not None and math.isfinite(row.value) and not row.failed and row.status != "pruned":
             values.setdefault((row.metric, row.mode), []).append((row.value, row.job))
     best = {(min if mode == "min" else max)(found, key=lambda pair: pair[0])[1] for (_, mode), found in values.items()}
     return [replace(row, best=row.job in best) for row in rows]

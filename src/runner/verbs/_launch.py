@@ -119,16 +119,18 @@ def _launch(verb: Verb, argv: Sequence[str], restarted: bool = False) -> int:
             verb.expand_shorthand(argv),
             also=lambda composition: problems_in(composition.values, composition, schema)[1],
             sweep_root=open_sweep,
+            monitor=_monitor,
             restarted=restarted,
             announce=announce,
             keeps_runs=verb.keeps_runs,
         )
     if sweep is None or status == USAGE or not sweep.is_dir() or not verb.keeps_runs:
         return status  # of a single run, or no job was started
-    from runner.sweeps.table import print_table, summarise
+    from runner.sweeps.table import print_best, print_table, summarise
     from runner.tracking.console import Console
 
-    failed = print_table(summarise(sweep), Console(None), asked)
+    failed = print_table(summarise(sweep), console := Console(None), asked)
+    print_best(sweep, console)
     print(sweep)
     return max(status, int(failed))
 
@@ -146,6 +148,15 @@ def _shown(sweep: Path) -> Iterator[None]:
             yield
     finally:
         display.stop()
+
+
+def _monitor(composition: Composition) -> tuple[str, str]:
+    """The metric that runs of a composition watch, and whether the `min` or the `max` of it is best."""
+    from runner.build.metrics import expected_monitor
+    from runner.config.resolve import resolve_config
+    from runner.config.schema import Train
+
+    return expected_monitor(resolve_config(composition, Train))
 
 
 def _open_sweep(verb: Verb, plan: Plan) -> Path:
@@ -180,7 +191,7 @@ class Job:
         self.__module__ = f"runner.verbs.{verb.name.replace('-', '_')}"
         self.__name__ = self.__qualname__ = "job"
 
-    def __call__(self, cfg: DictConfig) -> float | None:
+    def __call__(self, cfg: DictConfig | Composition) -> float | None:
         """Run one job; returns the value that sweepers optimise.
 
         Raises:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         from runner.verbs.watch import watch
 
         return watch(folder)
-    from runner.sweeps.table import print_table, summarise
+    from runner.sweeps.table import print_best, print_table, summarise
     from runner.sweeps.view import look, progress_line
     from runner.tracking.console import Console
 
@@ -31,4 +31,5 @@ def main(argv: Sequence[str]) -> int:
     if not found.done:
         console.line(progress_line(found))
     print_table(summarise(folder, write=False), console)
+    print_best(folder, console)
     return OK

@@ -22,11 +22,12 @@ from runner.config.errors import PREEMPTED, USAGE
 from runner.config.reading import read_summary
 from runner.data.kept_source import kept_source
 from runner.distributed.launch import run_ranks
-from runner.distributed.world import joined, started_by_launcher
+from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.sweeps.pool import PATIENT
+from runner.sweeps.pruning import pruning
 from runner.train import build_run, train
 from runner.verbs._ranks import follow_rank_0, lead
 
@@ -72,7 +73,7 @@ def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
             else:
                 record.open(setup)
                 value = _train(setup, record, signals)
-        record.summary["status"] = "finished"
+        record.summary["status"] = "pruned" if "pruned" in record.summary else "finished"
     except (Exception, SystemExit) as error:
         record.fail(error)
     finally:
@@ -85,9 +86,9 @@ def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | Non
     size = count_ranks(setup.config)
     if started_by_launcher():
         job = Job.of(record.composition, setup, record.directory.path)
-        return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals))
+        return lead(job.to_plain(), setup.config, lambda: train(setup, record, signals, pruning(world().decide)))
     if size == 1:
-        return train(setup, record, signals)
+        return train(setup, record, signals, pruning(world().decide))
     directory = record.directory.path
     record.begin()
     job = Job.of(record.composition, setup, directory)
@@ -121,4 +122,4 @@ def train_as_rank(job: Job, store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: record.console.warn(text)))
         if job.config.max_time is not None:
             signals.limit(seconds(job.config.max_time), f"max_time={job.config.max_time}")
-        return train(setup, record, signals)
+        return train(setup, record, signals, pruning(world.decide))

@@ -216,3 +216,20 @@ class Dist(Section):
     timeout_s: Annotated[float, Gt(0)] = 600.0
     find_unused_parameters: bool = False
     link_gb_s: Annotated[float, Gt(0)] = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Section):
+    """How `sweep=optuna` chooses the jobs of a sweep; any other key, such as `search.optimizer.lr`, is one of `space`."""
+
+    sampler: Literal["tpe", "random", "cmaes"] | None = None
+    trials: Count = 30
+    pruner: Literal["none", "median", "halving", "hyperband"] = "median"
+    warmup: NonNegative = 0
+    reduction: Annotated[int, Ge(2)] = 3
+    seeds: list[NonNegative] = field(default_factory=list)
+    objectives: dict[str, Literal["min", "max"]] = field(default_factory=dict)
+    jobs: Count | None = None
+    storage: str | None = None
+    warm_start: str | list[str] | None = None
+    space: dict[str, Any] = field(default_factory=dict)

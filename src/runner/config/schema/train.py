@@ -23,6 +23,7 @@ from runner.config.schema.sections import (
     Log,
     Node,
     NonNegative,
+    Search,
     Section,
     Transform,
     Watch,
@@ -48,6 +49,7 @@ class Train(Section):
     retries: Annotated[int, Ge(0)] = 0
     fail_fast: bool = False
     new_sweep: bool = False
+    ablate: Literal["all"] | list[str] | None = None
     init: Init | list[Init] | None = None
     init_from: str | None = None
     init_mismatch: Literal["head", "skip", "raise"] = "head"
@@ -95,6 +97,7 @@ class Train(Section):
     watch: Watch = field(default_factory=Watch)
     dist: Dist = field(default_factory=Dist)
     fsdp: Fsdp = field(default_factory=Fsdp)
+    search: Search = field(default_factory=Search)
     data: Data
     model: Node
     transform: Transform = field(default_factory=Transform)

@@ -1,0 +1,82 @@
+"""The jobs of `sweep=ablate`: the whole config, and then each toggle that is on switched off by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runner.config import keys
+from runner.config.errors import UserError, nearest
+
+TOGGLES = (
+    *("amp", "channels_last", "compile", "activation_checkpointing", "cudnn_benchmark", "tf32", "matmul_precision"),
+    *(
+        "sync_batchnorm",
+        "deterministic",
+        "ema",
+        "swa",
+        "grad_clip.norm",
+        "grad_clip.value",
+        "grad_clip.agc",
+        "init",
+        "freeze",
+    ),
+    *(
+        "data.sampler",
+        "data.shift",
+        "data.hflip",
+        "transform.train",
+        "transform.mix",
+        "loss.label_smoothing",
+        "model.dropout",
+    ),
+    *("optimizer.weight_decay", "optimizer.no_decay", "optimizer.lr_mult", "optimizer.layer_decay"),
+)
+"""Keys that are switched off where the config has them on; `ablate=[...]` names others."""
+_OFF: tuple[Any, ...] = (False, None, 0, [], {})
+
+
+def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
+    """The override that switches off each toggle that is on, by key.
+
+    Args:
+        values: the composed config.
+        schema: of the verb.
+
+    Raises:
+        UserError: if `ablate` names what is no toggle or is off already, or no toggle is on.
+    """
+    named = values["ablate"] if isinstance(values["ablate"], list) else []
+    for key in named:
+        if keys.at(values, key) is ...:
+            close = nearest(key, [*TOGGLES, *keys.flatten(values)])
+            raise UserError("ablate", f"names {key}, which the config does not have", "keys of the config", close)
+        if keys.at(values, key) in _OFF:
+            raise UserError("ablate", f"names {key}, which is off already", "keys that are on")
+    on = [key for key in named or TOGGLES if keys.at(values, key) not in (..., *_OFF)]
+    if not on:
+        raise UserError("ablate", "finds no toggle that is on", f"one of {', '.join(TOGGLES)} on, or ablate=[KEY]")
+    return {key: f"{key}={_off(key, values, schema)}" for key in on}
+
+
+def _off(key: str, values: dict[str, Any], schema: type) -> str:
+    """The text of the value that switches a key off, which its type decides."""
+    annotation, value = keys.find(schema, key), keys.at(values, key)
+    kinds = [keys.bare(member) for member in keys.members(annotation)]
+    if bool in kinds or value is True:
+        return "false"
+    if type(None) in kinds:
+        return "null"
+    if isinstance(value, list):
+        return "[]"
+    if isinstance(value, int | float):
+        return "0"
+    if annotation is Any:
+        return "null"
+    raise UserError(
+        "ablate", f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}", "other keys"
+    )
+
+
+def ablated(jobs: list[list[str]], off: dict[str, str]) -> list[list[str]]:
+    """Each job as it is, and once for each toggle with that toggle off."""
+    return [[*job, *word] for job in jobs for word in ([], *([each] for each in off.values()))]

@@ -1,0 +1,347 @@
+"""Searches with Optuna: what each key does, trials that stop early, the same command again, and mistakes in the search space."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from forked import ForkedProgram
+
+optuna = pytest.importorskip("optuna")
+
+from runner.config.space import Range, ranges_of, text_of, with_space  # noqa: E402
+from runner.sweeps.ledger import Ledger  # noqa: E402
+from runner.sweeps.search import JOURNAL, Study, StudySpec  # noqa: E402
+from runner.sweeps.trials import objectives_at_best  # noqa: E402
+
+LR = "search.optimizer.lr={log: [1e-4, 1e-1]}"
+SEARCH = ("sweep=optuna", LR, "search.pruner=none")
+HALVING = ("search.pruner=halving", "search.reduction=2", "checkpoint.monitor=val/loss")
+SPACE = {
+    "a": Range("float", 1e-4, 1e-1, log=True),
+    "b": Range("choice", choices=("x", "y")),
+    "c": Range("int", 1, 9, 2),
+}
+
+
+@pytest.fixture
+def search(run, tiny):
+    """Search over tiny runs; gives the result and the folder."""
+
+    def call(*words: str):
+        result = run("train", *tiny, *words)
+        return result, Path((result.out.strip().splitlines() or ["."])[-1])
+
+    return call
+
+
+def study_of(folder: Path, *directions: str) -> Any:
+    return Study(StudySpec(str(folder / JOURNAL), "search", directions or ["max"])).optuna
+
+
+def trials_of(folder: Path, direction: str = "max") -> list[tuple[str, dict, list[float] | None]]:
+    return [(trial.state.name, trial.params, trial.values) for trial in study_of(folder, direction).get_trials()]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights that each job ended with, by its folder."""
+    return {
+        path.parent.name: json.loads(path.read_text())["weights_sha256"]
+        for path in sorted(folder.glob("*/summary.json"))
+    }
+
+
+def test_a_search_ends_with_its_best_trial_as_a_preset_and_the_same_command_asks_for_more(search, run, tiny, workdir):
+    words = ("search.model={choice: [mlp, small_cnn]}", "~model.width", "search.trials=3")
+    result, folder = search(*SEARCH, *words)
+    assert result.status == 0, result.err
+    found = trials_of(folder)
+    assert [state for state, *_ in found] == ["COMPLETE"] * 3
+    for number, (_, params, values) in enumerate(found):
+        assert 1e-4 <= params["optimizer.lr"] <= 1e-1
+        config = yaml.safe_load((folder / str(number) / "config.yaml").read_text())
+        assert config["optimizer"]["lr"] == params["optimizer.lr"]
+        assert ("MLP" in config["model"]["_target_"]) == (params["model"] == "mlp")
+        assert values == [json.loads((folder / str(number) / "summary.json").read_text())["best"]["value"]]
+    best = study_of(folder).best_trial
+    head = (folder / "best.yaml").read_text().splitlines()[1:3]
+    assert f"trial {best.number + 1}, the best of 3" in head[0]
+    assert head[1].startswith("# python -m runner train ")
+    assert head[1].endswith(f"optimizer.lr={best.params['optimizer.lr']} model={best.params['model']}")
+    assert head[1][2:] in result.out
+    (workdir / "mine" / "experiment").mkdir(parents=True)
+    (workdir / "mine" / "experiment" / "best.yaml").write_text((folder / "best.yaml").read_text())
+    again = run("train", "--config-dir", "mine", *tiny, "~model.width", "experiment=best")
+    assert again.summary["weights_sha256"] == digests(folder)[str(best.number)]
+
+    result, same = search(*SEARCH, *words)
+    assert (result.status, same) == (0, folder)
+    assert "3 of 3 trials have ended already; search.trials= asks for more" in result.out
+    result, same = search(*SEARCH, *words[:-1], "search.trials=4")
+    assert (result.status, same) == (0, folder)
+    assert trials_of(folder)[:3] == found
+    assert len(trials_of(folder)) == 4
+    _, other = search(*SEARCH, *words[:-1], "search.trials=4", "new_sweep=true")
+    assert other != folder
+    assert trials_of(other) == trials_of(folder)
+    assert digests(other) == digests(folder)
+
+
+def test_a_pruned_trial_stops_at_an_evaluation_with_a_checkpoint_and_is_not_run_again(search, run, tiny):
+    words = ("sweep=optuna", LR, *HALVING, "search.trials=4", "epochs=4", "evaluate.test=true")
+    result, folder = search(*words)
+    assert result.status == 0, result.err
+    stopped = [trial for trial in study_of(folder, "min").get_trials() if trial.state.name == "PRUNED"]
+    assert stopped
+    for trial in stopped:
+        summary = json.loads((folder / str(trial.number) / "summary.json").read_text())
+        assert summary["status"] == "pruned"
+        assert summary["global_step"] == max(trial.intermediate_values) == trial.user_attrs["pruned_at"] < 4
+        assert "test" not in summary
+        assert f"trial {trial.number + 1}: pruned after evaluation {summary['global_step']}" in result.out
+    assert f", {len(stopped)} pruned" in result.out
+    lr = f"optimizer.lr={stopped[0].params['optimizer.lr']}"
+    whole = run("train", *tiny, "epochs=4", lr).summary["weights_sha256"]
+    on = run("train", *tiny, "epochs=4", f"ckpt_path={folder / str(stopped[0].number)}", "hydra.run.dir=on")
+    assert on.status == 0, on.err
+    assert on.summary["weights_sha256"] == whole  # no bit of a pruned trial differs
+    before = digests(folder)
+    assert search(*words)[0].status == 0
+    assert digests(folder) == before
+
+
+def test_seeds_inside_a_trial_are_jobs_whose_mean_is_the_objective(search):
+    result, folder = search(*SEARCH, "search.seeds=[3, 4]", "search.trials=2")
+    assert result.status == 0, result.err
+    values = [json.loads((folder / job / "summary.json").read_text())["best"]["value"] for job in "0123"]
+    assert [trial[2] for trial in trials_of(folder)] == [[sum(values[:2]) / 2], [sum(values[2:]) / 2]]
+    seeds = [yaml.safe_load((folder / job / "config.yaml").read_text())["seed"] for job in "0123"]
+    assert seeds == [3, 4, 3, 4]
+
+
+def test_several_objectives_are_those_at_the_best_evaluation(search):
+    words = ("search.objectives={val/accuracy: max, val/loss: min}", "search.trials=2")
+    result, folder = search(*SEARCH, *words)
+    assert result.status == 0, result.err
+    for trial in study_of(folder, "max", "min").get_trials():
+        records = [json.loads(line) for line in (folder / str(trial.number) / "metrics.jsonl").read_text().splitlines()]
+        [evaluated] = [record for record in records if record["split"] == "val"]
+        assert trial.values == [evaluated["accuracy"], evaluated["loss"]]
+    assert not (folder / "best.yaml").exists()
+    assert objectives_at_best(folder / "0", ["val/none"]) is None
+
+
+def test_a_failed_job_is_a_failed_trial_and_fail_fast_asks_for_no_other(search):
+    words = ("sweep=optuna", "search.model.width={choice: [0, 4]}", "search.pruner=none", "search.sampler=random")
+    result, folder = search(*words, "search.trials=3")
+    assert result.status == 1
+    states = [(state, params["model.width"]) for state, params, _ in trials_of(folder)]
+    assert len(states) == 3
+    assert all((state == "FAIL") == (width == 0) for state, width in states)
+    [failed] = [trial for trial in study_of(folder).get_trials() if trial.state.name == "FAIL"][:1]
+    assert "width must be at least 1" in failed.user_attrs["error"]
+    result, other = search(*words, "search.trials=9", "fail_fast=true", "new_sweep=true")
+    assert result.status == 1
+    assert [state for state, *_ in trials_of(other)][-1] == "FAIL"
+    assert len(trials_of(other)) == 1 + states.index(("FAIL", 0))
+
+
+def test_a_warm_start_knows_earlier_jobs_within_the_space(search, made_once):
+    _, earlier = made_once("--multirun", "seed=0,1", "optimizer.lr=0.1,0.01")
+    words = ("search.trials=1", f"search.warm_start={earlier}")
+    result, folder = search("sweep=optuna", "search.optimizer.lr={log: [1e-3, 0.05]}", "search.pruner=none", *words)
+    assert result.status == 0, result.err
+    assert "warm start: 2 of 4 jobs of " in result.out
+    warm, own = study_of(folder).get_trials()[:2], study_of(folder).get_trials()[2:]
+    assert [trial.params for trial in warm] == [{"optimizer.lr": 0.01}] * 2
+    assert [Path(trial.user_attrs["warm_start"]).parent for trial in warm] == [earlier] * 2
+    assert [trial.state.name for trial in own] == ["COMPLETE"]
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["0"]
+
+
+def test_trials_side_by_side_end_with_the_bits_of_trials_one_after_the_other(search, tiny):
+    words = ("search.sampler=random", "search.trials=3")  # whose values do not depend on other trials
+    _, alone = search(*SEARCH, *words)
+    program = ForkedProgram(["train", *tiny, *SEARCH, *words, "search.jobs=2", "new_sweep=true"])
+    out, err = program.communicate(timeout=120)
+    assert program.returncode == 0, err + out
+    folder = Path(out.strip().splitlines()[-1])
+    assert folder != alone
+    assert sorted(map(str, trials_of(folder))) == sorted(map(str, trials_of(alone)))
+    assert digests(folder) == digests(alone)
+
+
+def test_a_search_that_is_killed_anywhere_and_repeated_ends_with_the_same_trials(search, tiny, workdir):
+    words = ("sweep=optuna", LR, *HALVING, "search.trials=5", "epochs=3")
+    expected_in = search(*words)[1].rename(workdir / "undisturbed")
+    expected = trials_of(expected_in, "min"), digests(expected_in)
+    assert {state for state, *_ in expected[0]} == {"COMPLETE", "PRUNED"}
+    draw, kills = random.Random(0), 0
+    for _ in range(30):
+        program = ForkedProgram(["train", *tiny, *words])
+        before, deadline = len(list(workdir.glob("outputs/*/sweeps/*/*/summary.json"))), time.monotonic() + 60
+        while program.poll() is None and kills < 5:
+            assert time.monotonic() < deadline
+            if len(list(workdir.glob("outputs/*/sweeps/*/*/summary.json"))) > before:
+                break
+            time.sleep(0.005)
+        if kills < 5:
+            time.sleep(draw.random() * 0.3)
+            program.kill()
+            kills += 1
+        out, err = program.communicate(timeout=60)
+        if program.returncode == 0:
+            break
+        assert program.returncode == -signal.SIGKILL, err + out
+    [folder] = workdir.glob("outputs/*/sweeps/*")
+    assert (trials_of(folder, "min"), digests(folder)) == expected
+    records = [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
+    ended = Counter(record["folder"] for record in records if record["event"] in ("finished", "pruned"))
+    assert ended == dict.fromkeys("01234", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        (("search.optimizer.lrr={log: [1e-4, 1e-1]}",), "search.optimizer.lrr", "did you mean 'optimizer.lr'"),
+        (("search.epoch={int: [1, 3]}",), "search.epoch", "did you mean 'epochs'"),
+        (("search.trails=3", LR), "search.trails", "did you mean 'search.trials'"),
+        (("search.optimizer.lr={log: [0, 1]}",), "search.optimizer.lr", "begins above 0"),
+        (("search.optimizer.lr={log: [1, 0.1]}",), "search.optimizer.lr", "has to be smaller"),
+        (("search.optimizer.lr={loq: [0.1, 1]}",), "search.optimizer.lr", "has no kind"),
+        (("search.optimizer.lr={log: [0.1, 1], uniform: [0, 1]}",), "search.optimizer.lr", "of which one is meant"),
+        (("search.model.width={int: [1.5, 3]}",), "search.model.width", "whole numbers"),
+        (("search.model.width={choice: []}",), "search.model.width", "a list of values"),
+        (("search.optimizer.lr=0.1",), "search.optimizer.lr", "cannot be 0.1"),
+        (("search.model={choice: [mlp, cnn]}",), "search.model", "has no option 'cnn'"),
+        (("search.model={int: [1, 2]}",), "search.model", "is a group of options"),
+        (("search.epochs={int: [0, 2]}",), "search.epochs", "cannot be 0"),
+        (("search.name={choice: [a, b]}",), "search.name", "cannot vary"),
+        ((), "search", "names no key"),
+        ((LR, "seed=0,1"), "seed", "search.seeds"),
+        ((LR, "search.trials=0"), "search.trials", "cannot be 0"),
+        ((LR, "search.sampler=tpf"), "search.sampler", "did you mean 'tpe'"),
+        ((LR, "search.objectives={val/loss: min, val/accuracy: max}"), "search.pruner", "one objective"),
+        ((LR, "search.warm_start=nowhere"), "search.warm_start", "is no folder of a sweep"),
+        ((LR, "checkpoint.monitor=val/mine"), "checkpoint.mode", "a search has to know"),
+    ],
+)
+def test_mistakes_are_told_before_the_first_trial(run, tiny, workdir, words, key, reason):
+    result = run("train", *tiny, "sweep=optuna", *words)
+    assert result.status == 2, result.out
+    assert f"{key}: " in result.err
+    assert reason in result.err
+    assert list(workdir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [((LR,), "sweep=optuna too"), (("sweep=seeds", LR), "sweep=optuna too")],
+    ids=["one run", "another sweep"],
+)
+def test_keys_of_a_search_without_one_are_refused(run, tiny, words, reason):
+    result = run("train", *tiny, *words)
+    assert result.status == 2
+    assert reason in result.err
+
+
+def test_without_optuna_it_says_what_to_install(run, tiny, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "runner.sweeps.search", raising=False)
+    result = run("train", *tiny, *SEARCH)
+    assert result.status == 2
+    assert "pip install 'runner[optuna]'" in result.err
+
+
+def test_the_space_is_read_from_nested_and_dotted_keys():
+    nested = {
+        "optimizer": {"lr": {"log": [1, 2]}, "lr_mult.head": {"uniform": [0, 1]}},
+        "model": {"choice": ["a"], "width": {"int": [1, 3]}},
+    }
+    found = with_space({"trials": 3, "space": {"seed": {"choice": [1, [2, "x"]]}}, **nested})
+    assert found["trials"] == 3
+    assert list(found["space"]) == ["seed", "optimizer.lr", "optimizer.lr_mult.head", "model", "model.width"]
+    space, problems = ranges_of(found["space"])
+    assert not problems
+    assert space["seed"].choices == (1, "[2,x]")
+    assert space["optimizer.lr"] == Range("float", 1.0, 2.0, log=True)
+    assert space["model.width"] == Range("int", 1, 3, 1)
+    assert text_of({"a": [None, True, "b c"]}) == '{a:[null,true,"b c"]}'
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes"])
+def test_what_is_drawn_depends_on_seed_and_number_alone_also_after_a_kill(tmp_path, sampler):
+    def drawn(name: str, seed: int = 0, torn: bool = False) -> list[dict]:
+        spec = StudySpec(str(tmp_path / name), "search", ["max"], seed=seed, sampler=sampler)
+        study = Study(spec)
+        for index in range(12):
+            number = None
+            if torn:  # after the trial was begun, and its first value drawn
+                study._seed(index)
+                number = study.optuna.ask().number
+                study._seed(index, 0)
+                study.trial(number).suggest_float("a", 1e-4, 1e-1, log=True)
+                with (tmp_path / name).open("a") as file:
+                    file.write('{"op_code": ')
+                study = Study(spec)
+            number, params = study.ask(index, SPACE, number)
+            study.tell(index, number, [params["a"]])
+        return [trial.params for trial in study.trials()]
+
+    expected = drawn("a")
+    assert drawn("b", torn=True) == expected
+    assert drawn("c", seed=1) != expected
+    assert len({str(params) for params in expected}) > 6
+
+
+@pytest.mark.parametrize("pruner", ["median", "halving", "hyperband"])
+def test_a_decision_to_prune_is_the_same_after_a_kill(tmp_path, monkeypatch, pruner):
+    draw = random.Random(0)
+    curves = [[draw.random() for _ in range(9)] for _ in range(20)]
+
+    def pruned(name: str, kills: bool) -> list[int | None]:
+        spec = StudySpec(str(tmp_path / name), "search", ["max"], pruner=pruner, reduction=2, evaluations=9)
+        study = Study(spec)
+        for index, curve in enumerate(curves):
+            number, _ = study.ask(index, SPACE)
+            for evaluation, value in enumerate(curve, 1):
+                if kills:  # between any two writes of a decision, which is then made again
+                    for write in ("set_trial_user_attr", "set_trial_system_attr"):
+                        dying = Study(spec)
+                        with monkeypatch.context() as patch:
+                            patch.setattr(type(dying.storage), write, _die)
+                            with contextlib.suppress(KeyboardInterrupt):
+                                dying.prunes(number, evaluation, value)
+                if study.prunes(number, evaluation, value):
+                    break
+            stopped = study.pruned_at(number) is not None
+            study.tell(index, number, None if stopped else [max(curve)], pruned=stopped)
+        return [trial.user_attrs.get("pruned_at") for trial in study.trials()]
+
+    expected = pruned("a", kills=False)
+    assert len({*expected} - {None}) > 1
+    assert pruned("b", kills=True) == expected
+
+
+def _die(*given):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("storage", ["mine.jsonl", "sqlite:///study.db"])
+def test_a_study_lies_where_storage_says(search, workdir, storage):
+    result, folder = search(*SEARCH, "search.trials=1", f"search.storage={storage}")
+    assert result.status == 0, result.err
+    assert (workdir / storage.removeprefix("sqlite:///")).is_file()
+    assert not (folder / JOURNAL).exists()
+    assert "1 of 1 trials have ended already" in search(*SEARCH, "search.trials=1", f"search.storage={storage}")[0].out
+    assert len(Ledger(folder).read().jobs) == 1
