@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.utils import configure_log
 from omegaconf import DictConfig
 
-from runner.config import overrides
+from runner.config import overrides, slurm
 from runner.config.app import Composition, application, compose, files_checked, main, sources_of, status_of
 from runner.config.errors import ConfigError, Problem, UserError
 from runner.config.flags import parse
@@ -21,6 +21,7 @@ from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
+from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
 
 
@@ -79,10 +80,16 @@ def launch(
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
-            with _no_empty_folders(Path(cfg.hydra.run.dir)):
-                return status_of(lambda: app.run(primary, task, checked.accepted)), None
+            try:
+                with _no_empty_folders(Path(cfg.hydra.run.dir)):
+                    return status_of(lambda: app.run(primary, task, checked.accepted)), None
+            finally:
+                _requeue(composition)
         if wrong := [problem for problem in also(composition) if problem.key in OF_THE_SWEEP]:
             raise ConfigError(wrong)  # no job has these keys
+        launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
+        if problem := absent(launcher):
+            raise ConfigError([problem])
         words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
@@ -120,8 +127,18 @@ def launch(
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
-        with announced(announce, jobs):
-            return status_of(lambda: app.multirun(primary, task, words)), folder
+        try:
+            with announced(announce, jobs), sturdy(launcher, folder):
+                status = status_of(lambda: app.multirun(primary, task, words))
+            return status or status_of_jobs(folder), folder
+        finally:
+            _requeue(composition)
+
+
+def _requeue(composition: Composition) -> None:
+    """Put the job of SLURM that this process is back into the queue if it was warned; nothing that failed prevents that."""
+    if slurm.warned(composition.values):
+        slurm.requeue()
 
 
 @contextlib.contextmanager

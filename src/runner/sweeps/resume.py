@@ -6,22 +6,29 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.config.app import current
+from runner.config import slurm
+from runner.config.app import Composition, current
 from runner.config.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.keys import within
 from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
-from runner.sweeps.ledger import NAME, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Plan, Records, identity, outcome
 from runner.tracking.formats import number
 from runner.tracking.run_directory import hold
 
+_LOOKED_S = 0.5  # between two looks at the lock of another process
 _held: dict[Path, int] = {}
 """Locks on the folders of this process's sweeps."""
+_launched_by = 0
+"""The process that began a sweep last; its jobs run elsewhere if that is not this one."""
 
 
 def to_continue(root: Path, plan: Plan) -> Path | None:
@@ -80,6 +87,8 @@ def begin(folder: Path, plan: Plan) -> None:
     Raises:
         UserError: another process runs this sweep.
     """
+    global _launched_by
+    _launched_by = os.getpid()
     folder.mkdir(parents=True, exist_ok=True)
     while _held:
         os.close(_held.popitem()[1])
@@ -114,7 +123,17 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
         return run(composition)
     made = composition.job_dir
     swept = launches[-1]["swept"]
-    job = ledger.start(identity(composition.values, composition.overrides, swept), composition.overrides, made)
+    named = identity(composition.values, composition.overrides, swept)
+    job, lock = _begin(ledger, named, composition.overrides, made)
+    try:
+        return _run(job, composition, run, made)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _run(job: Job, composition: Composition, run: Callable[[Composition], float | None], made: Path) -> float | None:
+    """Do with a job what was decided."""
     if job.folder.resolve() != made.resolve() or job.skipped or job.pending:
         with contextlib.suppress(OSError):
             made.rmdir()  # Hydra makes a folder before it asks
@@ -123,13 +142,55 @@ def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
         print(f"skipped: {job.folder} has {job.skipped.status} already{told}", flush=True)
         return job.skipped.value
     if job.pending is not None:
-        print(f"pending: {job.pending.folder} failed, and fail_fast=true", flush=True)
+        print(f"pending: {job.pending}", flush=True)
         return None
+    elsewhere = _launched_by != os.getpid()
     try:
-        value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues))
+        value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues, elsewhere=elsewhere))
     except SystemExit as stop:
-        if stop.code == PREEMPTED:
+        if elsewhere or stop.code == PREEMPTED:
             job.record()
-        raise
-    job.record()
+        if not elsewhere:
+            raise
+        value = None  # an exit would end the other jobs of a launcher too
+    else:
+        job.record()
+    if elsewhere and slurm.warned(composition.values):
+        _requeue_by_submitit()
     return value
+
+
+def _requeue_by_submitit() -> None:
+    """Leave the job to submitit's own handler, which requeues it and ends this process, if that is what runs it."""
+    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        import submitit
+
+        try:
+            signal.raise_signal(getattr(signal, f"SIG{submitit.JobEnvironment.USR_SIG}"))
+        except Exception as error:  # it has a limit, hydra.launcher.max_num_timeout
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+
+
+def _begin(ledger: Ledger, job: str, words: Sequence[str], made: Path) -> tuple[Job, int | None]:
+    """Decide on a job once no other process works on it, such as one whose launcher was killed; gives a lock too.
+
+    The lock is that of the run, which takes it again in this process, so that nobody comes between the two.
+    """
+    told = False
+    while True:
+        try:
+            known = ledger.read().jobs.get(job)
+            lock = _hold(known)
+            found = ledger.start(job, words, made)
+            if known is None and not (found.skipped or found.pending):
+                lock = _hold(ledger.read().jobs.get(job))
+            return found, lock
+        except UserError as error:
+            if not told:
+                print(f"waiting: {error}", flush=True)
+            told = True
+            time.sleep(_LOOKED_S)
+
+
+def _hold(entry: Entry | None) -> int | None:
+    return hold(entry.folder) if entry is not None and entry.folder.is_dir() else None

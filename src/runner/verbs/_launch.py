@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner import __version__
+from runner.config import slurm
 from runner.config.errors import OK, USAGE, UserError, called_exit, explain
 from runner.config.secrets import mask_text, mask_words
 from runner.tracking.formats import duration
@@ -52,12 +53,13 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
     if asks_for_help:
         print_help(verb, argv)
         return OK
-    if not _LAUNCHERS.isdisjoint(os.environ):
-        from runner.distributed.world import started_by_launcher
+    with slurm.early_warnings():
+        if not _LAUNCHERS.isdisjoint(os.environ):
+            from runner.distributed.world import started_by_launcher
 
-        if started_by_launcher():
-            return _launch_rank(verb, argv)
-    return _launch(verb, argv)
+            if started_by_launcher():
+                return _launch_rank(verb, argv)
+        return _launch(verb, argv, slurm.restarted())
 
 
 def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:

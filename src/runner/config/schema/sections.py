@@ -216,3 +216,15 @@ class Dist(Section):
     timeout_s: Annotated[float, Gt(0)] = 600.0
     find_unused_parameters: bool = False
     link_gb_s: Annotated[float, Gt(0)] = 10.0
+
+
+Warning_ = Literal["TERM", "USR1", "USR2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Section):
+    """What a run does in a job of SLURM."""
+
+    signal: Warning_ | list[Warning_] | None = field(default_factory=lambda: ["TERM", "USR1", "USR2"])
+    requeue: bool = True
+    script: bool = False

@@ -24,6 +24,7 @@ from runner.config.schema.sections import (
     Node,
     NonNegative,
     Section,
+    Slurm,
     Transform,
     Watch,
 )
@@ -94,6 +95,7 @@ class Train(Section):
     watch: Watch = field(default_factory=Watch)
     dist: Dist = field(default_factory=Dist)
     fsdp: Fsdp = field(default_factory=Fsdp)
+    slurm: Slurm = field(default_factory=Slurm)
     data: Data
     model: Node
     transform: Transform = field(default_factory=Transform)
