@@ -20,6 +20,7 @@ from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
+from runner.sweeps import script
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
@@ -77,6 +78,11 @@ def launch(
         sweeps = _is_sweep(cfg)
         if not (sweeps or flags.multirun):
             _refuse_keys_of_sweeps(checked.accepted)
+            if _wants_script(composition):
+                if problems := also(composition):
+                    raise ConfigError(problems)
+                print(script.job_script(task.__module__.rpartition(".")[2], argv, composition.values))
+                return 0, None
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
             configure_log(cfg.hydra.hydra_logging, cfg.hydra.verbose)
@@ -124,6 +130,9 @@ def launch(
             if (flag := getattr(flags, name))
         ]
         place = Path(given[-1]) if given else None
+        if _wants_script(composition):
+            print(_script_of_sweep(cfg, composition, task.__module__.rpartition(".")[2], argv, place, len(jobs)))
+            return 0, None
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
@@ -133,6 +142,22 @@ def launch(
             return status or status_of_jobs(folder), folder
         finally:
             _requeue(composition)
+
+
+def _wants_script(composition: Composition) -> bool:
+    return bool((composition.values.get("slurm") or {}).get("script"))
+
+
+def _script_of_sweep(
+    cfg: DictConfig, composition: Composition, verb: str, argv: Sequence[str], place: Path | None, jobs: int
+) -> str:
+    """The script of the array that submitit would submit, or that of a job which runs the whole sweep."""
+    values = composition.values
+    if cfg.hydra.runtime.choices.get("hydra/launcher") != "submitit_slurm":
+        return script.job_script(verb, argv, values)
+    named = place or values.get("sweep_dir")
+    folder = Path(named) if named else Path(str(values["output_root"]), str(values["name"]), "sweeps", "DATE_TIME")
+    return script.array_script(cfg, folder, jobs)
 
 
 def _requeue(composition: Composition) -> None:

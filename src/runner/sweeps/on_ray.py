@@ -38,7 +38,7 @@ def run_jobs(
         ray.init(**init)
     try:
         # A process has the state of its job, and another sweep may have other packages: none is used twice, nor again.
-        task = ray.remote(_job).options(**{"max_calls": 1, "max_retries": 0, **remote})
+        task = ray.remote(**{"max_calls": 1, "max_retries": 0, **remote})(_job)
         state = Singleton.get_state()
         waiting = [task.remote(first + at, list(words), given, state) for at, words in enumerate(job_overrides)]
         return [_result(ray, reference) for reference in waiting]
