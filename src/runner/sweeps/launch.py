@@ -20,7 +20,7 @@ from runner.config.keys import OF_THE_SWEEP, all_keys, flatten, key_of
 from runner.config.output_folders import why_occupied
 from runner.config.secrets import mask_words
 from runner.config.sources import Sources, text_of
-from runner.sweeps import script
+from runner.sweeps import on_ray, pool_launcher, script
 from runner.sweeps.jobs import Announce, announced, jobs_of, validate_jobs
 from runner.sweeps.launchers import absent, status_of_jobs, sturdy
 from runner.sweeps.ledger import Plan, counted, identity
@@ -72,7 +72,7 @@ def launch(
         others = [word for word in argv if word not in flags.overrides]
         with files_checked(sources, schema):
             return main(task, primary, [*others, *checked.accepted]), None
-    primary = (flags.config_name or primary).removesuffix(".yaml")
+    verb, primary = primary, (flags.config_name or primary).removesuffix(".yaml")
     with application(task, sources, schema) as app:
         composition, cfg = compose(app, primary, checked, schema, sources, also)
         sweeps = _is_sweep(cfg)
@@ -81,7 +81,7 @@ def launch(
             if _wants_script(composition):
                 if problems := also(composition):
                     raise ConfigError(problems)
-                print(script.job_script(task.__module__.rpartition(".")[2], argv, composition.values))
+                print(script.job_script(verb, argv, composition.values))
                 return 0, None
             # Composing takes most of the time until a run begins, so it is not done again.
             app.compose_config = lambda **_: cfg
@@ -96,6 +96,8 @@ def launch(
         launcher = str(cfg.hydra.runtime.choices.get("hydra/launcher"))
         if problem := absent(launcher):
             raise ConfigError([problem])
+        if launcher == "pool" and (wrong := pool_launcher.problems_of(cfg.hydra.launcher, composition.values, verb)):
+            raise ConfigError(wrong)
         words = [word for word in checked.accepted if key_of(word) not in OF_THE_SWEEP]
         params = dict(cfg.hydra.sweeper.get("params") or {})
         swept = sorted({*overrides.swept(words), *params})
@@ -131,11 +133,13 @@ def launch(
         ]
         place = Path(given[-1]) if given else None
         if _wants_script(composition):
-            print(_script_of_sweep(cfg, composition, task.__module__.rpartition(".")[2], argv, place, len(jobs)))
+            print(_script_of_sweep(cfg, composition, verb, argv, place, len(jobs)))
             return 0, None
         folder = sweep_root(Plan(composition.values, swept, identities, base, alone, place))
         words += [] if given else [f"hydra.sweep.dir='{folder}'"]
         words += [] if sweeps else ["hydra.mode=MULTIRUN"]
+        pool_launcher.register()
+        on_ray.register()
         try:
             with announced(announce, jobs), sturdy(launcher, folder):
                 status = status_of(lambda: app.multirun(primary, task, words))

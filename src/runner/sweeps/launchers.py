@@ -36,7 +36,7 @@ def absent(launcher: str) -> Problem | None:
 @contextlib.contextmanager
 def sturdy(launcher: str, folder: Path) -> Iterator[None]:
     """While the jobs of a sweep run elsewhere, keep the end of one from ending the others, and stop all on a signal."""
-    if launcher == "basic" or not (folder / NAME).exists():
+    if launcher in ("basic", "pool") or not (folder / NAME).exists():
         yield
         return
     with _stopping(launcher, folder), _KEEPING.get(launcher, contextlib.nullcontext)():

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,7 @@ class Plan:
         base: composes the command without the swept values; see `counted`.
         flags: of the command, as far as one job alone needs them.
         given: folder that `hydra.sweep.dir` names.
+        detach: whether the sweep runs in the background.
     """
 
     values: dict[str, Any]
@@ -73,6 +75,7 @@ class Plan:
     base: Callable[[], dict[str, Any]] = dict
     flags: Sequence[str] = ()
     given: Path | None = None
+    detach: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,7 @@ class Entry:
     overrides: list[str]
     status: str
     launch: int
+    sentence: str | None = None
 
 
 @dataclass
@@ -110,6 +114,8 @@ class Records:
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
     stopped: bool = False  # whether a signal stopped the last launch
+    retried: Counter[str] = field(default_factory=Counter)
+    """How often each job was repeated at once in the last launch."""
 
     @property
     def failed_now(self) -> Entry | None:
@@ -146,10 +152,12 @@ class Ledger:
                 if event in ("launch", "stop"):
                     records.launches += [found] if event == "launch" else []
                     records.stopped = event == "stop"
+                    records.retried.clear()
                     continue
                 name, overrides = str(found["folder"]), [str(word) for word in found["overrides"]]
-                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1)
+                entry = Entry(self.folder / name, overrides, event, len(records.launches) - 1, found.get("sentence"))
                 records.jobs[str(found["job"])] = entry
+                records.retried[str(found["job"])] += event == "retried"
                 records.folders.add(name)
             except (ValueError, LookupError, TypeError, RecursionError):
                 continue
@@ -187,15 +195,11 @@ class Ledger:
         words = mask_words(words)
         with self._locked() as file:
             records = self._records(_content(file))
-            launch, now, known = records.launches[-1], len(records.launches) - 1, records.jobs.get(job)
-            if known is not None and launch["retry"] == "all" and known.launch < now:
+            launch, known = records.launches[-1], records.jobs.get(job)
+            if known is not None and (found := self._settled(file, records, job, known)):
+                return Job(self, job, words, known.folder, skipped=found)
+            if known is not None and launch["retry"] == "all" and known.launch < len(records.launches) - 1:
                 known = None
-            if known is not None:
-                before, found = known.status, outcome(known.folder)
-                if found.status == "finished" or (found.status == "failed" and launch["retry"] == "never"):
-                    if before != found.status:
-                        self._write(file, found.status, Job(self, job, words, known.folder).line(found))
-                    return Job(self, job, words, known.folder, skipped=found)
             if records.stopped:
                 return Job(self, job, words, wanted, pending="a signal stopped the sweep")
             if launch["fail_fast"] and (failed := records.failed_now):
@@ -209,6 +213,34 @@ class Ledger:
             return (
                 begun  # in a folder that is another's, the run itself refuses to start, or continues with resume=auto
             )
+
+    def settled(self, job: str) -> Outcome | None:
+        """How a job ended that does not have to run, or None for any other."""
+        with self._locked() as file:
+            records = self._records(_content(file))
+            known = records.jobs.get(job)
+            return None if known is None else self._settled(file, records, job, known)
+
+    def _settled(self, file: int, records: Records, job: str, known: Entry) -> Outcome | None:
+        retry = records.launches[-1]["retry"]
+        found = outcome_of(known)
+        if retry == "all" and known.launch < len(records.launches) - 1:
+            return None
+        if found.status != "finished" and (found.status != "failed" or retry != "never"):
+            return None
+        if known.status != found.status:
+            self._write(file, found.status, Job(self, job, known.overrides, known.folder).line(found))
+        return found
+
+    def end(self, job: str, found: Outcome) -> bool:
+        """Record how a job ended; returns whether it is repeated at once, as `retries` says."""
+        with self._locked() as file:
+            records = self._records(_content(file))
+            known, launch = records.jobs[job], records.launches[-1]
+            again = found.status == "failed" and records.retried.get(job, 0) < launch.get("retries", 0)
+            event = "retried" if again else found.status
+            self._write(file, event, Job(self, job, known.overrides, known.folder).line(found))
+        return again
 
     def _free(self, wanted: Path, records: Records) -> Path:
         if wanted.name not in records.folders or not wanted.name.isdecimal():
@@ -247,11 +279,10 @@ class Job:
         where = os.path.relpath(self.folder, self.ledger.folder)
         return {"job": self.identity, "overrides": self.words, "folder": where, **dataclasses.asdict(outcome)}
 
-    def record(self) -> None:
-        """Record how the job ended, as the summary in its folder says."""
+    def record(self) -> bool:
+        """Record how the job ended, as the summary in its folder says; returns whether it is repeated at once."""
         found = outcome(self.folder)
-        if found.status in ENDED:
-            self.ledger.append(found.status, **self.line(found))
+        return found.status in ENDED and self.ledger.end(self.identity, found)
 
 
 def outcome(folder: Path) -> Outcome:
@@ -264,6 +295,14 @@ def outcome(folder: Path) -> Outcome:
     if status == "finished" and metric is not None and value is None:
         status, error = "failed", f"its objective is not finite: {metric} is nan"
     return Outcome(status, metric, value, error.partition("\n")[0] or None)
+
+
+def outcome_of(entry: Entry) -> Outcome:
+    """How a job ended: as its summary says, or as the ledger does if the process that writes the summary was killed."""
+    found = outcome(entry.folder)
+    if found.status not in ENDED and entry.status in ENDED:
+        return dataclasses.replace(found, status=entry.status, sentence=entry.sentence)
+    return found
 
 
 def _objective(summary: dict[str, Any]) -> tuple[str | None, float | None]:

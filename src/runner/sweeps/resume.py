@@ -21,6 +21,7 @@ from runner.config.output_folders import holds_run, holds_sweep
 from runner.config.secrets import mask_words
 from runner.config.stored import differences
 from runner.sweeps.ledger import NAME, Entry, Job, Ledger, Plan, Records, identity, outcome
+from runner.sweeps.pool import PATIENT
 from runner.tracking.formats import number
 from runner.tracking.run_directory import hold
 
@@ -92,10 +93,7 @@ def begin(folder: Path, plan: Plan) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     while _held:
         os.close(_held.popitem()[1])
-    try:
-        lock = hold(folder)
-    except UserError as error:
-        raise UserError("sweep_dir", str(error), "wait for it, or new_sweep=true for another one") from None
+    lock = _lock(folder)
     if lock is not None:
         _held[folder] = lock
     ledger = Ledger(folder)
@@ -105,8 +103,22 @@ def begin(folder: Path, plan: Plan) -> None:
         left = "new_sweep=true starts another sweep" if len(done) == len(plan.jobs) else "the others follow"
         print(f"{folder}: {len(done)} of {len(plan.jobs)} jobs have finished already; {left}", flush=True)
     jobs = None if plan.jobs is None else {job: mask_words(words) for job, words in plan.jobs.items()}
-    wanted = {key: plan.values[key] for key in ("retry", "fail_fast")}
+    wanted = {key: plan.values[key] for key in ("retry", "retries", "fail_fast")}
     ledger.append("launch", swept=list(plan.swept), base=plan.base(), jobs=jobs, flags=list(plan.flags), **wanted)
+
+
+def refuse_held(folder: Path) -> None:
+    """Refuse the folder of a sweep that another process runs, with how to show it and how to end it."""
+    if folder.is_dir() and (lock := _lock(folder)) is not None:
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    try:
+        return hold(folder)
+    except UserError as error:
+        runs = f"{str(error).partition(';')[0].replace('written', 'run')}: python -m runner sweep {folder} shows it"
+        raise UserError("sweep_dir", runs, "wait for it, end it with kill, or new_sweep=true for another one") from None
 
 
 def run_or_skip(cfg: Any, run: Callable[[Any], float | None]) -> float | None:
@@ -144,20 +156,26 @@ def _run(job: Job, composition: Composition, run: Callable[[Composition], float 
     if job.pending is not None:
         print(f"pending: {job.pending}", flush=True)
         return None
-    elsewhere = _launched_by != os.getpid()
-    try:
-        value = run(dataclasses.replace(composition, job_dir=job.folder, continues=job.continues, elsewhere=elsewhere))
-    except SystemExit as stop:
-        if elsewhere or stop.code == PREEMPTED:
-            job.record()
-        if not elsewhere:
-            raise
-        value = None  # an exit would end the other jobs of a launcher too
-    else:
-        job.record()
-    if elsewhere and slurm.warned(composition.values):
-        _requeue_by_submitit()
-    return value
+    elsewhere = _launched_by != os.getpid() and PATIENT not in os.environ
+    while True:
+        try:
+            value = run(
+                dataclasses.replace(composition, job_dir=job.folder, continues=job.continues, elsewhere=elsewhere)
+            )
+        except SystemExit as stop:
+            if elsewhere or stop.code == PREEMPTED:
+                job.record()
+            if not elsewhere:
+                raise
+            value, again = None, False  # an exit would end the other jobs of a launcher too
+        else:
+            again = job.record()
+        if elsewhere and slurm.warned(composition.values):
+            _requeue_by_submitit()
+        if not again:
+            return value
+        print(f"again: {job.folder} failed, and retries={job.ledger.read().launches[-1]['retries']}", flush=True)
+        job = dataclasses.replace(job, continues=True)
 
 
 def _requeue_by_submitit() -> None:

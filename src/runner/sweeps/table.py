@@ -8,13 +8,14 @@ import math
 import shlex
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from runner.config.keys import OF_THE_SWEEP, key_of
 from runner.config.reading import read_overrides, read_summary
-from runner.sweeps.ledger import ENDED, Ledger, outcome
+from runner.sweeps.ledger import ENDED, Entry, Ledger, outcome
 from runner.tracking.console import Console
 from runner.tracking.files import write_atomically, write_json
 from runner.tracking.formats import duration, number
@@ -95,7 +96,9 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
     common = {override for override, count in counts.items() if count == len(every) and len(every) > 1}
     if swept := {key for each in records.launches for key in each["swept"]}:
         common |= {override for override in counts if key_of(override) not in swept}
-    rows = [_row(folder, found, common) for folder, found in zip(folders, overrides, strict=True)]
+    rows = [
+        _row(folder, found, common, entries.get(folder.name)) for folder, found in zip(folders, overrides, strict=True)
+    ]
     rows += [JobRow("-", _varied(words, common), tuple(words), "pending") for words in pending]
     rows = [_with_command(row, sweep_dir, launch.get("flags") or []) if row.failed else row for row in _mark_best(rows)]
     if write and sweep_dir.is_dir():
@@ -104,9 +107,13 @@ def summarise(sweep_dir: Path, write: bool = True) -> list[JobRow]:
 
 
 def _with_command(row: JobRow, sweep_dir: Path, flags: list[str]) -> JobRow:
-    words = [word for word in row.overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
-    command = shlex.join(["python", "-m", "runner", "train", *flags, *words])
-    return replace(row, log=str(sweep_dir / row.job / "run.log"), repeat=command)
+    return replace(row, log=str(sweep_dir / row.job / "run.log"), repeat=command_alone(row.overrides, flags))
+
+
+def command_alone(overrides: Sequence[str], flags: Sequence[str]) -> str:
+    """The command that runs one job of a sweep by itself."""
+    words = [word for word in overrides if key_of(word) not in ("sweep", *OF_THE_SWEEP)]
+    return shlex.join(["python", "-m", "runner", "train", *flags, *words])
 
 
 def _write(sweep_dir: Path, rows: list[JobRow]) -> None:
@@ -220,17 +227,21 @@ def _overrides(folder: Path) -> list[str]:
         return []
 
 
-def _row(folder: Path, overrides: list[str], common: set[str]) -> JobRow:
+def _row(folder: Path, overrides: list[str], common: set[str], entry: Entry | None) -> JobRow:
     row = JobRow(folder.name, _varied(overrides, common), tuple(overrides), "died")
-    summary = read_summary(folder)
+    summary, known = read_summary(folder), entry.sentence if entry is not None else None
     if summary is None:
-        return replace(row, error="it left no summary.json") if not works(folder) else replace(row, status="running")
+        return (
+            replace(row, error=known or "it left no summary.json")
+            if not works(folder)
+            else replace(row, status="running")
+        )
     found = outcome(folder)
     status, error = found.status, found.sentence
     if status not in ENDED and works(folder):
         status = "running"
     elif status not in ENDED:
-        status, error = "died", error or "it is still marked as running: it was killed"
+        status, error = "died", error or known or "it is still marked as running: it was killed"
     row = replace(row, status=status, error=error, wall_s=_number(summary.get("wall_s")))
     best = summary.get("best")
     if not isinstance(best, dict) or best.get("metric") is None:

@@ -126,6 +126,7 @@ def _open_sweep(verb: Verb, plan: Plan) -> Path:
     from runner.distributed import follow
     from runner.distributed.world import started_by_launcher
     from runner.sweeps import resume
+    from runner.sweeps.detach import detached
     from runner.tracking.run_directory import claim, timestamp
 
     root = Path(str(plan.values["output_root"])) / verb.sweeps.format(name=plan.values["name"])
@@ -135,7 +136,10 @@ def _open_sweep(verb: Verb, plan: Plan) -> Path:
         return str(found or claim(root, timestamp()))
 
     folder = Path(follow.kept("sweep", place) if started_by_launcher() else place())
-    if verb.keeps_runs:
+    if plan.detach:
+        resume.refuse_held(folder)
+        detached(folder, functools.partial(resume.begin, folder, plan))
+    elif verb.keeps_runs:
         resume.begin(folder, plan)
     return folder
 

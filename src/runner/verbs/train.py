@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from runner.distributed.world import joined, started_by_launcher
 from runner.engine.errors import Preempted
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
+from runner.sweeps.pool import PATIENT
 from runner.train import build_run, train
 from runner.verbs._ranks import follow_rank_0, lead
 
@@ -48,7 +50,7 @@ def run(cfg: DictConfig | Composition) -> float | None:
 
 def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
     """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
-    patient = started_by_launcher() or composition.elsewhere
+    patient = started_by_launcher() or composition.elsewhere or PATIENT in os.environ
     record, signals, value = RunRecord(composition), StopSignals(patient), None
     try:
         with signals, operations_named(lambda text: record.console.warn(text)):

@@ -46,6 +46,7 @@ class Train(Section):
     resume: Literal["auto"] | None = None
     sweep_dir: str | None = None
     retry: Literal["failed", "never", "all"] = "failed"
+    retries: Annotated[int, Ge(0)] = 0
     fail_fast: bool = False
     new_sweep: bool = False
     init: Init | list[Init] | None = None
