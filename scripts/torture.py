@@ -39,7 +39,7 @@ SECTIONS = {
     "signals": "SIGTERM, SIGHUP and the other signals that stop a run, in every phase",
     "ending": "SIGKILL at every place of a run's end, all loggers compared line by line",
     "sweep": "SIGKILL at every micro-batch in every phase, and chains of kills",
-    "sweeps": "SIGKILL, SIGTERM and SIGINT of sweeps at random moments, repeated with the same command",
+    "sweeps": "SIGKILL, SIGTERM and SIGINT of sweeps and their jobs at random moments, repeated with the same command",
 }
 COUNTS = {
     "kills": (200, 1, "SIGKILLs at random moments"),
@@ -58,11 +58,13 @@ COUNTS = {
     "signals": (0, 1, "phases that a signal comes in; 0 for all"),
     "places": (0, 1, "places of the kill sweep; 0 for all"),
     "chains": (60, 1, "chains of kills"),
-    "sweeps": (20, 1, "sweeps of four jobs that are stopped three times each"),
+    "sweeps": (20, 1, "sweeps of four jobs that are stopped three times each, with each launcher"),
 }
 
 
-def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) -> list[Row]:
+def run(
+    sections: list[str], counts: dict[str, int], seed: int, folder: Path, launchers: tuple[str, ...] = ("basic", "pool")
+) -> list[Row]:
     """Run sections one after the other; each has random numbers of its own, so that any can be repeated alone."""
     import importlib
 
@@ -79,6 +81,7 @@ def run(sections: list[str], counts: dict[str, int], seed: int, folder: Path) ->
     for name in sections:
         began = time.perf_counter()
         bench = Bench(folder / name, random.Random(f"{seed} {name}"), counts, lambda line: print(line, flush=True))
+        bench.launchers = launchers
         bench.folder.mkdir(parents=True)
         found = importlib.import_module(f"faults.{name}").section(bench)
         rows += found
@@ -97,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of moments and places")
     parser.add_argument("--short", action="store_true", help="a few of each")
     parser.add_argument("--folder", type=Path, help="keep all runs in this folder; without it they are removed")
+    parser.add_argument("--launcher", choices=("basic", "pool"), help="of the section sweeps; without it all of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     for name, (long, short, what) in COUNTS.items():
@@ -110,7 +114,13 @@ def main(argv: list[str] | None = None) -> int:
     # In memory, where there is such a place: a kill leaves there what it leaves on a disk, and flushing costs nothing.
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as scratch:
-        rows = run(options.sections or list(SECTIONS), counts, options.seed, options.folder or Path(scratch))
+        rows = run(
+            options.sections or list(SECTIONS),
+            counts,
+            options.seed,
+            options.folder or Path(scratch),
+            (options.launcher,) if options.launcher else ("basic", "pool"),
+        )
     if options.json:
         options.json.write_text(json.dumps([row.plain() for row in rows], indent=2) + "\n")
     if options.markdown:

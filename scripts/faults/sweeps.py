@@ -1,41 +1,54 @@
-"""SIGKILL, SIGTERM and SIGINT of sweeps at random moments, repeated with the same command until all is done."""
+"""SIGKILL, SIGTERM and SIGINT of sweeps and their jobs at random moments, repeated with the same command until all is done."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
 from pathlib import Path
 
 from faults.jobs import whole
-from faults.lives import begin, fingerprint, live
+from faults.lives import begin, fingerprint, leftovers, live
 from faults.table import Bench, Row
 
 _STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _TIMES = 3
 _JOBS = ("0", "1", "2", "3")
+_LAUNCHERS = {"basic": (), "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2")}
 
 
 def section(bench: Bench) -> list[Row]:
     """The rows of this section."""
     words = ("--multirun", *whole(("epochs=2", "seed=0,1", "optimizer.lr=0.003,0.01")))
-    row = Row("sweeps", f"sweeps of {len(_JOBS)} jobs, stopped {_TIMES} times at random moments")
-    began = time.perf_counter()
     undisturbed = bench.folder / "undisturbed"
     first = live((*words, f"output_root={undisturbed}"), undisturbed.with_suffix(".log"))
-    lasted = time.perf_counter() - began
     assert first.status == 0, first.said()[-2000:]
     [folder] = undisturbed.glob("*/sweeps/*")
     expected = {job: fingerprint(folder / job) for job in _JOBS}
-    for number in range(bench.counts["sweeps"]):
-        root = bench.folder / str(number)
-        row.count(_stopped(bench, (*words, f"output_root={root}"), root, lasted, expected), bench.say)
-    return [row]
+    rows = []
+    for launcher in bench.launchers:
+        own = (*words, *_LAUNCHERS[launcher])
+        began, root = time.perf_counter(), bench.folder / f"{launcher}_undisturbed"
+        alone = live((*own, f"output_root={root}"), root.with_suffix(".log"))
+        lasted = time.perf_counter() - began
+        assert alone.status == 0, alone.said()[-2000:]
+        victims = "the sweep" if launcher == "basic" else "the sweep, a job or both"
+        row = Row("sweeps", f"{launcher}: sweeps of {len(_JOBS)} jobs, {_TIMES} stops of {victims} at random moments")
+        for number in range(bench.counts["sweeps"]):
+            root = bench.folder / f"{launcher}_{number}"
+            row.count(_stopped(bench, (*own, f"output_root={root}"), root, lasted, expected, launcher), bench.say)
+        row.note = f"{_TIMES * row.injected} stops"
+        rows.append(row)
+    return rows
 
 
-def _stopped(bench: Bench, words: tuple[str, ...], root: Path, lasted: float, expected: dict[str, str]) -> str:
+def _stopped(
+    bench: Bench, words: tuple[str, ...], root: Path, lasted: float, expected: dict[str, str], launcher: str
+) -> str:
     """Stop a sweep and its repetitions, let the last one end, and say what was not as promised."""
     log = root.with_suffix(".log")
     for _ in range(_TIMES):
@@ -43,10 +56,14 @@ def _stopped(bench: Bench, words: tuple[str, ...], root: Path, lasted: float, ex
         until = time.perf_counter() + bench.draw.uniform(0.1, 1) * lasted / 2
         while time.perf_counter() < until and not life.ended():
             time.sleep(0.002)
+        victims = ("sweep",) if launcher == "basic" else bench.draw.choice((("sweep",), ("job",), ("sweep", "job")))
         number = bench.draw.choice(_STOPS)
-        if not life.ended():
+        if "job" in victims and (jobs := _working(root, life.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(bench.draw.choice(jobs), signal.SIGKILL)
+        if "sweep" in victims and not life.ended():
             os.kill(life.pid, number)
-        if (status := life.wait()) not in (0, 75, 128 + signal.SIGINT, -number):
+        if (status := life.wait()) not in (0, 75, 128 + signal.SIGINT, -number, *((1,) if "job" in victims else ())):
             return f"{root}: status {status} after {number.name}: {life.said()[-1500:]}"
         for ledger in root.glob("*/sweeps/*/sweep.jsonl"):
             for line in ledger.read_text().splitlines(keepends=True):
@@ -59,8 +76,24 @@ def _stopped(bench: Bench, words: tuple[str, ...], root: Path, lasted: float, ex
     found = {job: fingerprint(folder / job) for job in _JOBS}
     if life.status != 0 or found != expected:
         return f"{folder}: status {life.status}, {found} instead of {expected}: {life.said()[-1500:]}"
-    lines = [
-        line for line in (folder / "sweep.jsonl").read_text().splitlines() if line.startswith('{"event": "finished"')
-    ]
-    ended = Counter(json.loads(line)["folder"] for line in lines)
+    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs"}:
+        return f"{folder}: there is {more} too"
+    if left := leftovers(folder):
+        return f"{folder}: {left} were left"
+    ended = Counter[str]()
+    for line in map(json.loads, (folder / "sweep.jsonl").read_text().splitlines()):
+        if line["event"] == "started" and ended[line["folder"]]:
+            return f"{folder}: {line['folder']} had finished, and started again"
+        ended[line.get("folder", "")] += line["event"] == "finished"
+    del ended[""]
     return "" if ended == dict.fromkeys(_JOBS, 1) else f"{folder}: jobs ended {dict(ended)} times"
+
+
+def _working(root: Path, sweep: int) -> list[int]:
+    """Processes of jobs, from the locks of their folders."""
+    found = []
+    for lock in root.glob("*/sweeps/*/*/.lock"):
+        match = re.match(r"process (\d+) on ", lock.read_text())
+        if match and int(match[1]) != sweep and Path(f"/proc/{match[1]}").exists():
+            found.append(int(match[1]))
+    return found

@@ -59,12 +59,14 @@ class Bench:
         draw: random numbers of its own.
         counts: how many of what, by name, see `COUNTS` in `torture.py`.
         say: takes a line for people.
+        launchers: of sweeps.
     """
 
     folder: Path
     draw: Random
     counts: dict[str, int]
     say: Callable[[str], None] = field(default=print)
+    launchers: tuple[str, ...] = ("basic", "pool")
 
 
 def text_table(rows: Iterable[Row]) -> str:

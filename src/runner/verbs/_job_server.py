@@ -62,6 +62,7 @@ def main(input: int, said: int) -> NoReturn:
     request = _serve(requests, said)
     status = 0
     if request is not None:
+        atexit._clear()
         try:
             status = _work(common, request, said)
         except SystemExit as stop:
@@ -69,6 +70,9 @@ def main(input: int, said: int) -> NoReturn:
         except BaseException:
             traceback.print_exc()
             status = 1
+        # As an interpreter ends, but without what only the launcher may do, such as removing its temporary folders.
+        for module, end in (("multiprocessing.util", "_exit_function"), ("threading", "_shutdown")):
+            getattr(importlib.import_module(module), end)()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
