@@ -100,7 +100,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of moments and places")
     parser.add_argument("--short", action="store_true", help="a few of each")
     parser.add_argument("--folder", type=Path, help="keep all runs in this folder; without it they are removed")
-    parser.add_argument("--launcher", choices=("basic", "pool"), help="of the section sweeps; without it all of them")
+    parser.add_argument(
+        "--launcher",
+        choices=("basic", "pool", "joblib", "submitit_local"),
+        help="of the section sweeps; without it basic and pool",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there as well")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there as well")
     for name, (long, short, what) in COUNTS.items():

@@ -18,7 +18,12 @@ from faults.table import Bench, Row
 _STOPS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _TIMES = 3
 _JOBS = ("0", "1", "2", "3")
-_LAUNCHERS = {"basic": (), "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2")}
+_LAUNCHERS = {
+    "basic": (),
+    "pool": ("hydra/launcher=pool", "hydra.launcher.per_device=2"),
+    "joblib": ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+    "submitit_local": ("hydra/launcher=submitit_local",),
+}
 
 
 def section(bench: Bench) -> list[Row]:
@@ -76,7 +81,7 @@ def _stopped(
     found = {job: fingerprint(folder / job) for job in _JOBS}
     if life.status != 0 or found != expected:
         return f"{folder}: status {life.status}, {found} instead of {expected}: {life.said()[-1500:]}"
-    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs"}:
+    if more := {path.name for path in folder.iterdir() if path.is_dir()} - {*_JOBS, "logs", ".submitit"}:
         return f"{folder}: there is {more} too"
     if left := leftovers(folder):
         return f"{folder}: {left} were left"
