@@ -334,7 +334,7 @@ def test_a_pattern_of_options_makes_a_job_of_each(sweep):
     ("words", "key", "reason"),
     [
         (("optimizer.lr=interval(0.0001,0.1)",), "optimizer.lr", "cannot be an interval"),
-        (("hydra/sweeper=optuna", "optimizer.lr=interval(0.0001,0.1)"), "hydra/sweeper", "there is no 'optuna'"),
+        (("hydra/sweeper=optuna", "optimizer.lr=interval(0.0001,0.1)"), "hydra/sweeper", "is optuna, whose package"),
         (("hydra/launcher=basics",), "hydra/launcher", "there is no 'basics'"),
         (("experiment=glob(zzz*)",), "experiment", "has no option of that pattern"),
     ],

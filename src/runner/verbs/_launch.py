@@ -165,7 +165,20 @@ class Job:
             return self._run(cfg)
         from runner.sweeps.resume import run_or_skip
 
-        return run_or_skip(cfg, self._run)
+        if "SUBMITIT_EXECUTOR" not in os.environ or _LAUNCHERS.isdisjoint(os.environ):
+            return run_or_skip(cfg, self._run)
+        from runner.distributed import follow
+        from runner.distributed.world import started_by_launcher
+
+        if not started_by_launcher():
+            return run_or_skip(cfg, self._run)
+        if follow.rank():  # one of the tasks that submitit started for the job
+            importlib.import_module(self.verb.module).main_of_follower()
+            return None
+        try:
+            return run_or_skip(cfg, self._run)
+        finally:
+            follow.dismiss()
 
     def _run(self, cfg: Any) -> float | None:
         run: Callable[[Any], float | None] = importlib.import_module(self.verb.module).run
