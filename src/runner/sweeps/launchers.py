@@ -103,6 +103,8 @@ def _processes_of_jobs(launcher: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _of_joblib() -> Iterator[None]:
+    from joblib.externals.loky import get_reusable_executor
+
     core: Any = importlib.import_module("hydra_plugins.hydra_joblib_launcher._core")
     parallel = core.Parallel
     core.Parallel = lambda **settings: lambda tasks: _Together(parallel, settings, list(tasks)).results()
@@ -110,6 +112,7 @@ def _of_joblib() -> Iterator[None]:
         yield
     finally:
         core.Parallel = parallel
+        get_reusable_executor().shutdown(wait=True)  # its processes would keep their memory, and wait for work
 
 
 class _Together:
